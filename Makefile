@@ -1,0 +1,89 @@
+# Variables, on the command line or in the environment:
+#   TORCH=2.13.0    the torch that is installed           PIP_ARGS=   added to pip install torch, such as --index-url URL
+#   PYTHON=python3  the interpreter of the virtual environment, and of `make gpu`
+#   PYTEST_ARGS=    added to pytest                       ARGS=       added to benchmarks.run
+#   TEXT=           a text file for the demo              OUT=        where results go
+# See setup.py for CXX, CXXFLAGS, MAX_JOBS and CUDA_HOME.
+TORCH ?= 2.13.0
+PYTHON ?= python3
+VENV ?= .venv
+ASAN_TESTS ?= tests/test_fuzz.py
+CXX ?= g++
+
+PY := $(VENV)/bin/python
+PYTEST_ARGS += $(if $(CI),--color=no)
+CXX_FILES = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+
+.DEFAULT_GOAL := build
+.PHONY: help build test demo bench gpu lint format asan test-torch clean
+.DELETE_ON_ERROR:
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+
+build: $(VENV)/.torch-$(TORCH)  ## (default) virtual environment with torch and tools, and the libraries in attnjourney/
+	@$(PY) setup.py -q build_ext --inplace
+
+test: build  ## build, then all tests
+	$(PY) -m pytest -q $(PYTEST_ARGS)
+
+demo: build  ## build, then the demo: make demo TEXT=book.txt
+	$(PY) -m examples.demo $(if $(TEXT),--text "$(TEXT)") $(if $(OUT),--out "$(OUT)")
+
+bench: build  ## build, then the benchmarks: make bench ARGS="..."
+	$(PY) -m benchmarks.run $(ARGS)
+
+gpu: OUT := $(or $(OUT),build/gpu)
+gpu:  ## on a machine with a GPU, with PYTHON's own torch: build, CUDA tests and benchmarks, results in OUT
+	@$(PYTHON) -c 'import torch; raise SystemExit(not torch.cuda.is_available())' 2>/dev/null \
+		|| { echo "make gpu: $(PYTHON) has no torch that sees a CUDA device (torch.cuda.is_available() is False)"; exit 1; }
+	mkdir -p "$(OUT)"
+	$(PYTHON) setup.py -q build_ext --inplace
+	$(PYTHON) -m pytest -q -m cuda --junitxml="$(OUT)/cuda-tests.xml" $(PYTEST_ARGS)
+	$(PYTHON) -m benchmarks.run --device cuda --json "$(OUT)/benchmarks.json" $(ARGS)
+
+lint: $(VENV)/.torch-$(TORCH)  ## check the style of C++ and Python
+	@$(VENV)/bin/clang-format --dry-run --Werror $(CXX_FILES)
+	@$(VENV)/bin/ruff check
+	@$(VENV)/bin/ruff format --check
+
+format: $(VENV)/.torch-$(TORCH)  ## correct the style of C++ and Python
+	@$(VENV)/bin/clang-format -i $(CXX_FILES)
+	@$(VENV)/bin/ruff check --fix
+	@$(VENV)/bin/ruff format
+
+# Python knows nothing of the sanitizers and of C++ exceptions, so their libraries are loaded before it; capture=sys leaves
+# their reports, which end the process, on the terminal.
+asan: $(VENV)/.torch-$(TORCH)  ## C++ tests with the address and undefined-behaviour sanitizers: make asan ASAN_TESTS="..."
+	ATTNJOURNEY_SANITIZE=1 $(PY) setup.py -q build_ext --build-lib build/sanitize
+	LD_PRELOAD="$(foreach lib,asan ubsan stdc++,$(realpath $(shell $(CXX) -print-file-name=lib$(lib).so)))" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 ATTNJOURNEY_LIBRARY_DIR=build/sanitize/attnjourney \
+		$(PY) -m pytest -q --capture=sys $(ASAN_TESTS) $(PYTEST_ARGS)
+
+test-torch: .venv-$(TORCH)/.torch-$(TORCH)  ## smoke tests of the libraries already built with another torch: TORCH=2.14.1
+	@test -e attnjourney/_C_cpu.so || { echo "make test-torch: run make build first"; exit 1; }
+	.venv-$(TORCH)/bin/python -m pytest -q -m smoke $(PYTEST_ARGS)
+
+clean:  ## remove everything that was built or installed here
+	rm -rf .venv .venv-* build dist *.egg-info attnjourney/*.so .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# An environment with torch $(TORCH) and every list of requirements in pyproject.toml. The file is its mark of completion.
+define REQUIREMENTS
+import importlib, sys
+toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "pip._vendor.tomli")
+with open("pyproject.toml", "rb") as file:
+    project = toml.load(file)
+lists = [project["build-system"]["requires"], *project["project"]["optional-dependencies"].values()]
+print(*(entry for entries in lists for entry in entries if not entry.startswith("attnjourney[")), sep="\n")
+endef
+export REQUIREMENTS
+
+%/.torch-$(TORCH): pyproject.toml
+	@echo "installing torch $(TORCH) and the development tools in $*"
+	@test -x $*/bin/python || $(PYTHON) -m venv $*
+	@$*/bin/python -m pip install -q $(PIP_ARGS) torch==$(TORCH)
+	@$*/bin/python -c "$$REQUIREMENTS" >$*/requirements.txt
+	@$*/bin/python -m pip install -q -r $*/requirements.txt
+	@rm -f $*/.torch-*
+	@touch $@

@@ -1,0 +1,19 @@
+"""Attention operators for PyTorch in C++: forward and backward, on CPU and CUDA."""
+
+from . import nn, reference
+from ._version import __version__
+from .info import cpu_info, explain
+from .ops import attention, gpt_attention, gqa, mha, mla
+
+__all__ = [
+    "__version__",
+    "attention",
+    "cpu_info",
+    "explain",
+    "gpt_attention",
+    "gqa",
+    "mha",
+    "mla",
+    "nn",
+    "reference",
+]

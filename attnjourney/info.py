@@ -1,0 +1,45 @@
+"""What the CPU kernels found on this machine, and what a call would do."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+
+def _decode(text: torch.Tensor) -> dict:
+    return json.loads(bytes(text.tolist()).decode())
+
+
+def cpu_info() -> dict:
+    """The instruction sets of the CPU kernels.
+
+    Returns a dict: `isa` (the one in use), `forced` (whether the environment variable ATTNJOURNEY_ISA chose it),
+    `found` (those this CPU and operating system can run, best first), `built` (those in this build), `threads`.
+
+    Raises RuntimeError where ATTNJOURNEY_ISA names an instruction set that is unknown or cannot run here.
+    """
+    return _decode(torch.ops.attnjourney._cpu_info())
+
+
+def explain(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> dict:
+    """Tells how `attention` would run with these arguments, without running it.
+
+    Returns a dict: `isa`, `group` (query heads per key/value head), and for `forward` and `backward` the threads, tile
+    sizes (query rows, keys), work items and scratch bytes per thread. Raises what `attention` would raise.
+    """
+    return _decode(
+        torch.ops.attnjourney._explain(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    )

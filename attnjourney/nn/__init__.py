@@ -1,0 +1,8 @@
+"""The attention layers as modules: parameters and one call of an operator."""
+
+from .causal_self_attention import CausalSelfAttention
+from .grouped_query_attention import GroupedQueryAttention
+from .multihead_attention import MultiheadAttention
+from .multihead_latent_attention import MultiheadLatentAttention
+
+__all__ = ["CausalSelfAttention", "GroupedQueryAttention", "MultiheadAttention", "MultiheadLatentAttention"]

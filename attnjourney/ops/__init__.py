@@ -1,0 +1,9 @@
+"""Public functions of the operators; importing this package registers them with PyTorch."""
+
+from .attention import attention
+from .gpt_attention import gpt_attention
+from .gqa import gqa
+from .mha import mha
+from .mla import mla
+
+__all__ = ["attention", "gpt_attention", "gqa", "mha", "mla"]

@@ -1,0 +1,252 @@
+"""What PyTorch must know about an operator beside its C++ kernels: fake kernels, autograd, torch.func, autocast, FLOPs.
+
+To add an operator `op`, define three schemas in csrc/<op>.cpp; their names carry the whole meaning:
+
+    op(inputs...) -> Tensor
+    op_forward(inputs..., [*, Tensor? dropout_seed=None]) -> (Tensor out, others...)
+    op_backward(arguments...) -> (Tensor grad_<input>, ...)
+
+* `op_forward` takes the arguments of `op` in the same order with the same defaults. Its first result is the result of
+  `op`, the others are what its backward reads. An operator with a `dropout_p` takes `dropout_seed` as its last
+  argument; the seed is drawn here, and only if dropout_p > 0.
+* `op_backward` takes, in any order: `grad_<output>` for every differentiable output of `op_forward` (`Tensor?` where
+  the gradient may be missing), any inputs and outputs of `op_forward` under their names (these and no others are
+  saved), and last the int `need`. Bit i of `need` asks for result i; any other result has the shape (0,).
+  An output without a `grad_<output>` is marked as not differentiable; an input without a result must not require grad.
+
+C++ has CPU (and CUDA) kernels for op_forward and op_backward. attnjourney/ops/<op>.py then calls
+
+    register("op", fake=..., composite=..., autocast=..., flops=...)
+
+whose functions receive the operator's arguments by name, defaults filled in: `def fake(*, x, weight, **_)`.
+
+What a call of `op` meets, from the outside in:
+
+    torch.func (FuncTorchDynamicLayerFrontMode)  an autograd.Function with a vmap rule, or the composite
+    autocast (AutocastCPU, AutocastCUDA)         casts as torch's own operators do
+    Autograd                                     one node if anything requires grad, else op_forward alone
+    CPU, CUDA                                    op_forward alone (inference_mode comes straight here)
+
+op_forward and op_backward have the same kernels, so calling them directly loses no gradient either. Forward-mode AD
+and double backward raise NotImplementedError.
+
+_operator.py reads the schemas, _nodes.py holds the autograd nodes, this file registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+from torch.utils.flop_counter import register_flop_formula
+
+from ._nodes import backward_node, eager_node, transformed_node
+from ._operator import NAMESPACE, Operator, draw_seed
+
+LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # lives as long as the module: its kernels go with it
+
+_any_requires_grad = torch._C._any_requires_grad
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+_grad_enabled = torch.is_grad_enabled
+
+
+def _needs_node(args: tuple, kwargs: dict) -> bool:
+    return (_grad_enabled() and _any_requires_grad(*args, *kwargs.values())) or forward_ad._current_level >= 0
+
+
+def _caster(op: Operator, names: Sequence[str]) -> Callable[[str, tuple, dict], tuple[tuple, dict]]:
+    """Casts the named inputs to autocast's dtype as torch's own lower-precision operators do: never float64."""
+    cast_names = frozenset(names)
+    at = [i for i, name in enumerate(op.public.names) if name in cast_names and name not in op.public.keywords]
+    keywords = cast_names & set(op.public.keywords)
+
+    def cast(device_type: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        dtype = torch.get_autocast_dtype(device_type)
+
+        done = {}  # a tensor that is there twice stays one tensor
+
+        def one(x):
+            if x is None or not x.is_floating_point() or x.dtype == torch.float64 or x.device.type != device_type:
+                return x
+            if id(x) not in done:
+                done[id(x)] = x.to(dtype)
+            return done[id(x)]
+
+        args = list(args)
+        for i in at:
+            if i < len(args):
+                args[i] = one(args[i])
+        return tuple(args), {name: one(x) if name in keywords else x for name, x in kwargs.items()}
+
+    return cast
+
+
+def register(
+    name: str,
+    *,
+    fake: Callable[..., tuple],
+    prepare: Callable[..., tuple] | None = None,
+    fake_backward: Callable[..., tuple] | None = None,
+    composite: Callable[..., Tensor] | None = None,
+    vmap: tuple[Callable, Callable] | None = None,
+    autocast: Sequence[str] = (),
+    flops: Callable[..., tuple[int, int]] | None = None,
+) -> torch._ops.OpOverload:
+    """Completes the operator `name`, whose schemas and kernels the C++ library has registered, and returns it.
+
+    All functions but those of `vmap` take the arguments of their operator by name, defaults filled in.
+
+    Args:
+        fake: the results of op_forward as empty tensors, from tensors that have no data.
+        prepare: the positional arguments of `op` -> those of op_forward; may, say, put None for a tensor that is there
+            twice. Cheap: it is on the way of every call.
+        fake_backward: the same for op_backward. Default: each gradient is like its input, which op_backward must take.
+        composite: `op` in terms of differentiable torch functions; serves torch.func. Takes the arguments of `op`.
+        vmap: instead of composite, the batching rules of op_forward and op_backward: `rule(info, in_dims, *arguments)`
+            as in torch.autograd.Function.vmap, arguments flat in schema order; None stands for one call a sample.
+        autocast: inputs that autocast casts.
+        flops: (of the forward, of the backward), from shapes in place of tensors.
+    """
+    if (composite is None) == (vmap is None):
+        raise TypeError("register: give one of composite and vmap")
+    op = Operator(name, prepare)
+    backward_function = backward_node(op, vmap[1] if vmap else None)
+    _register_kernels(op, name, backward_function)
+    _register_functorch(op, name, backward_function, composite, vmap, autocast)
+    _register_autocast(op, name, autocast)
+    _register_fakes(op, fake, fake_backward)
+    if flops is not None:
+        _register_flops(op, flops)
+    return op.public.operator
+
+
+def _register_kernels(op: Operator, name: str, backward_function: type[Function]) -> None:
+    forward, backward = op.forward.operator, op.backward.operator
+    apply_public = eager_node(op, backward_function, all_outputs=False)
+    apply_forward = eager_node(op, backward_function, all_outputs=True)
+    apply_backward = super(Function, backward_function).apply
+    draws, dropout_on, prepare, any_requires_grad = op.dropout, op.dropout_on, op.prepare, _any_requires_grad
+    grad_enabled, below_autograd = _grad_enabled, _below_autograd
+
+    def public_forward(*args, **kwargs):
+        if prepare is not None:
+            args = prepare(*args)
+        if draws and dropout_on(args, kwargs):
+            kwargs["dropout_seed"] = draw_seed(args[0])
+        return forward(*args, **kwargs)[0]
+
+    def public_autograd(*args, **kwargs):  # the hot path: _needs_node and public_forward written out
+        if (grad_enabled() and any_requires_grad(*args, *kwargs.values())) or forward_ad._current_level >= 0:
+            return apply_public(*op.flat(args, kwargs))
+        if prepare is not None:
+            args = prepare(*args)
+        if draws and dropout_on(args, kwargs):
+            kwargs["dropout_seed"] = draw_seed(args[0])
+        with below_autograd():
+            return forward(*args, **kwargs)[0]
+
+    def forward_autograd(*args, **kwargs):
+        if _needs_node(args, kwargs):
+            return apply_forward(*op.forward.flat(args, kwargs))
+        with below_autograd():
+            return forward(*args, **kwargs)
+
+    def backward_autograd(*args, **kwargs):
+        if _needs_node(args, kwargs):
+            return apply_backward(*op.backward.flat(args, kwargs))
+        with below_autograd():
+            return backward(*args, **kwargs)
+
+    for device in ("CPU", "CUDA"):
+        LIBRARY.impl(name, public_forward, device)
+    LIBRARY.impl(name, public_autograd, "Autograd")
+    LIBRARY.impl(name + "_forward", forward_autograd, "Autograd")
+    LIBRARY.impl(name + "_backward", backward_autograd, "Autograd")
+
+
+def _register_functorch(op, name, backward_function, composite, vmap, autocast) -> None:
+    cast = _caster(op, autocast)
+    transformed = transformed_node(op, backward_function, vmap[0]) if vmap else None
+
+    def cast_inputs(args, kwargs):  # this key comes before the autocast keys
+        device = args[0].device.type
+        return cast(device, args, kwargs) if autocast and torch.is_autocast_enabled(device) else (args, kwargs)
+
+    def public(*args, **kwargs):
+        args, kwargs = cast_inputs(args, kwargs)
+        if composite is not None:
+            return composite(**op.public.named(args, kwargs))
+        return transformed.apply(*op.flat(args, kwargs))[0]
+
+    def forward(*args, **kwargs):
+        if transformed is None:
+            raise NotImplementedError(f"{op.name}_forward does not support torch.func: call {op.name}")
+        args, kwargs = cast_inputs(args, kwargs)
+        return transformed.apply(*op.forward.flat(args, kwargs))
+
+    def backward(*args, **kwargs):
+        return backward_function.apply(*op.backward.flat(args, kwargs))
+
+    for suffix, kernel in (("", public), ("_forward", forward), ("_backward", backward)):
+        LIBRARY.impl(name + suffix, kernel, "FuncTorchDynamicLayerFrontMode")
+
+
+def _register_autocast(op: Operator, name: str, names: Sequence[str]) -> None:
+    if not names:
+        return
+    cast = _caster(op, names)
+    for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+        excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+        for suffix, operator in (("", op.public.operator), ("_forward", op.forward.operator)):
+
+            def kernel(*args, device_type=device_type, excluded=excluded, operator=operator, **kwargs):
+                args, kwargs = cast(device_type, args, kwargs)
+                with torch._C._ExcludeDispatchKeyGuard(excluded):
+                    return operator(*args, **kwargs)
+
+            LIBRARY.impl(name + suffix, kernel, key)
+
+
+def _register_fakes(op: Operator, fake: Callable, fake_backward: Callable | None) -> None:
+    def on_one_device(named):
+        like_name, like = next((name, x) for name, x in named.items() if isinstance(x, Tensor))
+        for name, x in named.items():
+            if isinstance(x, Tensor) and x.device != like.device:
+                raise RuntimeError(
+                    f"{name}: expected to be on the device of {like_name}, {like.device}, got {x.device}"
+                )
+        return named
+
+    def forward(*args, **kwargs):
+        return fake(**on_one_device(op.forward.named(args, kwargs)))
+
+    def public(*args, **kwargs):
+        return forward(*args, **kwargs)[0]
+
+    def like_inputs(*, need, **named):
+        first = named[op.forward.names[0]]
+        inputs = [named[output.removeprefix("grad_")] for output in op.backward.outputs]
+        return tuple(
+            x.new_empty(x.shape) if need >> bit & 1 and x is not None and x.is_floating_point() else first.new_empty(0)
+            for bit, x in enumerate(inputs)
+        )
+
+    def backward(*args, **kwargs):
+        return (fake_backward or like_inputs)(**on_one_device(op.backward.named(args, kwargs)))
+
+    for kernel, signature in ((public, op.public), (forward, op.forward), (backward, op.backward)):
+        torch.library.register_fake(signature.operator, kernel, lib=LIBRARY)
+
+
+def _register_flops(op: Operator, flops: Callable[..., tuple[int, int]]) -> None:
+    packets = [s.operator._overloadpacket for s in (op.public, op.forward, op.backward)]
+
+    @register_flop_formula(packets[:2])
+    def forward(*args, out_shape=None, **kwargs) -> int:
+        return flops(**op.forward.named(args, kwargs))[0]
+
+    @register_flop_formula(packets[2])
+    def backward(*args, out_shape=None, **kwargs) -> int:
+        return flops(**op.backward.named(args, kwargs))[1]

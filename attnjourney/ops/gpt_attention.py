@@ -1,0 +1,80 @@
+"""The attention layer of GPT: torch.ops.attnjourney.gpt_attention."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._registration import register
+from .attention import attention
+
+
+def gpt_attention(
+    x: Tensor,
+    num_heads: int,
+    qkv_weight: Tensor,
+    qkv_bias: Tensor | None,
+    out_weight: Tensor,
+    out_bias: Tensor | None,
+    *,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    r"""Causal multi-head self-attention with its projections, one autograd node for the layer (Radford et al. 2018,
+    "Improving Language Understanding by Generative Pre-Training"; Vaswani et al. 2017, arXiv 1706.03762).
+
+    Args:
+        x: (batch, seq, embed). float32, float64, bfloat16 or float16.
+        num_heads: divides embed; each head has embed / num_heads columns.
+        qkv_weight: (3 * embed, embed): the rows of query, key, value in this order, in x's dtype.
+        qkv_bias: (3 * embed,) or None.
+        out_weight: (embed, embed).
+        out_bias: (embed,) or None.
+        dropout_p: probability of dropping an attention weight, always applied: pass 0.0 in evaluation.
+
+    Returns:
+        (batch, seq, embed) in x's dtype; position i depends on positions 0 .. i.
+
+    Raises:
+        ValueError: a shape, num_heads or dropout_p that does not fit; names the argument, the expected and the given.
+        RuntimeError: a dtype or a device that does not fit.
+        NotImplementedError: differentiated twice, or in forward mode.
+    """
+    return _gpt_attention(x, num_heads, qkv_weight, qkv_bias, out_weight, out_bias, dropout_p=dropout_p)
+
+
+def _fake(*, x, num_heads, **_):
+    batch, seq, embed = x.shape
+    lse_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    lse = x.new_empty((batch, num_heads, seq), dtype=lse_dtype)
+    return x.new_empty(x.shape), x.new_empty(x.shape), lse, x.new_empty((batch, seq, 3 * embed))
+
+
+def _fake_backward(*, x, need, **_):
+    embed = x.shape[2]
+    shapes = x.shape, (3 * embed, embed), (3 * embed,), (embed, embed), (embed,)
+    return tuple(x.new_empty(shape if need >> bit & 1 else 0) for bit, shape in enumerate(shapes))
+
+
+def _composite(*, x, num_heads, qkv_weight, qkv_bias, out_weight, out_bias, dropout_p):
+    qkv = F.linear(x, qkv_weight, qkv_bias).unflatten(-1, (3, num_heads, -1))  # (batch, seq, 3, heads, head_dim)
+    q, k, v = qkv.transpose(-4, -2).unbind(-3)  # each (batch, heads, seq, head_dim)
+    out = attention(q, k, v, None, dropout_p, True)
+    return F.linear(out.transpose(-3, -2).flatten(-2), out_weight, out_bias)
+
+
+def _flops(*, x, **_):
+    batch, seq, embed = x
+    projections = 2 * batch * seq * embed * 4 * embed
+    scores = 2 * batch * seq * seq * embed  # causal counts as full, as torch does for F.scaled_dot_product_attention
+    return projections + 2 * scores, 2 * projections + 5 * scores
+
+
+_gpt_attention = register(
+    "gpt_attention",
+    fake=_fake,
+    fake_backward=_fake_backward,
+    composite=_composite,
+    autocast=("x", "qkv_weight", "qkv_bias", "out_weight", "out_bias"),
+    flops=_flops,
+)

@@ -1,0 +1,94 @@
+"""Grouped-query attention as one layer: torch.ops.attnjourney.gqa."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..reference.gqa import grouped_query_layer
+from ._registration import register
+
+
+def gqa(
+    x: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    v_weight: Tensor,
+    o_weight: Tensor,
+    q_bias: Tensor | None = None,
+    k_bias: Tensor | None = None,
+    v_bias: Tensor | None = None,
+    o_bias: Tensor | None = None,
+    *,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    is_causal: bool = True,
+) -> Tensor:
+    r"""Grouped-query self-attention from x to the output projection, one operator forward and one backward (Ainslie et
+    al. 2023, arXiv 2305.13245). num_kv_heads = num_heads is multi-head attention, num_kv_heads = 1 multi-query
+    attention (Shazeer 2019, arXiv 1911.02150). Keys and values are never repeated.
+
+    Args:
+        x: (batch, seq, embed), float32, float64, bfloat16 or float16. Every other tensor but cos, sin has its dtype.
+        num_heads: query heads, H.
+        num_kv_heads: key/value heads, Hkv, a divisor of H; query head h reads key/value head h // (H / Hkv).
+        q_weight: (H * D, embed); the head dimension D follows from it.
+        k_weight: (Hkv * D, embed).
+        v_weight: (Hkv * Dv, embed); Dv may differ from D.
+        o_weight: (out, H * Dv).
+        q_bias, k_bias, v_bias, o_bias: (H * D,), (Hkv * D,), (Hkv * Dv,), (out,).
+        cos, sin: (seq, rotary_dim / 2), float32 or x's dtype; rotary position embedding (arXiv 2104.09864) of the first
+            rotary_dim <= D numbers of every query and key head, in half-split layout: number j turns with number
+            j + rotary_dim / 2. They get no gradient.
+        is_causal: row i sees keys 0 .. i.
+
+    Returns:
+        (batch, seq, out) in x's dtype.
+
+    Raises:
+        ValueError: a shape or a head count that does not fit; names the argument, the expected and the given.
+        RuntimeError: a dtype or a device that does not fit.
+        NotImplementedError: cos or sin requires grad; differentiated twice, or in forward mode.
+    """
+    weights = (q_weight, k_weight, v_weight, o_weight, q_bias, k_bias, v_bias, o_bias)
+    return _gqa(x, num_heads, num_kv_heads, *weights, cos=cos, sin=sin, is_causal=is_causal)
+
+
+def _fake(*, x, num_heads, q_weight, k_weight, v_weight, o_weight, **_):
+    batch, seq, _embed = x.shape
+    lse_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    widths = (o_weight.shape[0], q_weight.shape[0], k_weight.shape[0], v_weight.shape[0], o_weight.shape[1])
+    out, query, key, value, attn = (x.new_empty((batch, seq, width)) for width in widths)
+    return out, query, key, value, attn, x.new_empty((batch, num_heads, seq), dtype=lse_dtype)
+
+
+def _fake_backward(*, x, q_weight, k_weight, v_weight, o_weight, need, **_):
+    weights = [w.shape for w in (q_weight, k_weight, v_weight, o_weight)]
+    shapes = [x.shape, *weights, *[shape[:1] for shape in weights]]
+    return tuple(x.new_empty(shape if need >> bit & 1 else (0,)) for bit, shape in enumerate(shapes))
+
+
+def _composite(**arguments):
+    return grouped_query_layer(torch.ops.attnjourney.attention, **arguments)
+
+
+def _flops(*, x, num_heads, q_weight, k_weight, v_weight, o_weight, **_):
+    """Projections and attention, the latter counted as for F.scaled_dot_product_attention: masks are ignored."""
+    batch, seq, _embed = x
+    projections = 2 * batch * seq * sum(rows * columns for rows, columns in (q_weight, k_weight, v_weight, o_weight))
+    head_dim, v_head_dim = q_weight[0] // num_heads, o_weight[1] // num_heads
+    pairs = 2 * batch * num_heads * seq * seq
+    forward = projections + pairs * (head_dim + v_head_dim)
+    return forward, 2 * projections + pairs * (3 * head_dim + 2 * v_head_dim)
+
+
+_gqa = register(
+    "gqa",
+    fake=_fake,
+    fake_backward=_fake_backward,
+    composite=_composite,
+    autocast=("x", "q_weight", "k_weight", "v_weight", "o_weight", "q_bias", "k_bias", "v_bias", "o_bias"),
+    flops=_flops,
+)

@@ -1,0 +1,148 @@
+"""The layer of torch.nn.MultiheadAttention: torch.ops.attnjourney.mha."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..reference.mha import attention_mask
+from ._registration import register
+from .attention import attention
+
+
+def mha(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    num_heads: int,
+    in_proj_weight: Tensor,
+    in_proj_bias: Tensor | None,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    *,
+    attn_mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    r"""Multi-head attention with its projections, one autograd node for the layer (Vaswani et al. 2017, arXiv
+    1706.03762); weights and masks as torch.nn.MultiheadAttention has them, batch first.
+
+    Inputs that are the same tensor are projected together: self-attention is one product with in_proj_weight.
+
+    Args:
+        query: (batch, L, embed). float32, float64, bfloat16 or float16.
+        key, value: (batch, S, embed), of query's dtype.
+        num_heads: divides embed; each head has embed / num_heads columns.
+        in_proj_weight: (3 * embed, embed): the rows of query, key, value in this order.
+        in_proj_bias: (3 * embed,) or None.
+        out_proj_weight: (embed, embed).
+        out_proj_bias: (embed,) or None.
+        attn_mask: (L, S) or (batch * num_heads, L, S). bool: True where a key may NOT be attended to, the opposite of
+            `attention`. Floating (query's dtype or float32): added to the scaled scores. Trainable.
+        key_padding_mask: (batch, S), bool or floating in the same way. Both masks apply, whatever their dtypes.
+        is_causal: row i sees keys 0 .. i only; composes with the masks.
+        dropout_p: probability of dropping an attention weight, always applied: pass 0.0 in evaluation.
+
+    Returns:
+        (batch, L, embed) in query's dtype. A row that sees no key is out_proj_bias.
+
+    Raises:
+        ValueError: a shape, num_heads or dropout_p that does not fit; names the argument, the expected and the given.
+        RuntimeError: a dtype or a device that does not fit.
+        NotImplementedError: differentiated twice, or in forward mode.
+    """
+    return _mha(
+        query,
+        key,
+        value,
+        num_heads,
+        in_proj_weight,
+        in_proj_bias,
+        out_proj_weight,
+        out_proj_bias,
+        attn_mask=attn_mask,
+        key_padding_mask=key_padding_mask,
+        is_causal=is_causal,
+        dropout_p=dropout_p,
+    )
+
+
+def _repeats_as_none(query, key, value, *rest):
+    """mha_forward's None: key is query, value is key. One variable, one product, one gradient."""
+    return query, None if key is query else key, None if value is key else value, *rest
+
+
+def _fake(*, query, key, num_heads, **_):
+    batch, length, embed = query.shape
+    keys = length if key is None else key.shape[1]
+    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    lse = query.new_empty((batch, num_heads, length), dtype=lse_dtype)
+    projected = query.new_empty(batch * (length + 2 * keys) * embed)
+    return query.new_empty(query.shape), query.new_empty(query.shape), lse, projected
+
+
+def _fake_backward(*, query, key, value, attn_mask, key_padding_mask, need, **_):
+    embed = query.shape[2]
+    shapes = [None if x is None else x.shape for x in (query, key, value)]
+    shapes += [(3 * embed, embed), (3 * embed,), (embed, embed), (embed,)]
+    gradients = [query.new_empty(0 if shape is None else shape) for shape in shapes]
+    for mask in (attn_mask, key_padding_mask):
+        floating = mask is not None and mask.is_floating_point()
+        gradients.append(mask.new_empty(mask.shape) if floating else query.new_empty(0))
+    return tuple(g if need >> bit & 1 else query.new_empty(0) for bit, g in enumerate(gradients))
+
+
+def _composite(
+    *,
+    query,
+    key,
+    value,
+    num_heads,
+    in_proj_weight,
+    in_proj_bias,
+    out_proj_weight,
+    out_proj_bias,
+    attn_mask,
+    key_padding_mask,
+    is_causal,
+    dropout_p,
+):
+    weights = in_proj_weight.chunk(3)
+    biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
+    q, k, v = (  # (batch, heads, seq, head_dim)
+        F.linear(x, weight, bias).unflatten(-1, (num_heads, -1)).transpose(-3, -2)
+        for x, weight, bias in zip((query, key, value), weights, biases)
+    )
+    out = attention(q, k, v, attention_mask(attn_mask, key_padding_mask, num_heads), dropout_p, is_causal)
+    return F.linear(out.transpose(-3, -2).flatten(-2), out_proj_weight, out_proj_bias)
+
+
+def _flops(*, query, key, **_):
+    batch, length, embed = query
+    keys = length if key is None else key[1]
+    projections = 2 * batch * (2 * length + 2 * keys) * embed * embed
+    scores = 2 * batch * length * keys * embed
+    return projections + 2 * scores, 2 * projections + 5 * scores
+
+
+_mha = register(
+    "mha",
+    prepare=_repeats_as_none,
+    fake=_fake,
+    fake_backward=_fake_backward,
+    composite=_composite,
+    autocast=(
+        "query",
+        "key",
+        "value",
+        "in_proj_weight",
+        "in_proj_bias",
+        "out_proj_weight",
+        "out_proj_bias",
+        "attn_mask",
+        "key_padding_mask",
+    ),
+    flops=_flops,
+)

@@ -1,0 +1,108 @@
+"""Multi-head latent attention as one layer: torch.ops.attnjourney.mla."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..reference.mla import latent_layer
+from ._registration import register
+
+
+def mla(
+    x: Tensor,
+    num_heads: int,
+    qk_nope_head_dim: int,
+    qk_rope_head_dim: int,
+    v_head_dim: int,
+    q_a_weight: Tensor | None,
+    q_a_norm_weight: Tensor | None,
+    q_b_weight: Tensor,
+    kv_a_weight: Tensor,
+    kv_a_norm_weight: Tensor,
+    kv_b_weight: Tensor,
+    o_weight: Tensor,
+    *,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    is_causal: bool = True,
+    scale: float | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    r"""Multi-head latent self-attention from x to the output projection, one operator forward and one backward
+    (DeepSeek-V2, arXiv 2405.04434; DeepSeek-V3, arXiv 2412.19437). Weights are named and laid out as in transformers'
+    deepseek_v3: q_a_proj, q_a_layernorm, q_b_proj, kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj, o_proj.
+
+    Args:
+        x: (batch, seq, embed), float32, float64, bfloat16 or float16. Every other tensor but cos, sin has its dtype.
+        num_heads: H.
+        qk_nope_head_dim, qk_rope_head_dim: a query or key head is [nope | rope]; only the rope part is rotated.
+        v_head_dim: of a value head.
+        q_a_weight: (q_lora_rank, embed), or None: then q_b_weight reads x and q_a_norm_weight is None too.
+        q_a_norm_weight: (q_lora_rank,), of the RMS norm between q_a_weight and q_b_weight.
+        q_b_weight: (H * (nope + rope), q_lora_rank); (H * (nope + rope), embed) without q_a_weight.
+        kv_a_weight: (kv_lora_rank + rope, embed): the latent, and the rotary key that all heads share.
+        kv_a_norm_weight: (kv_lora_rank,), of the RMS norm of the latent (the shared key is not normed).
+        kv_b_weight: (H * (nope + v_head_dim), kv_lora_rank): per head its nope rows of the key, then its value rows.
+        o_weight: (out, H * v_head_dim).
+        cos, sin: (seq, rope / 2), float32 or x's dtype; rotary position embedding (arXiv 2104.09864) in interleaved
+            layout: number 2 j turns with number 2 j + 1. None: no rotation. They get no gradient.
+        is_causal: row i sees keys 0 .. i.
+        scale: of the scores, (nope + rope) ** -0.5 by default.
+        eps: of both norms.
+
+    Returns:
+        (batch, seq, out) in x's dtype.
+
+    Raises:
+        ValueError: a shape or a number that does not fit; names the argument, the expected and the given.
+        RuntimeError: a dtype or a device that does not fit.
+        NotImplementedError: cos or sin requires grad; differentiated twice, or in forward mode.
+    """
+    dims = (num_heads, qk_nope_head_dim, qk_rope_head_dim, v_head_dim)
+    weights = (q_a_weight, q_a_norm_weight, q_b_weight, kv_a_weight, kv_a_norm_weight, kv_b_weight, o_weight)
+    return _mla(x, *dims, *weights, cos=cos, sin=sin, is_causal=is_causal, scale=scale, eps=eps)
+
+
+def _fake(*, x, num_heads, q_a_weight, q_b_weight, kv_a_weight, kv_b_weight, o_weight, **_):
+    batch, seq, _embed = x.shape
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    widths = o_weight.shape[0], *(w.shape[0] for w in (q_b_weight, kv_b_weight, kv_a_weight)), o_weight.shape[1]
+    out, query, kv, kv_a, attn = (x.new_empty((batch, seq, width)) for width in widths)
+    kv_rstd = x.new_empty((batch, seq), dtype=wide)
+    q_a = x.new_empty((0,) if q_a_weight is None else (batch, seq, q_a_weight.shape[0]))
+    q_rstd = x.new_empty((0,) if q_a_weight is None else (batch, seq), dtype=wide)
+    return out, query, kv, kv_a, kv_rstd, q_a, q_rstd, attn, x.new_empty((batch, num_heads, seq), dtype=wide)
+
+
+def _composite(**arguments):
+    return latent_layer(torch.ops.attnjourney.attention, **arguments)
+
+
+def _flops(*, x, num_heads, q_a_weight, q_b_weight, kv_a_weight, kv_b_weight, o_weight, **_):
+    """Projections and attention, the latter counted as for F.scaled_dot_product_attention: masks are ignored."""
+    batch, seq, _embed = x
+    weights = [w for w in (q_a_weight, q_b_weight, kv_a_weight, kv_b_weight, o_weight) if w is not None]
+    projections = 2 * batch * seq * sum(rows * columns for rows, columns in weights)
+    head_dim, v_head_dim = q_b_weight[0] // num_heads, o_weight[1] // num_heads
+    pairs = 2 * batch * num_heads * seq * seq
+    forward = projections + pairs * (head_dim + v_head_dim)
+    return forward, 2 * projections + pairs * (3 * head_dim + 2 * v_head_dim)
+
+
+_mla = register(
+    "mla",
+    fake=_fake,
+    composite=_composite,
+    autocast=(
+        "x",
+        "q_a_weight",
+        "q_a_norm_weight",
+        "q_b_weight",
+        "kv_a_weight",
+        "kv_a_norm_weight",
+        "kv_b_weight",
+        "o_weight",
+    ),
+    flops=_flops,
+)

@@ -1,0 +1,10 @@
+"""The operators in plain PyTorch, with the same signatures: slow, simple, differentiable to any order. In float64, the
+oracle of the tests."""
+
+from .attention import attention, dropout_keep_mask
+from .gpt_attention import gpt_attention
+from .gqa import gqa
+from .mha import mha
+from .mla import mla
+
+__all__ = ["attention", "dropout_keep_mask", "gpt_attention", "gqa", "mha", "mla"]

@@ -1,0 +1,81 @@
+"""Multi-head latent attention as one layer, in plain PyTorch; see attnjourney.ops.mla for the arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm
+
+from .attention import attention
+from .rotary import rotate_interleaved
+
+
+def mla(
+    x: Tensor,
+    num_heads: int,
+    qk_nope_head_dim: int,
+    qk_rope_head_dim: int,
+    v_head_dim: int,
+    q_a_weight: Tensor | None,
+    q_a_norm_weight: Tensor | None,
+    q_b_weight: Tensor,
+    kv_a_weight: Tensor,
+    kv_a_norm_weight: Tensor,
+    kv_b_weight: Tensor,
+    o_weight: Tensor,
+    *,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    is_causal: bool = True,
+    scale: float | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """The same layer as attnjourney.ops.mla, differentiable to every order."""
+    dims = (num_heads, qk_nope_head_dim, qk_rope_head_dim, v_head_dim)
+    weights = (q_a_weight, q_a_norm_weight, q_b_weight, kv_a_weight, kv_a_norm_weight, kv_b_weight, o_weight)
+    options = dict(cos=cos, sin=sin, is_causal=is_causal, scale=scale, eps=eps)
+    return latent_layer(attention, x, *dims, *weights, **options)
+
+
+def latent_layer(
+    attention: Callable[..., Tensor],
+    x: Tensor,
+    num_heads: int,
+    qk_nope_head_dim: int,
+    qk_rope_head_dim: int,
+    v_head_dim: int,
+    q_a_weight: Tensor | None,
+    q_a_norm_weight: Tensor | None,
+    q_b_weight: Tensor,
+    kv_a_weight: Tensor,
+    kv_a_norm_weight: Tensor,
+    kv_b_weight: Tensor,
+    o_weight: Tensor,
+    *,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    eps: float,
+) -> Tensor:
+    """The layer over any attention function that is called as F.scaled_dot_product_attention is."""
+    nope, rope = qk_nope_head_dim, qk_rope_head_dim
+
+    query = x
+    if q_a_weight is not None:
+        query = rms_norm(linear(x, q_a_weight), q_a_norm_weight.shape, q_a_norm_weight, eps)  # (batch, seq, q_lora)
+    query = linear(query, q_b_weight).unflatten(-1, (num_heads, nope + rope)).transpose(1, 2)
+    query_nope, query_rope = query.split([nope, rope], -1)
+    query = torch.cat([query_nope, rotate_interleaved(query_rope, cos, sin)], -1)  # (batch, H, seq, nope + rope)
+
+    latent, shared_key = linear(x, kv_a_weight).split([kv_a_weight.shape[0] - rope, rope], -1)
+    latent = rms_norm(latent, kv_a_norm_weight.shape, kv_a_norm_weight, eps)  # (batch, seq, kv_lora)
+    kv = linear(latent, kv_b_weight).unflatten(-1, (num_heads, nope + v_head_dim)).transpose(1, 2)
+    key_nope, value = kv.split([nope, v_head_dim], -1)  # (batch, H, seq, nope), (batch, H, seq, v)
+    shared_key = rotate_interleaved(shared_key, cos, sin).unsqueeze(1)  # (batch, 1, seq, rope)
+    key = torch.cat([key_nope, shared_key.expand(-1, num_heads, -1, -1)], -1)  # (batch, H, seq, nope + rope)
+
+    out = attention(query, key, value, is_causal=is_causal, scale=scale)  # (batch, H, seq, v)
+    return linear(out.transpose(1, 2).flatten(2), o_weight)

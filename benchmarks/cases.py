@@ -1,0 +1,224 @@
+"""The one list of what is measured: shapes, options, FLOP and byte counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from dataclasses import dataclass
+
+import torch
+
+from . import layers
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PASSES = ("forward", "backward", "both")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention call, or one layer where `layer` is set; all lengths and counts as in the operators' docstrings."""
+
+    name: str
+    group: str
+    batch: int = 1
+    heads: int = 8
+    kv_heads: int = 0  # 0: as heads
+    q_len: int = 1024
+    kv_len: int = 0  # 0: as q_len
+    head_dim: int = 64
+    v_head_dim: int = 0  # 0: as head_dim
+    dtype: str = "fp32"
+    causal: bool = False
+    mask: str = (
+        ""  # "float", "float-grad" (the mask is differentiated too), "padding" (bool, the last 3/8 of the keys hidden)
+    )
+    dropout: float = 0.0
+    layout: str = (
+        "bhnd"  # "bnhd": views of (batch, length, heads, dim); "packed": of one (batch, length, 3, heads, dim)
+    )
+    layer: str = ""  # "mha", "gpt", "gqa", "mla": projections and attention, width heads * head_dim
+    scaling: bool = False  # measure one thread and all threads, and print the quotient
+    passes: tuple[str, ...] = PASSES
+    check: bool = True  # compare with fp64
+    only_memory: bool = False  # measure the peak memory alone
+    quick: bool = False  # belongs to --quick
+
+    def __post_init__(self):
+        for field, value in (("kv_heads", self.heads), ("kv_len", self.q_len), ("v_head_dim", self.head_dim)):
+            if not getattr(self, field):
+                object.__setattr__(self, field, value)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def visible_keys(self) -> int:
+        """Keys left by a padding mask."""
+        return self.kv_len - self.kv_len * 3 // 8 if self.mask == "padding" else self.kv_len
+
+    @property
+    def pairs(self) -> int:
+        """Visible (query, key) pairs of one head; causal is top-left aligned, as F.scaled_dot_product_attention."""
+        keys = self.visible_keys
+        if not self.causal:
+            return self.q_len * keys
+        full = max(0, self.q_len - keys)  # rows that see every key
+        rows = self.q_len - full
+        return rows * (rows + 1) // 2 + full * keys
+
+    def flops(self, which: str) -> int:
+        """Useful floating-point operations of a pass: hidden keys do not count, recomputation in backward does.
+
+        Forward: QK^T and PV, 2 (D + Dv) a pair. Backward: QK^T again, dP = dO V^T, dV, dQ, dK, 2 (3 D + 2 Dv) a pair.
+        """
+        if which == "both":
+            return self.flops("forward") + self.flops("backward")
+        d, dv = self.head_dim, self.v_head_dim
+        if self.layer:
+            return layers.LAYERS[self.layer].flops(self, which)
+        per_pair = 2 * (d + dv) if which == "forward" else 2 * (3 * d + 2 * dv)
+        return self.batch * self.heads * self.pairs * per_pair
+
+    def bytes(self, which: str) -> int:
+        """Bytes that must move at least: each input read once, each output written once."""
+        if which == "both":
+            return self.bytes("forward") + self.bytes("backward")
+        size = self.torch_dtype.itemsize
+        if self.layer:
+            return size * layers.LAYERS[self.layer].numel(self, which)
+        query = self.batch * self.heads * self.q_len * self.head_dim
+        out = self.batch * self.heads * self.q_len * self.v_head_dim
+        key = self.batch * self.kv_heads * self.kv_len * self.head_dim
+        value = self.batch * self.kv_heads * self.kv_len * self.v_head_dim
+        mask = self.batch * self.heads * self.q_len * self.kv_len * size if self.mask.startswith("float") else 0
+        if which == "forward":
+            return (query + key + value + out) * size + mask
+        return (2 * (query + key + value) + 2 * out) * size + mask * (2 if self.mask == "float-grad" else 1)
+
+    @property
+    def memory_bound(self) -> bool:
+        """Few query rows against more keys and values than caches hold: DRAM sets the pace."""
+        keys = self.batch * self.kv_heads * self.kv_len * (self.head_dim + self.v_head_dim) * self.torch_dtype.itemsize
+        return not self.layer and self.q_len * self.heads // self.kv_heads <= 16 and keys >= 16 << 20
+
+    def shape(self) -> dict:
+        """The fields that matter to a reader of the JSON file."""
+        names = "batch heads kv_heads q_len kv_len head_dim v_head_dim dtype causal mask dropout layout layer".split()
+        return {name: getattr(self, name) for name in names}
+
+    def tiny(self) -> Case:
+        """The same kind of case at a size that takes microseconds, for tests."""
+        group = min(4, self.heads // self.kv_heads)
+        d = 16 if self.head_dim == self.v_head_dim else 24
+        return dataclasses.replace(
+            self, batch=min(2, self.batch), heads=group * min(2, self.kv_heads), kv_heads=min(2, self.kv_heads),
+            q_len=min(24, self.q_len), kv_len=min(24, self.kv_len), head_dim=d, v_head_dim=16,
+            only_memory=False, check=True,
+        )  # fmt: skip
+
+
+def _dense() -> list[Case]:
+    """fp32, bf16, fp16; full and causal; head sizes 64 and 128; lengths 128 to 4096."""
+    quick = {("fp32", 64, 512, "causal"), ("fp32", 64, 1024, "full"), ("fp32", 64, 1024, "causal")}
+    quick |= {("fp32", 128, 1024, "causal"), ("bf16", 64, 512, "causal")}
+    cases = []
+    for dtype in ("fp32", "bf16", "fp16"):
+        for d in (64, 128):
+            for n in (128, 512, 1024, 2048, 4096) if dtype == "fp32" else (128, 512, 1024, 4096):
+                for causal in (False, True):
+                    heads = 8 if n <= 1024 else 2 if dtype == "fp32" else 1
+                    kind = "causal" if causal else "full"
+                    cases.append(
+                        Case(
+                            f"{dtype}-d{d}-n{n}-{kind}", "dense", heads=heads, q_len=n, head_dim=d, dtype=dtype,
+                            causal=causal, quick=(dtype, d, n, kind) in quick,
+                        )
+                    )  # fmt: skip
+    return cases
+
+
+CASES = _dense() + [
+    # head sizes
+    Case("fp32-d80-n1024-full", "dims", heads=4, head_dim=80),
+    Case("fp32-d96-n1024-full", "dims", heads=4, head_dim=96),
+    Case("fp32-d64-dv128-n1024-full", "dims", heads=4, v_head_dim=128),
+    Case("fp32-d192-dv128-n1024-causal", "dims", heads=4, head_dim=192, v_head_dim=128, causal=True, quick=True),
+    Case("bf16-d192-dv128-n1024-causal", "dims", heads=4, head_dim=192, v_head_dim=128, causal=True, dtype="bf16"),
+    # strided views, read in place
+    Case("fp32-d64-n1024-causal-bnhd", "views", causal=True, layout="bnhd"),
+    Case("fp32-d64-n1024-full-bnhd", "views", layout="bnhd"),
+    Case("fp32-d64-n1024-causal-packed", "views", causal=True, layout="packed", quick=True),
+    Case("bf16-d128-n1024-causal-packed", "views", causal=True, layout="packed", dtype="bf16", head_dim=128),
+    # grouped heads
+    Case("fp32-gqa8-d64-n512-causal", "grouped", kv_heads=1, q_len=512, causal=True, quick=True),
+    Case("fp32-gqa4-d128-n1024-causal", "grouped", kv_heads=2, head_dim=128, causal=True),
+    Case("fp32-mqa16-d64-n512-causal", "grouped", heads=16, kv_heads=1, q_len=512, causal=True),
+    Case("bf16-gqa8-d64-n512-causal", "grouped", kv_heads=1, q_len=512, causal=True, dtype="bf16"),
+    # short sequences
+    Case("fp32-b4-h12-n197-d64", "short", batch=4, heads=12, q_len=197),
+    Case("fp32-b64-h8-n32-d64", "short", batch=64, q_len=32),
+    Case("fp32-b1-h8-n77-d64", "short", q_len=77),
+    # the cost of a call
+    Case("fp32-b1-h8-n16-d64", "tiny", q_len=16, quick=True),
+    Case("fp32-b1-h1-n4-d8", "tiny", heads=1, q_len=4, head_dim=8),
+    # threads: one head, and a number of heads that no thread count divides
+    Case("threads-h8-n1024-causal", "threads", causal=True, scaling=True),
+    Case("threads-h1-n2048-causal", "threads", heads=1, q_len=2048, causal=True, scaling=True),
+    Case("threads-h3-n1024-full", "threads", heads=3, scaling=True),
+    Case("threads-h3-n1024-causal", "threads", heads=3, causal=True, scaling=True),
+    # dropout and masks
+    Case("fp32-d64-n1024-dropout", "dropout", dropout=0.1, quick=True),
+    Case("fp32-d128-n1024-dropout", "dropout", dropout=0.1, head_dim=128),
+    Case("fp32-d64-n1024-mask-float", "masks", heads=4, mask="float"),
+    Case("fp32-d64-n1024-mask-float-grad", "masks", heads=4, mask="float-grad"),
+    Case("fp32-d64-n1024-mask-padding", "masks", mask="padding", batch=2, heads=4, quick=True),
+    # memory beyond inputs and outputs
+    Case("memory-n16384", "memory", heads=1, q_len=16384, check=False, only_memory=True, passes=("forward", "both")),
+    Case("memory-n16384-causal", "memory", heads=1, q_len=16384, check=False, only_memory=True, causal=True,
+         passes=("forward", "both")),
+    # whole layers of equal width, heads and length
+    Case("layer-mha", "layers", batch=4, q_len=512, layer="mha", quick=True),
+    Case("layer-gpt", "layers", batch=4, q_len=512, layer="gpt", causal=True),
+    Case("layer-gqa", "layers", batch=4, q_len=512, layer="gqa", kv_heads=2, causal=True),
+    Case("layer-mla", "layers", batch=4, q_len=512, layer="mla", head_dim=96, v_head_dim=64, causal=True),
+    Case("layer-mha-bf16", "layers", batch=4, q_len=512, layer="mha", dtype="bf16"),
+    Case("layer-gpt-bf16", "layers", batch=4, q_len=512, layer="gpt", causal=True, dtype="bf16"),
+]  # fmt: skip
+
+
+def from_shape(text: str) -> Case:
+    """A case from "B,H,Hkv,L,S,D,Dv[,causal][,dtype]", as given on the command line; ValueError if it is not one."""
+    parts = [part.strip() for part in text.split(",")]
+    usage = f'--shape: expected "B,H,Hkv,L,S,D,Dv[,causal][,dtype]", got {text!r}'
+    if len(parts) < 7 or not all(part.isdigit() and int(part) > 0 for part in parts[:7]):
+        raise ValueError(usage)
+    extra = set(parts[7:])
+    dtypes = extra & DTYPES.keys()
+    if extra - DTYPES.keys() - {"causal"} or len(dtypes) > 1:
+        raise ValueError(f"{usage}; dtype is one of {', '.join(DTYPES)}")
+    batch, heads, kv_heads, q_len, kv_len, d, dv = map(int, parts[:7])
+    if heads % kv_heads:
+        raise ValueError(f"--shape: expected H to be a multiple of Hkv, got {heads} and {kv_heads}")
+    dtype = dtypes.pop() if dtypes else "fp32"
+    name = f"{dtype}-b{batch}-h{heads}.{kv_heads}-l{q_len}-s{kv_len}-d{d}.{dv}" + (
+        "-causal" if "causal" in extra else ""
+    )
+    return Case(name, "shape", batch, heads, kv_heads, q_len, kv_len, d, dv, dtype, "causal" in extra, quick=True)
+
+
+def select(patterns: str | None, cases: list[Case] = CASES) -> list[Case]:
+    """Cases that fit one of the comma-separated patterns: a group, part of a name, or a wildcard for the whole name."""
+    if not patterns:
+        return list(cases)
+
+    def fits(case: Case) -> bool:
+        for pattern in filter(None, patterns.split(",")):
+            if any(c in pattern for c in "*?["):
+                if fnmatch.fnmatch(case.name, pattern):
+                    return True
+            elif pattern == case.group or pattern in case.name:
+                return True
+        return False
+
+    return [case for case in cases if fits(case)]

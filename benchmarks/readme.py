@@ -1,0 +1,157 @@
+"""python -m benchmarks.readme [--check]: the README's benchmark table from the newest file in benchmarks/results/.
+
+The table stands between <!-- benchmark:start --> and <!-- benchmark:end -->.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from .cases import CASES, PASSES
+from .machine import ROOT
+from .report import duration
+
+START, END = "<!-- benchmark:start -->", "<!-- benchmark:end -->"
+README = ROOT / "README.md"
+RESULTS = Path(__file__).with_name("results")
+
+CALLS = {  # row of the table -> case
+    "fp32, D 64, N 512": "fp32-d64-n512-full",
+    "fp32, D 64, N 512, causal": "fp32-d64-n512-causal",
+    "fp32, D 64, N 4096, causal": "fp32-d64-n4096-causal",
+    "fp32, D 128, N 1024": "fp32-d128-n1024-full",
+    "bf16, D 64, N 512, causal": "bf16-d64-n512-causal",
+    "bf16, D 128, N 1024": "bf16-d128-n1024-full",
+    "fp16, D 128, N 1024": "fp16-d128-n1024-full",
+    "fp32, D 80, N 1024": "fp32-d80-n1024-full",
+    "fp32, D 192, Dv 128, N 1024, causal (MLA)": "fp32-d192-dv128-n1024-causal",
+    "fp32, views of packed qkv, N 1024, causal": "fp32-d64-n1024-causal-packed",
+    "fp32, GQA 8:1, N 512, causal": "fp32-gqa8-d64-n512-causal",
+    "fp32, (4, 12, 197, 64)": "fp32-b4-h12-n197-d64",
+    "fp32, (64, 8, 32, 64)": "fp32-b64-h8-n32-d64",
+    "fp32, (1, 8, 16, 64)": "fp32-b1-h8-n16-d64",
+    "fp32, one head, N 2048, causal": "threads-h1-n2048-causal",
+    "fp32, dropout 0.1, N 1024": "fp32-d64-n1024-dropout",
+    "fp32, float mask with gradient, N 1024": "fp32-d64-n1024-mask-float-grad",
+    "fp32, bool padding mask, N 1024": "fp32-d64-n1024-mask-padding",
+}
+LAYERS = {"MHA": "layer-mha", "GPT": "layer-gpt", "GQA 8:2": "layer-gqa", "MLA": "layer-mla"}
+
+
+def newest(folder: Path = RESULTS) -> dict:
+    """The results with the latest date; FileNotFoundError if there are none."""
+    documents = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    if not documents:
+        raise FileNotFoundError(
+            f"no results in {folder}: run `python -m benchmarks.run --json {folder / 'NAME.json'}` first"
+        )
+    return max(documents, key=lambda document: document["date"])
+
+
+def _times(value: float | None) -> str:
+    return "" if value is None else f"{value:.2g}x" if value < 10 else f"{value:.0f}x"
+
+
+def _ratio(record: dict | None, peer: str) -> str:
+    return _times(record["results"].get(peer, {}).get("ratio")) if record else ""
+
+
+def _rows(header: list[str], rows: list[list[str]]) -> list[str]:
+    right = ["---"] + ["---:"] * (len(header) - 1)
+    return ["| " + " | ".join(cells) + " |" for cells in (header, right, *rows)]
+
+
+def render(document: dict) -> str:
+    """Markdown: machine and command, the table of calls, the table of layers, the memory line."""
+    records = {(record["name"], record["pass"]): record for record in document["cases"]}
+
+    def ours(record: dict | None) -> dict:
+        return record["results"].get("ours", {}) if record else {}
+
+    def cell(record: dict | None) -> list[str]:
+        mine = ours(record)
+        if "seconds" not in mine:
+            return ["", "", ""]
+        return [duration(mine["seconds"]), f"{mine['fraction']:.0%}", _ratio(record, "sdpa")]
+
+    def passes(name: str) -> list[dict | None]:
+        return [records.get((name, which)) for which in PASSES]
+
+    calls, layers = [], []
+    for label, name in CALLS.items():
+        forward, backward, _ = passes(name)
+        if any("seconds" in ours(record) for record in (forward, backward)):
+            scaling = ours(forward).get("scaling")
+            label += f" ({scaling:.2f}x one thread)" if scaling else ""
+            calls.append([label, *cell(forward), *cell(backward)])
+    for label, name in LAYERS.items():
+        forward, _, both = passes(name)
+        if any("seconds" in ours(record) for record in (forward, both)):
+            row = [(cell(record)[0], _ratio(record, "sdpa"), _ratio(record, "mha")) for record in (forward, both)]
+            layers.append([label, *row[0], *row[1]])
+
+    device = document["gpu"] or f"{document['cpu']}, {document['isa']}, {document['threads']} thread(s)"
+    commit = f", commit {document['commit'][:10]}" if document["commit"] else ""
+    lines = [
+        f"{device}; torch {document['torch']}; {document['date'][:10]}{commit}; `{document['command']}`.",
+        "Of peak: useful FLOP over the multiply-add peak of the best instruction set for the dtype, measured beside it "
+        "in the same process. SDPA: F.scaled_dot_product_attention's time over ours.",
+        "",
+    ]
+    if calls:
+        lines += _rows(["", "forward", "of peak", "SDPA", "backward", "of peak", "SDPA"], calls) + [""]
+    if layers:
+        times = ["SDPA composed", "nn.MultiheadAttention"]
+        lines += _rows(["layer", "forward", *times, "forward + backward", *times], layers) + [""]
+    for case in CASES:
+        parts = []
+        for which, label in (("forward", "forward"), ("both", "forward and backward")):
+            found = (records.get((case.name, which)) or {"results": {}})["results"] if case.only_memory else {}
+            sizes = {
+                name: result["memory"] / 2**20 for name, result in found.items() if result.get("memory") is not None
+            }
+            if "ours" in sizes:
+                beside = ", ".join(f"{name} {size:.0f}" for name, size in sizes.items() if name != "ours")
+                parts.append(f"{label} {sizes['ours']:.0f} MiB" + (f" ({beside})" if beside else ""))
+        if parts:
+            what = f"N {case.q_len}" + (", causal" if case.causal else "")
+            lines += [f"Peak memory beyond inputs and outputs, one head, {what}: {'; '.join(parts)}.", ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def replace(readme: str, table: str) -> str:
+    """The README's text with the table between the markers; ValueError without exactly one pair of them."""
+    if readme.count(START) != 1 or readme.count(END) != 1 or readme.index(START) > readme.index(END):
+        raise ValueError(f"expected the README to contain {START} and after it {END}, once each")
+    before, _, rest = readme.partition(START)
+    return f"{before}{START}\n{table}{END}{rest.partition(END)[2]}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__)
+    p.add_argument("--check", action="store_true", help="change nothing; exit with 1 if the table is not up to date")
+    p.add_argument("--readme", type=Path, default=README)
+    p.add_argument("--results", type=Path, default=RESULTS)
+    args = p.parse_args(argv)
+    try:
+        old = args.readme.read_text()
+        new = replace(old, render(newest(args.results)))
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    if args.check:
+        if old != new:
+            print(
+                f"{args.readme}: the benchmark table is not up to date: run `python -m benchmarks.readme`",
+                file=sys.stderr,
+            )
+        return int(old != new)
+    args.readme.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

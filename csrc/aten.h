@@ -1,0 +1,52 @@
+// ATen from C++ through the stable ABI: views, matrix products and reductions that the layer operators need.
+// ATen's own error text is lost on this way: callers check shapes first.
+#pragma once
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <array>
+#include <optional>
+#include <vector>
+
+namespace attnjourney {
+
+using torch::headeronly::IntHeaderOnlyArrayRef;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+namespace aten {
+
+template <class... Args>
+Tensor call(const char* op, const char* overload, const Args&... args) {
+  std::array<StableIValue, sizeof...(Args)> stack{torch::stable::detail::from(args)...};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, overload, stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// A view of the same storage; offset counts elements from t's first one.
+inline Tensor strided_view(const Tensor& t, IntHeaderOnlyArrayRef sizes, IntHeaderOnlyArrayRef strides,
+                           int64_t offset = 0) {
+  AtenTensorHandle view = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(t.get(), static_cast<int64_t>(sizes.size()),
+                                                               sizes.data(), strides.data(), offset, &view));
+  return Tensor(view);
+}
+
+inline Tensor empty(const Tensor& like, IntHeaderOnlyArrayRef sizes, std::optional<ScalarType> dtype = std::nullopt) {
+  return torch::stable::new_empty(like, sizes, dtype);
+}
+inline Tensor none(const Tensor& like) { return empty(like, {0}); }  // stands for a gradient nobody asked for
+
+inline Tensor sum(const Tensor& a, std::vector<int64_t> dims, bool keepdim = false) {
+  return torch::stable::sum(a, std::optional<IntHeaderOnlyArrayRef>(dims), keepdim);
+}
+inline Tensor contiguous(const Tensor& a) { return a.is_contiguous() ? a : torch::stable::contiguous(a); }
+// the last dimension's stride is 1, as every kernel needs
+inline Tensor rows_contiguous(const Tensor& a) {
+  return a.dim() == 0 || a.size(-1) <= 1 || a.stride(-1) == 1 ? a : torch::stable::contiguous(a);
+}
+
+}  // namespace aten
+}  // namespace attnjourney

@@ -1,0 +1,67 @@
+// Scaled dot-product attention: softmax(scale * query key^T + mask) value, per head, in O(len) memory.
+// The operators `attention_forward` and `attention_backward`, their legal inputs, and what a device must supply.
+#pragma once
+#include <optional>
+
+#include "aten.h"
+#include "attention_params.h"
+#include "checks.h"
+
+namespace attnjourney {
+
+struct AttentionOptions {
+  OptionalTensor attn_mask;  // broadcasts to (..., heads, q_len, kv_len); bool (true = may attend) or floating (added)
+  double dropout_p = 0;
+  bool is_causal = false;
+  std::optional<double> scale;  // default 1 / sqrt(head_dim)
+  bool enable_gqa = false;
+  OptionalTensor dropout_seed;  // int64 scalar; needed when dropout_p > 0
+};
+
+constexpr int max_batch_dims = 16;
+
+// How one tensor is reached from (batch index, head). A dimension of size 1 that broadcasts has stride 0.
+struct HeadMap {
+  int64_t batch_stride[max_batch_dims] = {};
+  int64_t head_stride = 0;
+  int64_t head_div = 1;  // head h of the call reads head h / head_div of the tensor
+};
+
+// The checked call. (batch dims..., q_heads, q_len, head_dim); rank 2 has no head dimension, rank 3 no batch dimension.
+struct AttentionCall {
+  int rank = 0, batch_dims = 0;
+  int64_t batch_size[max_batch_dims] = {};
+  int64_t batch = 1;     // their product
+  int64_t q_heads = 1;   // after broadcasting
+  int64_t kv_heads = 1;  // key/value heads that differ; q_heads = group * kv_heads
+  AttentionParams params;
+  HeadMap query, key, value, mask;
+  ScalarType dtype = ScalarType::Float, lse_dtype = ScalarType::Float;
+
+  std::vector<int64_t> leading() const;  // (batch dims..., q_heads) as far as the rank has them
+};
+
+// Checks every argument (shapes, dtypes, devices, numbers) and derives the call. Throws with the argument's name.
+AttentionCall check_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                              const AttentionOptions& options);
+
+// Fills in the strides of a tensor shaped (batch dims..., heads, len, dim), e.g. out or grad_out.
+HeadMap head_map(const AttentionCall& call, const Tensor& t, int64_t heads);
+
+// Gradients to be written, nullopt where none is wanted. Shapes are those of the inputs after broadcasting of batch and
+// head dimensions, the mask's too ((..., heads, q_len, kv_len)); the last dimension is dense.
+struct AttentionGradients {
+  OptionalTensor query, key, value, attn_mask;
+};
+
+// What a device supplies. out (..., q_len, v_head_dim) may have any strides with a dense last dimension; lse is dense.
+struct AttentionBackend {
+  void (*forward)(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionOptions&, Tensor& out,
+                  Tensor& lse);
+  void (*backward)(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,
+                   const Tensor& value, const AttentionOptions&, const Tensor& out, const Tensor& lse,
+                   AttentionGradients& gradients);
+};
+extern const AttentionBackend cpu_attention;  // csrc/cpu/attention.cpp
+
+}  // namespace attnjourney

@@ -1,0 +1,49 @@
+// What an attention kernel needs to know. Pointers and numbers only: no torch.
+#pragma once
+#include <cstdint>
+
+#include "mask.h"
+#include "philox.h"
+
+namespace attnjourney {
+
+enum class MaskKind : int8_t { none, boolean, floating };  // boolean: true = may attend; floating: added
+
+// One call, shared by all of its heads. Strides count elements; the last dimension of every tensor but the mask is
+// dense.
+struct AttentionParams {
+  int64_t q_len = 0, kv_len = 0;
+  int64_t head_dim = 0, v_head_dim = 0;
+  int64_t group = 1;  // query heads per key/value head
+  double scale = 1;
+  KeyRanges keys;
+  Dropout dropout;
+  int64_t q_row = 0, k_row = 0, v_row = 0, out_row = 0, grad_out_row = 0;  // row strides
+  MaskKind mask = MaskKind::none;
+  bool mask_fp32 = false;  // a floating mask in float32 beside 16-bit tensors; else it has their dtype
+  int64_t mask_row = 0, mask_col = 0;
+};
+
+// One query head of one batch item, with its key/value head.
+struct HeadPointers {
+  uint32_t index = 0;              // batch * q_heads + head: the dropout counter
+  const void* query = nullptr;     // [q_len, head_dim]
+  const void* key = nullptr;       // [kv_len, head_dim]
+  const void* value = nullptr;     // [kv_len, v_head_dim]
+  const void* mask = nullptr;      // [q_len, kv_len] through mask_row, mask_col
+  void* out = nullptr;             // [q_len, v_head_dim]; read by the backward
+  void* lse = nullptr;             // [q_len] dense, float (double for double); -inf marks a row that sees no key
+  const void* grad_out = nullptr;  // [q_len, v_head_dim]
+  const void* grad_lse = nullptr;  // [q_len] dense, like lse, or null
+};
+
+// Where the gradients of one query head go, and those of its key/value head; null where none is wanted.
+struct HeadGradients {
+  void* query = nullptr;  // [q_len, head_dim]
+  void* key = nullptr;    // [kv_len, head_dim]; the same for all heads of a group
+  void* value = nullptr;  // [kv_len, v_head_dim]
+  void* mask = nullptr;   // [q_len, kv_len] dense keys, in the mask's dtype
+  int64_t query_row = 0, key_row = 0, value_row = 0, mask_row = 0;
+};
+
+}  // namespace attnjourney

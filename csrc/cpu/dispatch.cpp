@@ -1,0 +1,60 @@
+#include "dispatch.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace attnjourney {
+namespace {
+
+#ifdef ATTNJOURNEY_X86
+bool avx2_runs() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+#endif
+
+// __builtin_cpu_supports looks at CPUID and at XGETBV: the operating system must save the registers, too.
+const IsaEntry entries[] = {
+#ifdef ATTNJOURNEY_X86
+    {&avx512_kernels,
+     [] {
+       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && avx2_runs();
+     }},
+    {&avx2_kernels, avx2_runs},
+#endif
+    {&scalar_kernels, [] { return true; }},
+};
+constexpr int entry_count = sizeof(entries) / sizeof(entries[0]);
+
+const KernelTable& choose() {
+  const char* forced = std::getenv("ATTNJOURNEY_ISA");
+  std::string known;
+  for (const IsaEntry& e : entries) {
+    if (forced && *forced) {
+      known += (known.empty() ? "" : ", ") + std::string(e.table->isa);
+      if (std::strcmp(forced, e.table->isa) != 0) continue;
+      if (!e.runs())
+        throw std::runtime_error("ATTNJOURNEY_ISA: this CPU or operating system cannot run '" + std::string(forced) +
+                                 "'");
+      return *e.table;
+    }
+    if (e.runs()) return *e.table;
+  }
+  throw std::runtime_error("ATTNJOURNEY_ISA: expected one of " + known + ", got '" + forced + "'");
+}
+
+}  // namespace
+
+const KernelTable& kernels() {
+  static const KernelTable& chosen = choose();
+  return chosen;
+}
+
+const IsaEntry* isa_list(int& count) {
+  count = entry_count;
+  return entries;
+}
+
+}  // namespace attnjourney

@@ -1,0 +1,47 @@
+// Which CPU kernels run: one table per ISA, one ordered list (best first), picked once per process.
+#pragma once
+#include <cstdint>
+
+#include "../attention_params.h"
+
+namespace attnjourney {
+
+enum class DType : int8_t { f64, f32, bf16, f16 };
+constexpr int dtype_count = 4;
+
+// Attention in one dtype. Spaces are bytes of 64-byte aligned scratch for one thread.
+struct AttentionKernels {
+  int64_t forward_tile, forward_key_block;  // query rows, keys
+  int64_t forward_tiles;                    // the most tiles that one forward call takes
+  int64_t backward_tile, backward_key_block;
+  int64_t (*forward_space)(const AttentionParams&, int64_t rows);
+  void (*forward)(const AttentionParams&, const HeadPointers&, int64_t first_row, int64_t rows, void* space);
+  int64_t (*backward_space)(const AttentionParams&);
+  // the share `part` of `parts` of one key/value head; see kernels/attention_backward.h
+  void (*backward)(const AttentionParams&, const HeadPointers* group, const HeadGradients* gradients, int64_t part,
+                   int64_t parts, void* partial_query, void* space);
+  void (*sum_parts)(const AttentionParams&, const void* partial_query, int64_t part_stride, int64_t parts,
+                    int64_t first_row, int64_t rows, const HeadGradients&);
+};
+
+struct KernelTable {
+  const char* isa;
+  AttentionKernels attention[dtype_count];
+};
+
+extern const KernelTable scalar_kernels;
+#ifdef ATTNJOURNEY_X86
+extern const KernelTable avx2_kernels, avx512_kernels;
+#endif
+
+// The best table this machine can run, or the one ATTNJOURNEY_ISA names; throws where that one cannot run.
+const KernelTable& kernels();
+
+struct IsaEntry {
+  const KernelTable* table;
+  bool (*runs)();  // CPU and operating system
+};
+// best first; the last always runs
+const IsaEntry* isa_list(int& count);
+
+}  // namespace attnjourney

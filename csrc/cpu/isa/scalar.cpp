@@ -1,0 +1,18 @@
+#include "vec_scalar.h"
+
+namespace attnjourney {
+namespace {
+struct Tuning {
+  static constexpr int rows = 4, vectors = 2;
+  static constexpr int forward_panels = 16, forward_keys = 64, forward_tiles = 4;
+  static constexpr int backward_panels = 16, backward_keys = 64, backward_max_tiles = 64;
+  static constexpr int64_t backward_chunk_bytes = 1 << 18;
+};
+}  // namespace
+}  // namespace attnjourney
+
+#include "../kernels/table.h"
+
+namespace attnjourney {
+const KernelTable scalar_kernels = make_table("scalar");
+}

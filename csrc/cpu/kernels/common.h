@@ -1,0 +1,85 @@
+// Small things every CPU kernel uses. Kernel headers live in an unnamed namespace and call no STL function: what is
+// compiled for AVX-512 must never be picked by the linker for an older CPU.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#define ATTN_INLINE __attribute__((always_inline)) inline
+#define ATTN_NOINLINE __attribute__((noinline))
+#define ATTN_UNROLL _Pragma("GCC unroll 32")
+
+namespace attnjourney {
+namespace {
+
+ATTN_INLINE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
+ATTN_INLINE int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
+ATTN_INLINE int64_t round_up(int64_t x, int64_t m) { return (x + m - 1) / m * m; }
+
+constexpr double log2_e = 1.4426950408889634, ln_2 = 0.6931471805599453;
+
+// Numbers as they lie in memory. 16-bit ones are computed with in float.
+struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
+  uint16_t bits;
+};
+struct mask_bool {
+  uint8_t value;
+};  // true = may attend; loads as 0 or -inf, to be added
+
+template <class T>
+struct ComputeOf {
+  using type = float;
+};
+template <>
+struct ComputeOf<double> {
+  using type = double;
+};
+template <class T>
+using Compute = typename ComputeOf<T>::type;
+
+ATTN_INLINE float bits_float(uint32_t u) {
+  float f;
+  memcpy(&f, &u, 4);
+  return f;
+}
+ATTN_INLINE uint32_t float_bits(float f) {
+  uint32_t u;
+  memcpy(&u, &f, 4);
+  return u;
+}
+
+ATTN_INLINE float load_one(const float* p) { return *p; }
+ATTN_INLINE double load_one(const double* p) { return *p; }
+ATTN_INLINE float load_one(const bf16* p) { return bits_float(uint32_t{p->bits} << 16); }
+ATTN_INLINE float load_one(const mask_bool* p) { return p->value ? 0.f : -__builtin_inff(); }
+ATTN_INLINE float load_one(const f16* p) {
+  const uint32_t sign = uint32_t(p->bits & 0x8000) << 16, magnitude = p->bits & 0x7fff;
+  if (magnitude >= 0x7c00) return bits_float(sign | 0x7f800000u | ((magnitude & 0x3ff) << 13));  // inf, NaN
+  // exponent moved by a multiplication, which also normalises the small ones: 2^(127-15)
+  return bits_float(sign | float_bits(bits_float(magnitude << 13) * 0x1p112f));
+}
+
+ATTN_INLINE void store_one(float* p, float x) { *p = x; }
+ATTN_INLINE void store_one(double* p, double x) { *p = x; }
+ATTN_INLINE void store_one(bf16* p, float x) {  // to nearest even; a NaN stays one
+  const uint32_t u = float_bits(x);
+  p->bits = x != x ? 0x7fc0 : uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+ATTN_INLINE void store_one(f16* p, float x) {
+  const uint32_t u = float_bits(x), sign = (u >> 16) & 0x8000, a = u & 0x7fffffff;
+  uint32_t r;
+  if (a > 0x7f800000)
+    r = 0x7e00;
+  else if (a >= 0x477ff000)
+    r = 0x7c00;  // rounds to 65520 or more
+  else if (a < 0x38800000)
+    r = float_bits(bits_float(a) + 0.5f) - 0x3f000000;  // below 2^-14: the addition rounds
+  else
+    r = (a - 0x38000000 + 0xfff + ((a >> 13) & 1)) >> 13;
+  p->bits = uint16_t(sign | r);
+}
+
+}  // namespace
+}  // namespace attnjourney

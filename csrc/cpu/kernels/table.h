@@ -1,0 +1,41 @@
+// The kernel table of one ISA. An ISA's source file includes its Vec, states its Tuning and then includes this.
+#pragma once
+#include "../dispatch.h"
+#include "attention_backward.h"
+#include "attention_forward.h"
+
+namespace attnjourney {
+namespace {
+
+template <class T>
+constexpr AttentionKernels attention_kernels() {
+  using C = Compute<T>;
+  using F = Forward<C>;
+  using B = Backward<C>;
+  return {
+      F::tile,
+      F::key_block,
+      F::tiles,
+      B::tile,
+      B::key_block,
+      [](const AttentionParams& p, int64_t rows) { return typename F::Space(p, rows).total * int64_t(sizeof(C)); },
+      [](const AttentionParams& p, const HeadPointers& h, int64_t first, int64_t rows, void* space) {
+        F::template run<T>(p, h, first, rows, static_cast<C*>(space));
+      },
+      [](const AttentionParams& p) { return typename B::Space(p).total * int64_t(sizeof(C)); },
+      [](const AttentionParams& p, const HeadPointers* heads, const HeadGradients* gradients, int64_t part,
+         int64_t parts, void* partial,
+         void* space) { B::template run<T>(p, heads, gradients, part, parts, partial, space); },
+      [](const AttentionParams& p, const void* partial, int64_t stride, int64_t parts, int64_t first, int64_t rows,
+         const HeadGradients& g) { B::template sum_parts<T>(p, partial, stride, parts, first, rows, g); },
+  };
+}
+
+constexpr KernelTable make_table(const char* isa) {
+  return {
+      isa,
+      {attention_kernels<double>(), attention_kernels<float>(), attention_kernels<bf16>(), attention_kernels<f16>()}};
+}
+
+}  // namespace
+}  // namespace attnjourney

@@ -1,0 +1,135 @@
+#include "mla.h"
+
+#include <cmath>
+
+#include "mla_shape.h"
+
+namespace attnjourney {
+
+MlaShape check_mla(const MlaInputs& in) {
+  MlaShape s{};
+  layer::check_sequence("x", in.x);
+  s.batch = in.x.size(0), s.seq = in.x.size(1), s.embed = in.x.size(2), s.rows = s.batch * s.seq;
+  s.heads = in.heads, s.nope = in.nope, s.rope = in.rope, s.v = in.v, s.qk = in.nope + in.rope;
+  check_value(s.heads > 0, "num_heads: expected a positive number, got ", s.heads);
+  check_value(s.nope >= 0, "qk_nope_head_dim: expected a number of at least 0, got ", s.nope);
+  check_value(s.rope >= 0, "qk_rope_head_dim: expected a number of at least 0, got ", s.rope);
+  check_value(s.qk > 0, "qk_nope_head_dim, qk_rope_head_dim: expected a sum of at least 1, got 0");
+  check_value(s.v > 0, "v_head_dim: expected a positive number, got ", s.v);
+  for (const int64_t n : {s.heads, s.nope, s.rope, s.v})  // their products below fit in 64 bits
+    check_value(n < (int64_t{1} << 30), "num_heads, head dimensions: expected numbers below 2^30, got ", n);
+  check_value(in.eps >= 0 && std::isfinite(in.eps), "eps: expected a finite number of at least 0, got ", in.eps);
+
+  const bool has_q_a = in.q_a_weight.has_value();
+  check_value(in.q_a_norm_weight.has_value() == has_q_a, has_q_a ? "q_a_norm_weight" : "q_a_weight",
+              ": expected a tensor beside ", has_q_a ? "q_a_weight" : "q_a_norm_weight", ", got None");
+  if (has_q_a) {
+    check_dim("q_a_weight", *in.q_a_weight, 2);
+    s.q_lora = in.q_a_weight->size(0);
+    check_value(s.q_lora > 0, "q_a_weight: expected at least one row, got shape ", shape_text(*in.q_a_weight));
+    layer::check_weight("q_a_weight", *in.q_a_weight, s.q_lora, s.embed, "x", in.x);
+    layer::check_bias("q_a_norm_weight", in.q_a_norm_weight, s.q_lora, "x", in.x);
+  }
+  layer::check_weight("q_b_weight", in.q_b_weight, s.heads * s.qk, has_q_a ? s.q_lora : s.embed, "x", in.x);
+  check_dim("kv_a_weight", in.kv_a_weight, 2);
+  s.kv_lora = in.kv_a_weight.size(0) - s.rope;
+  check_value(s.kv_lora > 0, "kv_a_weight: expected more rows than qk_rope_head_dim, ", s.rope, ", got shape ",
+              shape_text(in.kv_a_weight));
+  layer::check_weight("kv_a_weight", in.kv_a_weight, s.kv_lora + s.rope, s.embed, "x", in.x);
+  layer::check_weight("kv_a_norm_weight", in.kv_a_norm_weight, s.kv_lora, -1, "x", in.x);
+  layer::check_weight("kv_b_weight", in.kv_b_weight, s.heads * (s.nope + s.v), s.kv_lora, "x", in.x);
+  check_dim("o_weight", in.o_weight, 2);
+  s.out_embed = in.o_weight.size(0);
+  layer::check_weight("o_weight", in.o_weight, s.out_embed, s.heads * s.v, "x", in.x);
+
+  if (in.cos || in.sin) {
+    const int64_t rotary_dim = check_rotary(in.cos, in.sin, s.seq, "x", in.x);
+    check_value(rotary_dim == s.rope, "cos: expected shape (", s.seq, ", qk_rope_head_dim / 2), qk_rope_head_dim is ",
+                s.rope, ", got ", shape_text(*in.cos));
+  }
+  return s;
+}
+
+AttentionOptions mla_attention_options(const MlaInputs& in) {
+  AttentionOptions o;
+  o.is_causal = in.is_causal;
+  o.scale = in.scale;
+  return o;
+}
+
+Tensor mla_assemble_key(const MlaShape& s, const Tensor& kv, const Tensor& kv_a) {
+  const Tensor key = layer::empty_rows(kv, s.rows, s.heads * s.qk);
+  Tensor nope = s.key_nope(key), rope = s.rope_of(key);
+  if (s.nope > 0) torch::stable::copy_(nope, s.kv_nope(kv));
+  if (s.rope > 0) torch::stable::copy_(rope, s.repeated_key(kv_a));
+  return key;
+}
+
+Tensor mla_forward(const MlaBackend& backend, const MlaInputs& in, MlaSaved& saved) {
+  const MlaShape s = check_mla(in);
+  const Tensor x = layer::rows(in.x);
+  const ScalarType rstd_dtype = layer::lse_dtype(x);
+  const auto normed = [&](const Tensor& latent, const Tensor& weight, Tensor& rstd) {
+    const Tensor y = layer::empty_rows(x, s.rows, latent.size(1));
+    rstd = aten::empty(x, {s.rows}, rstd_dtype);
+    backend.rms_norm.forward(latent, aten::contiguous(weight), in.eps, y, rstd);
+    return y;
+  };
+
+  OptionalTensor q_a;  // (batch * seq, q_lora)
+  Tensor query_input = x, q_rstd, kv_rstd;
+  if (in.q_a_weight) {
+    q_a = layer::linear(x, *in.q_a_weight, std::nullopt);
+    query_input = normed(*q_a, *in.q_a_norm_weight, q_rstd);
+  }
+  const Tensor query = layer::linear(query_input, in.q_b_weight, std::nullopt);  // (batch * seq, heads * (nope + rope))
+  const Tensor kv_a = layer::linear(x, in.kv_a_weight, std::nullopt);            // (batch * seq, kv_lora + rope)
+  const Tensor latent = normed(s.latent_of(kv_a), in.kv_a_norm_weight, kv_rstd);
+  const Tensor kv = layer::linear(latent, in.kv_b_weight, std::nullopt);  // (batch * seq, heads * (nope + v))
+  mla_rotate(backend, in, s.rope_of(query), RotaryDirection::forward);
+  mla_rotate(backend, in, s.shared_key(kv_a), RotaryDirection::forward);
+
+  const Tensor attn = layer::empty_rows(x, s.rows, s.heads * s.v);
+  Tensor lse = aten::empty(x, {s.batch, s.heads, s.seq}, rstd_dtype), attn_heads = s.heads_of(attn, s.v);
+  backend.attention.forward(s.heads_of(query, s.qk), s.heads_of(mla_assemble_key(s, kv, kv_a), s.qk), s.value_of(kv),
+                            mla_attention_options(in), attn_heads, lse);
+  const Tensor out = layer::linear(attn, in.o_weight, std::nullopt);
+
+  const auto sequence = [&](const Tensor& rows) { return layer::sequence(rows, s.batch, s.seq); };
+  const auto per_row = [&](const Tensor& rstd) { return aten::strided_view(rstd, {s.batch, s.seq}, {s.seq, 1}); };
+  saved = {sequence(query),
+           sequence(kv),
+           sequence(kv_a),
+           per_row(kv_rstd),
+           q_a ? sequence(*q_a) : aten::none(x),
+           q_a ? per_row(q_rstd) : aten::empty(x, {0}, rstd_dtype),
+           sequence(attn),
+           lse};
+  return sequence(out);
+}
+
+}  // namespace attnjourney
+
+// `need` is a bit set in the order of the gradients; a gradient not needed comes back with shape (0,).
+STABLE_TORCH_LIBRARY_FRAGMENT(attnjourney, m) {
+  m.def(
+      "mla(Tensor x, int num_heads, int qk_nope_head_dim, int qk_rope_head_dim, int v_head_dim, Tensor? q_a_weight, "
+      "Tensor? q_a_norm_weight, Tensor q_b_weight, Tensor kv_a_weight, Tensor kv_a_norm_weight, Tensor kv_b_weight, "
+      "Tensor o_weight, *, Tensor? cos=None, Tensor? sin=None, bool is_causal=True, float? scale=None, "
+      "float eps=1e-6) -> Tensor");
+  m.def(
+      "mla_forward(Tensor x, int num_heads, int qk_nope_head_dim, int qk_rope_head_dim, int v_head_dim, "
+      "Tensor? q_a_weight, Tensor? q_a_norm_weight, Tensor q_b_weight, Tensor kv_a_weight, Tensor kv_a_norm_weight, "
+      "Tensor kv_b_weight, Tensor o_weight, *, Tensor? cos=None, Tensor? sin=None, bool is_causal=True, "
+      "float? scale=None, float eps=1e-6) "
+      "-> (Tensor out, Tensor query, Tensor kv, Tensor kv_a, Tensor kv_rstd, Tensor q_a, Tensor q_rstd, Tensor attn, "
+      "Tensor lse)");
+  m.def(
+      "mla_backward(Tensor grad_out, Tensor x, int num_heads, int qk_nope_head_dim, int qk_rope_head_dim, "
+      "int v_head_dim, Tensor? q_a_weight, Tensor? q_a_norm_weight, Tensor q_b_weight, Tensor kv_a_weight, "
+      "Tensor kv_a_norm_weight, Tensor kv_b_weight, Tensor o_weight, Tensor query, Tensor kv, Tensor kv_a, "
+      "Tensor kv_rstd, Tensor q_a, Tensor q_rstd, Tensor attn, Tensor lse, *, Tensor? cos=None, Tensor? sin=None, "
+      "bool is_causal=True, float? scale=None, int need=255) "
+      "-> (Tensor grad_x, Tensor grad_q_a_weight, Tensor grad_q_a_norm_weight, Tensor grad_q_b_weight, "
+      "Tensor grad_kv_a_weight, Tensor grad_kv_a_norm_weight, Tensor grad_kv_b_weight, Tensor grad_o_weight)");
+}

@@ -1,0 +1,232 @@
+"""How csrc/ is compiled; everything else about the package is in pyproject.toml.
+
+One library per device, attnjourney/_C_<device>.so, built by plain compiler calls against the headers of the installed
+torch, which is found without being imported. The result uses PyTorch's stable C interface only: no Python symbol, no
+version of Python or torch. A file is compiled again when it, a header it includes, or its command line has changed.
+
+Environment:
+  CXX, CXXFLAGS           the compiler (g++), and flags put after all others
+  CUDA_HOME               where bin/nvcc is, if not on PATH; without nvcc, or without csrc/cuda, there is no _C_cuda.so
+  MAX_JOBS                compilers running at once (default: the number of cores)
+  ATTNJOURNEY_SANITIZE=1  address and undefined-behaviour sanitizers, objects in build/sanitize
+"""
+
+import fcntl
+import filecmp
+import os
+import platform
+import re
+import shlex
+import shutil
+import site
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError, PlatformError
+
+ROOT = Path(__file__).parent.resolve()
+MINIMUM_TORCH = (2, 11)
+# the oldest torch that can load the library: 0x020b000000000000 for 2.11
+TORCH_TARGET = f"-DTORCH_TARGET_VERSION={MINIMUM_TORCH[0] << 56 | MINIMUM_TORCH[1] << 48:#018x}ULL"
+
+X86 = platform.machine() in ("x86_64", "AMD64", "i686")
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
+# csrc/cpu/isa/<isa>.cpp and <isa>_*.cpp: (is this machine of the family, flags); the longest matching name counts
+ISAS = {
+    "scalar": (True, []),
+    "avx2": (X86, AVX2),
+    "avx512": (X86, AVX512),
+    "avx512_bf16": (X86, [*AVX512, "-mavx512bf16"]),
+}
+CUDA_ARCHS = ["arch=compute_80,code=sm_80", "arch=compute_90a,code=sm_90a"]
+
+SANITIZE = os.environ.get("ATTNJOURNEY_SANITIZE", "0") not in ("", "0")
+BUILD = Path("build", "sanitize" if SANITIZE else "release")
+CXX = shlex.split(os.environ.get("CXX") or "g++")
+if SANITIZE:
+    SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+    # checks as calls and no more than line numbers: otherwise a kernel file compiles for minutes
+    OPTIMIZE = [
+        "-O1",
+        "-g1",
+        "-fno-omit-frame-pointer",
+        "--param=asan-instrumentation-with-call-threshold=0",
+        *SANITIZERS,
+    ]
+else:
+    SANITIZERS = []
+    OPTIMIZE = ["-O3", "-DNDEBUG"]
+COMMON = ["-std=c++20", TORCH_TARGET, "-Icsrc", *(["-DATTNJOURNEY_X86=1"] if X86 else [])]
+CXX_FLAGS = [*COMMON, *OPTIMIZE, "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]
+CXX_FLAGS += ["-Wall", "-Wextra"]
+NVCC_FLAGS = [*COMMON, "-O3", "-DNDEBUG", "-DUSE_CUDA", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+
+
+def dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def find_torch() -> Path:
+    """The installed torch's directory. pip's isolated build runs the same interpreter with another
+    sys.path, hence the directories that interpreter would normally use; importing torch would not work there."""
+    places = [*sys.path, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    places += [*site.getsitepackages([sys.prefix, sys.exec_prefix, sys.base_prefix]), site.getusersitepackages()]
+    for torch in (Path(place, "torch") for place in places if place):
+        if (torch / "include/torch/csrc/stable/library.h").exists() and (torch / "version.py").exists():
+            break
+    else:
+        raise PlatformError(
+            f"attnjourney is compiled against the installed torch, and {sys.executable} has no "
+            f"torch >= {dotted(MINIMUM_TORCH)}: install it first (if it is installed, pass --no-build-isolation)"
+        )
+    version = re.search(r"__version__ = '(.+)'", (torch / "version.py").read_text()).group(1)
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < MINIMUM_TORCH:
+        raise PlatformError(f"attnjourney needs torch >= {dotted(MINIMUM_TORCH)}, found {version} in {torch}")
+    return torch
+
+
+def find_nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME")
+    return shutil.which("nvcc", path=os.path.join(home, "bin") if home else None)
+
+
+def isa_of(source: Path) -> str:
+    names = [isa for isa in ISAS if source.stem == isa or source.stem.startswith(isa + "_")]
+    if not names:
+        sys.exit(f"{source}: its name must begin with one of setup.py's ISAS: {', '.join(ISAS)}")
+    return max(names, key=len)
+
+
+def sources(*patterns: str) -> list[Path]:
+    return [path.relative_to(ROOT) for pattern in patterns for path in sorted(ROOT.glob(pattern))]
+
+
+def cpu_sources() -> list[Path]:
+    # Instruction-set files last, simplest first: of an inline function emitted twice the linker keeps the first copy,
+    # and that one must run on every machine.
+    isa = [source for source in sources("csrc/cpu/isa/*.cpp") if ISAS[isa_of(source)][0]]
+    return [*sources("csrc/*.cpp", "csrc/cpu/*.cpp"), *sorted(isa, key=lambda source: list(ISAS).index(isa_of(source)))]
+
+
+def extensions() -> list[Extension]:
+    found = [Extension("attnjourney._C_cpu", [str(s) for s in cpu_sources()])]
+    cuda = sources("csrc/cuda/**/*.cu")
+    if cuda and find_nvcc() and not SANITIZE:
+        found.append(Extension("attnjourney._C_cuda", [str(s) for s in cuda]))
+    return found
+
+
+class Step:
+    """One compiler or linker call: runs only if its inputs or its command line changed since its output was made."""
+
+    def __init__(self, output: Path, command: list[str], inputs: list[Path]):
+        self.output, self.command = output, command
+        self.record = output.with_name(output.name + ".cmd")  # the command line that made the output
+        self.depfile = output.with_suffix(".d")  # compiler calls write their headers there
+        self.inputs = inputs
+
+    def is_current(self) -> bool:
+        try:
+            made = self.output.stat().st_mtime_ns
+            if self.record.read_text() != shlex.join(self.command):
+                return False
+            inputs = self.inputs
+            if self.output.suffix == ".o":
+                rule = self.depfile.read_text().replace("\\\n", " ").split(":", 1)[1]
+                inputs = [*inputs, *map(Path, shlex.split(rule))]
+            return all(path.stat().st_mtime_ns <= made for path in inputs)
+        except FileNotFoundError:
+            return False
+
+    def run(self) -> None:
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        self.record.unlink(missing_ok=True)
+        result = subprocess.run(self.command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        print(f"{self.output}\n{result.stdout}".rstrip(), flush=True)
+        if result.returncode != 0:
+            raise CompileError(f"this command failed with status {result.returncode}:\n{shlex.join(self.command)}")
+        self.record.write_text(shlex.join(self.command))
+
+
+class BuildLibraries(build_ext):
+    def run(self) -> None:
+        os.chdir(ROOT)
+        BUILD.mkdir(parents=True, exist_ok=True)
+        lock = open(BUILD / "lock", "w")
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a second build in the same tree waits
+        for extension in self.extensions:
+            built = self.build_library(extension)
+            target = Path(self.get_ext_fullpath(extension.name))
+            if not (target.exists() and filecmp.cmp(built, target)):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                fresh = target.with_name(target.name + ".new")
+                shutil.copy2(built, fresh)
+                fresh.replace(target)  # in one step: a running process keeps the file it has loaded
+
+    def build_library(self, extension: Extension) -> Path:
+        torch = find_torch()
+        cuda = extension.name.endswith("_cuda")
+        headers = ["-isystem", str(torch / "include")]
+        extra = shlex.split(os.environ.get("CXXFLAGS", ""))
+
+        compile_steps = []
+        for source in map(Path, extension.sources):
+            output = BUILD / source.with_suffix(".o")
+            if cuda:
+                archs = [flag for arch in CUDA_ARCHS for flag in ("-gencode", arch)]
+                command = [find_nvcc(), "-ccbin", CXX[0], *NVCC_FLAGS, *archs, *headers]
+            else:
+                isa = ISAS[isa_of(source)][1] if source.parent.name == "isa" else []
+                command = [*CXX, *CXX_FLAGS, *isa, *headers, *extra]
+            command += ["-MD", "-MF", str(output.with_suffix(".d")), "-c", str(source), "-o", str(output)]
+            compile_steps.append(Step(output, command, [source]))
+
+        stale = [step for step in compile_steps if not step.is_current()]
+        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
+            for done in [pool.submit(step.run) for step in reversed(stale)]:  # the slowest files, isa, first
+                done.result()
+
+        # Nothing is exported: the library registers its operators when it is loaded. No rpath: torch is already there.
+        exports = BUILD / "exports.map"
+        exports.write_text("{ local: *; };\n")
+        output = BUILD / f"{extension.name.split('.')[-1]}.so"
+        objects = [step.output for step in compile_steps]
+        link = ["-shared", "-o", str(output), *map(str, objects), f"-L{torch / 'lib'}"]
+        if cuda:
+            command = [find_nvcc(), "-ccbin", CXX[0], "-cudart", "static", *link]
+            command += ["-Xlinker", f"--version-script={exports}"]
+        else:
+            checks = [] if SANITIZE else ["-Wl,-z,defs"]
+            command = [*CXX, *SANITIZERS, *link, *checks, f"-Wl,--version-script={exports},--as-needed"]
+        # libstdc++ before torch, which has copies of some of its functions
+        step = Step(output, [*command, "-lstdc++", "-ltorch_cpu", "-ltorch", "-lc10"], objects)
+        if stale or not step.is_current():
+            step.run()
+        return output
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return fullname.replace(".", "/") + ".so"  # no Python version in the name: it holds no Python symbol
+
+    def get_source_files(self) -> list[str]:
+        headers = sources("csrc/**/*.h", "csrc/**/*.cuh")
+        return [str(path) for path in [*sources("csrc/**/*.cpp", "csrc/**/*.cu"), *headers]]
+
+
+class Wheel(bdist_wheel):
+    def run(self) -> None:
+        # an earlier build may have left files there that are no longer part of the package
+        shutil.rmtree(self.get_finalized_command("build").build_lib, ignore_errors=True)
+        super().run()
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildLibraries, "bdist_wheel": Wheel})

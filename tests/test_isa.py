@@ -1,0 +1,118 @@
+"""Every instruction set this CPU has gives right values; one that cannot run or is unknown is refused."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import attnjourney
+
+HERE = Path(__file__).parent
+NEEDS = {  # best first, as the library chooses
+    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma", "f16c"},
+    "avx2": {"avx2", "fma", "f16c"},
+    "scalar": set(),
+}
+
+
+def cpu_flags():
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return next((set(line.split(":")[1].split()) for line in lines if line.startswith("flags")), set())
+
+
+FLAGS = cpu_flags()
+HERE_RUNS = [isa for isa, needs in NEEDS.items() if needs <= FLAGS]
+# of all tests: those of values at every length and dim, of empty rows and NaN, of dropout's exact bits
+SELECTION = [
+    "test_attention_forward.py::test_values_and_gradients",
+    "test_attention_forward.py::test_every_residue_of_the_lengths",
+    "test_attention_forward.py::test_first_keys_far_below_or_above_the_rest",
+    "test_attention_backward.py::test_gradient_of_lse",
+    "test_masks.py::test_causal_and_mask_compose",
+    "test_masks.py::test_a_broadcast_mask_equals_its_copy",
+    "test_empty_and_nan.py",
+    "test_dropout.py::test_keeps_what_the_counter_says",
+    "test_dropout.py::test_values_and_gradients",
+]
+
+
+def run(*command, **environment):
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=HERE.parent,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+CALL = """
+import torch, attnjourney
+x = torch.ones(1, 1, 4, 8)
+print(attnjourney.attention(x, x, x).sum().item())
+"""
+
+
+def isa_of(process_environment):
+    """The instruction set that a fresh process uses."""
+    result = run("-c", "import attnjourney; print(attnjourney.cpu_info()['isa'])", **process_environment)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+@pytest.mark.skipif(not FLAGS, reason="no /proc/cpuinfo with x86 flags")
+@pytest.mark.parametrize("isa", NEEDS)
+def test_values_on(isa):
+    if isa not in HERE_RUNS:
+        pytest.skip(f"this CPU has no {isa}")
+    if isa == (os.environ.get("ATTNJOURNEY_ISA") or HERE_RUNS[0]):
+        pytest.skip(f"{isa} is what all other tests run on")
+    tests = [str(HERE / test) for test in SELECTION]
+    result = run(
+        "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--durations=0", "--tb=short", *tests, ATTNJOURNEY_ISA=isa
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
+    assert " passed" in result.stdout and "failed" not in result.stdout
+
+
+@pytest.mark.skipif(not FLAGS, reason="no /proc/cpuinfo with x86 flags")
+def test_an_isa_this_cpu_lacks_is_refused():
+    lacking = [isa for isa in NEEDS if isa not in HERE_RUNS]
+    if not lacking:
+        pytest.skip("this CPU runs every instruction set")
+    for isa in lacking:
+        result = run("-c", CALL, ATTNJOURNEY_ISA=isa)
+        assert result.returncode != 0 and "RuntimeError" in result.stderr
+        assert "ATTNJOURNEY_ISA" in result.stderr and isa in result.stderr
+
+
+@pytest.mark.parametrize("name", ("sse9", "AVX2", "avx"))
+def test_an_unknown_isa_is_refused(name):
+    result = run("-c", CALL, ATTNJOURNEY_ISA=name)
+    assert result.returncode != 0 and "RuntimeError" in result.stderr, result.stderr
+    message = result.stderr.strip().splitlines()[-1]
+    for part in ("ATTNJOURNEY_ISA", *NEEDS, repr(name)):
+        assert part in message
+
+
+def test_an_empty_choice_is_no_choice():
+    result = run("-c", CALL, ATTNJOURNEY_ISA="")
+    assert result.returncode == 0 and float(result.stdout) == 32, result.stderr
+
+
+@pytest.mark.skipif(not FLAGS, reason="no /proc/cpuinfo with x86 flags")
+def test_the_best_isa_is_taken_and_a_forced_one_is_used():
+    assert attnjourney.cpu_info()["found"] == HERE_RUNS
+    assert isa_of({"ATTNJOURNEY_ISA": ""}) == HERE_RUNS[0]
+    for isa in HERE_RUNS:
+        assert isa_of({"ATTNJOURNEY_ISA": isa}) == isa
