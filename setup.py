@@ -65,6 +65,7 @@ else:
     OPTIMIZE = ["-O3", "-DNDEBUG"]
 COMMON = ["-std=c++20", TORCH_TARGET, "-Icsrc", *(["-DATTNJOURNEY_X86=1"] if X86 else [])]
 CXX_FLAGS = [*COMMON, *OPTIMIZE, "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]
+CXX_FLAGS += ["-ffp-contract=off"]  # fused products are written as such; a*b + c rounds twice, on every machine
 CXX_FLAGS += ["-Wall", "-Wextra"]
 NVCC_FLAGS = [*COMMON, "-O3", "-DNDEBUG", "-DUSE_CUDA", "-Xcompiler=-fPIC,-fvisibility=hidden"]
 

@@ -1,6 +1,7 @@
 """python -m examples.demo: the command line. Exit code 0 all well, 1 a check failed, 2 wrong input, 130 interrupted."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -82,4 +83,7 @@ def interrupted() -> int:
 
 
 if __name__ == "__main__":
+    # Before torch is loaded: waiting threads sleep. Spinning, they would take the cores from the working ones on a busy
+    # machine, and training would be several times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     sys.exit(main())

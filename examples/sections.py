@@ -85,7 +85,7 @@ def numbers(results: Results, out: Path) -> Section:
             "Mean of -log2 p(next byte) on text that was never trained on. The bigram model counts pairs of bytes in "
             "the same training text, one added to each count.",
         )
-        + picture(speed, "Whole training steps.")
+        + picture(speed, "Median of whole training steps, the six models in turns: forward, backward, optimiser.")
         + picture(cache, "What generation keeps of each token.")
         + table(["variant", "cache bytes per token"], formulas, kind="words"),
     )

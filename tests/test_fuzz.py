@@ -14,6 +14,7 @@ from testing import LSE_DTYPE, check_attention, describe, random_tensor
 import attnjourney
 
 ops = torch.ops.attnjourney
+ULPS = 16  # expanded tensors repeat a term, whose roundings then all go one way
 RAISED = (ValueError, RuntimeError, TypeError, NotImplementedError)
 FIXED = settings(
     derandomize=True,
@@ -116,7 +117,7 @@ def test_valid_arguments_give_right_results(call, data):
     out, lse = ops.attention_forward(q, k, v, mask, **options)
     grad_out = data.draw(strided(out.shape, q.dtype, 5))
     grad_lse = data.draw(strided(lse.shape, lse.dtype, 6)) if data.draw(coin) else None
-    result = check_attention(q, k, v, mask, grad_out=grad_out, grad_lse=grad_lse, **options)
+    result = check_attention(q, k, v, mask, grad_out=grad_out, grad_lse=grad_lse, ulps=ULPS, **options)
     assert result.out.is_contiguous() and result.lse.is_contiguous()
     need = data.draw(st.integers(0, 15))
     again = ops.attention_backward(
@@ -257,4 +258,4 @@ def test_one_fault_in_a_valid_call(call, data):
     like = kwargs[name]
     kwargs[name] = data.draw(any_tensor((q.size(-2), k.size(-2)) if like is None else like.shape, q.dtype))
     if survives(ops.attention_forward, **kwargs) is not None:
-        check_attention(**kwargs)  # what is accepted after all is right
+        check_attention(**kwargs, ulps=ULPS)  # what is accepted after all is right

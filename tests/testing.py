@@ -99,13 +99,23 @@ def reference_run(inputs, grad_out, grad_lse=None, keep=None, **options):
     return [out, lse, *torch.autograd.grad(loss, wanted)]
 
 
-def plain_run(inputs, grad_out, grad_lse=None, keep=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+def plain_run(
+    inputs,
+    grad_out,
+    grad_lse=None,
+    keep=None,
+    ulps=FLOOR_ULPS,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    enable_gqa=False,
+):
     """(results, roundings): out, lse and gradients by our own formula, untiled, in plain PyTorch in the inputs' dtype.
 
     The backward recomputes the weights from lse, as the operator does. 16-bit inputs: products of 16-bit matrices,
-    scores and softmax in float32. The roundings are float64 estimates of what cannot be avoided: 4 ulp of the summed
+    scores and softmax in float32. The roundings are float64 estimates of what cannot be avoided: `ulps` of the summed
     terms; 1 ulp of lse and sqrt(head_dim) / 2 ulp of score (a sum of head_dim terms) enter exp(score - lse) with their
-    size.
+    size. lse of 16-bit inputs: an exponential as exact as 16 bits need is enough.
     """
     query, key, value, mask = (t if t is None or t.dtype == torch.bool else t.detach().requires_grad_() for t in inputs)
     sources = [query, key, value]
@@ -138,7 +148,7 @@ def plain_run(inputs, grad_out, grad_lse=None, keep=None, dropout_p=0.0, is_caus
         pt, dst = ((p * dropped).to(dtype).transpose(-1, -2), ds.to(dtype).transpose(-1, -2))
         terms = [dst.transpose(-1, -2) @ k * scale, dst @ q * scale, pt @ grad_out]
 
-        eps, eps_wide = FLOOR_ULPS * torch.finfo(dtype).eps, torch.finfo(wide).eps
+        eps, eps_wide = ulps * torch.finfo(dtype).eps, torch.finfo(wide).eps
         q, k, v, g, p = (t.double().abs() for t in (q, k, v, grad_out, p))
         score_size = torch.where(visible, scores, 0.0).double().abs() * max(1.0, query.size(-1) ** 0.5 / 2)
         score_size = score_size + lse.double().nan_to_num(neginf=0.0).abs()
@@ -147,14 +157,18 @@ def plain_run(inputs, grad_out, grad_lse=None, keep=None, dropout_p=0.0, is_caus
         dp = g @ v.transpose(-1, -2) * dropped
         delta = (p * dp).sum(-1, keepdim=True) + (0 if grad_lse is None else grad_lse.double().abs().unsqueeze(-1))
         ds_error = p_error * (dp + delta) + p * (g * out_error).sum(-1, keepdim=True)
-        lse_error = (p * score_size).sum(-1) + 4 * lse.double().nan_to_num(neginf=0.0).abs().clamp_min(1.0).squeeze(-1)
+        lse_error = (
+            (eps / 1024 if dtype.itemsize == 2 else 0) / eps_wide
+            + (p * score_size).sum(-1)
+            + 4 * lse.double().nan_to_num(neginf=0.0).abs().clamp_min(1.0).squeeze(-1)
+        )
         errors = [abs(scale) * ds_error @ k, abs(scale) * ds_error.transpose(-1, -2) @ q]
         errors.append((p_error * dropped).transpose(-1, -2) @ g)
     if mask is not None and mask.dtype != torch.bool:
         sources.append(mask)
         targets.append(mask.expand(ds.shape))
         terms.append(ds)
-        errors.append(ds_error)
+        errors.append(ds_error + ulps * torch.finfo(mask.dtype).eps * p * (dp + delta))
 
     def reduce(terms, target, source):  # sums what broadcasting and grouping repeated
         return torch.autograd.grad(target, source, terms.to(target.dtype), retain_graph=True)[0]
@@ -227,6 +241,7 @@ def check_attention(
     keep=None,
     dropout_seed=None,
     label="",
+    ulps=FLOOR_ULPS,
     **options,
 ) -> Result:
     """Runs forward and backward once and asserts the rule on out, lse and every gradient.
@@ -243,7 +258,7 @@ def check_attention(
     )
     inputs = (query, key, value, attn_mask)
     reference = reference_run(inputs, grad_out, grad_lse, keep, **options)
-    plain, roundings = plain_run(inputs, grad_out, grad_lse, keep, **options)
+    plain, roundings = plain_run(inputs, grad_out, grad_lse, keep, ulps, **options)
     names = ["out", "lse", "grad_query", "grad_key", "grad_value"]
     dtypes = [query.dtype, LSE_DTYPE.get(query.dtype, torch.float32), *[query.dtype] * 3]
     if attn_mask is not None and attn_mask.dtype != torch.bool:

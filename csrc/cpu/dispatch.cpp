@@ -12,16 +12,18 @@ namespace {
 bool avx2_runs() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
+bool avx512_runs() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && avx2_runs();
+}
+bool avx512_bf16_runs() { return __builtin_cpu_supports("avx512bf16") && avx512_runs(); }
 #endif
 
 // __builtin_cpu_supports looks at CPUID and at XGETBV: the operating system must save the registers, too.
 const IsaEntry entries[] = {
 #ifdef ATTNJOURNEY_X86
-    {&avx512_kernels,
-     [] {
-       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && avx2_runs();
-     }},
+    {&avx512_bf16_kernels, avx512_bf16_runs},
+    {&avx512_kernels, avx512_runs},
     {&avx2_kernels, avx2_runs},
 #endif
     {&scalar_kernels, [] { return true; }},

@@ -62,6 +62,9 @@ ATTN_INLINE void store(bf16* p, Vf a) {  // to nearest even; a NaN stays one
 
 ATTN_INLINE Vf fma(Vf a, Vf b, Vf c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 ATTN_INLINE Vd fma(Vd a, Vd b, Vd c) { return {_mm512_fmadd_pd(a.v, b.v, c.v)}; }
+// of single numbers, rounded as those of vectors
+ATTN_INLINE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+ATTN_INLINE double fma(double a, double b, double c) { return __builtin_fma(a, b, c); }
 ATTN_INLINE Vf operator+(Vf a, Vf b) { return {_mm512_add_ps(a.v, b.v)}; }
 ATTN_INLINE Vd operator+(Vd a, Vd b) { return {_mm512_add_pd(a.v, b.v)}; }
 ATTN_INLINE Vf operator-(Vf a, Vf b) { return {_mm512_sub_ps(a.v, b.v)}; }

@@ -31,6 +31,9 @@ template <class C>
 ATTN_INLINE Vec<C> fma(Vec<C> a, Vec<C> b, Vec<C> c) {
   return {a.v * b.v + c.v};
 }
+// of single numbers, rounded as those of vectors
+ATTN_INLINE float fma(float a, float b, float c) { return a * b + c; }
+ATTN_INLINE double fma(double a, double b, double c) { return a * b + c; }
 template <class C>
 ATTN_INLINE Vec<C> operator+(Vec<C> a, Vec<C> b) {
   return {a.v + b.v};

@@ -54,7 +54,7 @@ ATTN_NOINLINE void add_guarded(const C* A, int64_t sx, int64_t sr, int64_t rows,
     for (int64_t x = 0; x < n; x++) {
       const C w = A[x * sx + r * sr];
       if (w == C(0)) continue;
-      for (int64_t d = 0; d < cols; d++) out[r * ldo + d] += w * B[x * ldb + d];
+      for (int64_t d = 0; d < cols; d++) out[r * ldo + d] = fma(w, B[x * ldb + d], out[r * ldo + d]);
     }
 }
 

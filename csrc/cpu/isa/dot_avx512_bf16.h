@@ -1,0 +1,51 @@
+// Products of bfloat16 pairs (AVX-512 BF16): what vec_avx512.h does not have.
+#pragma once
+#include "vec_avx512.h"
+
+namespace attnjourney {
+namespace {
+
+// 16 lanes of two bfloat16 numbers: low half first
+struct Pairs {
+  __m512i v;
+  static constexpr int width = 16;
+};
+ATTN_INLINE Pairs load_pairs(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
+ATTN_INLINE void store_pairs(uint32_t* p, Pairs a) { _mm512_storeu_si512(p, a.v); }
+// two neighbours in memory, at any 2-byte boundary
+ATTN_INLINE Pairs broadcast_pair(const void* p) {
+  int32_t x;
+  memcpy(&x, p, 4);
+  return {_mm512_set1_epi32(x)};
+}
+// sum + a.low * b.low + a.high * b.high
+ATTN_INLINE Vf dot(Vf sum, Pairs a, Pairs b) {
+  return {_mm512_dpbf16_ps(sum.v, reinterpret_cast<__m512bh>(a.v), reinterpret_cast<__m512bh>(b.v))};
+}
+// rounded to nearest even
+ATTN_INLINE Pairs round_pairs(Vf low, Vf high) {
+  const auto round16 = [](Vf x) { return _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v))); };
+  return {_mm512_or_si512(round16(low), _mm512_slli_epi32(round16(high), 16))};
+}
+ATTN_INLINE Vf low_of(Pairs a) { return {_mm512_castsi512_ps(_mm512_slli_epi32(a.v, 16))}; }
+ATTN_INLINE Vf high_of(Pairs a) {
+  return {_mm512_castsi512_ps(_mm512_and_si512(a.v, _mm512_set1_epi32(int(0xffff0000u))))};
+}
+// rows a and b, 16 columns of each -> (a[d], b[d])
+ATTN_INLINE Pairs zip(const bf16* a, const bf16* b) {
+  const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(a)));
+  const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(b)));
+  return {_mm512_or_si512(low, _mm512_slli_epi32(high, 16))};
+}
+ATTN_INLINE bool all_finite(Pairs a) {
+  const __m512i exponent = _mm512_set1_epi32(0x7f807f80);
+  return _mm512_cmpeq_epi16_mask(_mm512_and_si512(a.v, exponent), exponent) == 0;
+}
+// the halves whose 16 bits are at least the threshold, else 0; threshold 65536 keeps none
+ATTN_INLINE Pairs keep_pairs(Lanes bits, uint32_t threshold, Pairs a) {
+  if (threshold > 0xffff) return {_mm512_setzero_si512()};
+  return {_mm512_maskz_mov_epi16(_mm512_cmpge_epu16_mask(bits.v, _mm512_set1_epi16(int16_t(threshold))), a.v)};
+}
+
+}  // namespace
+}  // namespace attnjourney

@@ -1,0 +1,381 @@
+// Attention forward in bfloat16 with products of pairs (vdpbf16ps): attention_forward.h's algorithm, twice its rate.
+//
+// S^T = K Q^T: pairs of neighbours along head_dim, K broadcast in place, Q^T packed as it is; the scale comes after the
+// product. O = P V: pairs of keys, P rounded to bfloat16 in the epilogue, V zipped once per key block. The sum counts
+// the rounded weights: they are what O is divided by.
+#pragma once
+#include "attention_forward.h"
+
+namespace attnjourney {
+namespace {
+
+struct Unchanged {
+  ATTN_INLINE Vf operator()(Vf x) const { return x; }
+  ATTN_INLINE float operator()(float x) const { return x; }
+};
+
+// 2^t to 4e-6: the result is rounded to bfloat16. As exp2 otherwise.
+ATTN_INLINE Vf exp2_short(Vf t) {
+  t = max(Vf::set(-125.f), t);
+  const Vf n = round(t), f = t - n;
+  Vf p = Vf::set(9.570101e-03f);
+  p = fma(p, f, Vf::set(5.591785e-02f));
+  p = fma(p, f, Vf::set(2.402474e-01f));
+  p = fma(p, f, Vf::set(6.931217e-01f));
+  p = fma(p, f, Vf::set(9.999993e-01f));
+  return scale_by_power(p, n);
+}
+
+struct ForwardDot {
+  static constexpr int W = Vf::width;
+  static constexpr int rows = Tuning::rows, vectors = Tuning::vectors;  // rows even: keys go in pairs
+  static constexpr int64_t panel = vectors * W, tile = Tuning::forward_panels * panel;
+  static constexpr int64_t key_block = Tuning::forward_keys, tiles = Tuning::forward_tiles;
+  static_assert(rows % 2 == 0 && key_block % 2 == 0);
+
+  struct Scores {
+    const uint32_t* query;      // panels [head_dim / 2][panel]
+    const float* reference;     // [tile], log2 units, negated
+    const float* bias;          // [key][tile]
+    uint32_t* P;                // [key / 2][tile]
+    Vf *top, *total, *rounded;  // running maximum relative to the reference, sum, sum of the rounded weights
+    Vf scale;                   // scale * log2(e)
+    int64_t pairs, vectors_used;
+    const KeyRanges* keys;
+    int64_t first_row;
+  };
+
+  // M keys (the first one at an even place) against N vectors from lane0 on; a last single key is paired with weight 0
+  template <Hidden H, int M, int N>
+  static ATTN_INLINE void score_tile(const bf16* K, int64_t ldk, const Scores& s, int64_t lane0, int64_t key,
+                                     int64_t k) {
+    Vf a[M][N];
+    ATTN_UNROLL for (int r = 0; r < M; r++) ATTN_UNROLL for (int j = 0; j < N; j++) a[r][j] = Vf::zero();
+    const uint32_t* Q = s.query + lane0 / panel * panel * s.pairs + lane0 % panel;
+    _Pragma("GCC unroll 2") for (int64_t x = 0; x < s.pairs; x++) {
+      Pairs q[N];
+      ATTN_UNROLL for (int j = 0; j < N; j++) q[j] = load_pairs(Q + x * panel + W * j);
+      ATTN_UNROLL for (int r = 0; r < M; r++) {
+        const Pairs b = broadcast_pair(K + r * ldk + 2 * x);
+        ATTN_UNROLL for (int j = 0; j < N; j++) a[r][j] = dot(a[r][j], b, q[j]);
+      }
+    }
+    LaneRange<float> range[M];
+    if constexpr (H == Hidden::by_range)
+      for (int r = 0; r < M; r++) range[r] = lane_range<float>(*s.keys, s.first_row + lane0, key + r);
+    const Vf hidden = Vf::set(-__builtin_inff());
+    ATTN_UNROLL for (int j = 0; j < N; j++) {
+      Vf top = s.top[lane0 / W + j], total = s.total[lane0 / W + j], rounded = s.rounded[lane0 / W + j];
+      const Vf reference = load(s.reference + lane0 + W * j), lane = Vf::iota() + Vf::set(float(W * j));
+      const auto weight = [&](int r) {
+        // rounded twice, as the maximum that the reference came from: a fused sum would show the product's rounding
+        Vf x = a[r][j] * s.scale + reference, w;
+        if constexpr (H == Hidden::by_bias) {
+          const Vf bias = load(s.bias + (k + r) * tile + lane0 + W * j);
+          const auto gone = eq(bias, hidden);
+          x = select(gone, hidden, x + bias);
+          w = select(gone, Vf::zero(), exp2_short(x));
+        } else if constexpr (H == Hidden::by_range) {
+          const auto visible = range[r].visible(lane);
+          x = select(visible, x, hidden);
+          w = select(visible, exp2_short(x), Vf::zero());
+        } else {
+          w = exp2_short(x);
+        }
+        top = max(top, x);
+        return w;
+      };
+      ATTN_UNROLL for (int r = 0; r < M; r += 2) {
+        const Vf low = weight(r), high = r + 1 < M ? weight(r + 1) : Vf::zero();
+        const Pairs w = round_pairs(low, high);
+        total = total + (low + high);
+        rounded = rounded + (low_of(w) + high_of(w));
+        store_pairs(s.P + (k + r) / 2 * tile + lane0 + W * j, w);
+      }
+      s.top[lane0 / W + j] = top;
+      s.total[lane0 / W + j] = total;
+      s.rounded[lane0 / W + j] = rounded;
+    }
+  }
+
+  template <Hidden H, int M>
+  static ATTN_NOINLINE void score_rows(const bf16* K, int64_t ldk, const Scores& s, int64_t key, int64_t k) {
+    int64_t p = 0;
+    for (; (p + 1) * vectors <= s.vectors_used; p++) score_tile<H, M, vectors>(K, ldk, s, p * panel, key, k);
+    if (p * vectors < s.vectors_used)
+      with_rows<vectors - 1>(s.vectors_used - p * vectors,
+                             [&](auto n) { score_tile<H, M, n.count>(K, ldk, s, p * panel, key, k); });
+  }
+  template <Hidden H, int M>
+  static ATTN_NOINLINE void score_some(const bf16* K, int64_t ldk, const Scores& s, int64_t lane0, int64_t n,
+                                       int64_t key, int64_t k) {
+    with_rows<vectors>(n, [&](auto n_) { score_tile<H, M, n_.count>(K, ldk, s, lane0, key, k); });
+  }
+
+  // calls f(first, Rows<m>) over [begin, end): `rows` at a time, then what is left; begin is even
+  template <class F>
+  static ATTN_INLINE void split_keys(int64_t begin, int64_t end, F&& f) {
+    for (int64_t k = begin; k < end; k += rows) with_rows<rows>(end - k, [&](auto m) { f(k, m); });
+  }
+  template <Hidden H>
+  static ATTN_NOINLINE void score_inner(const bf16* K, int64_t ldk, const Scores& s, int64_t k0, int64_t begin,
+                                        int64_t end) {
+    split_keys(begin, end, [&](int64_t k, auto m) { score_rows<H, m.count>(K + k * ldk, ldk, s, k0 + k, k); });
+  }
+  static ATTN_NOINLINE void score_border(const bf16* K, int64_t ldk, const Scores& s, int64_t k0, int64_t begin,
+                                         int64_t end, int64_t rows_used, bool bias) {
+    split_keys(begin, end, [&](int64_t k, auto m) {
+      const bf16* key = K + k * ldk;
+      for (int64_t p = 0; p * vectors < s.vectors_used; p++) {
+        const int64_t lane0 = p * panel, used = min_of(rows_used - lane0, panel);
+        const SeenLanes lanes = seen_lanes<W>(*s.keys, s.first_row + lane0, used, k0 + k, m.count);
+        for (int64_t r = 0; r < m.count; r += 2) {
+          uint32_t* P = s.P + (k + r) / 2 * tile + lane0;
+          for (int64_t j = 0; j < vectors; j++)
+            if (j < lanes.begin || j >= lanes.end) store_pairs(P + W * j, Pairs{});
+        }
+        if (lanes.begin >= lanes.end) continue;
+        const int64_t at = lane0 + lanes.begin * W, n = lanes.end - lanes.begin;
+        if (bias)
+          score_some<Hidden::by_bias, m.count>(key, ldk, s, at, n, k0 + k, k);
+        else if (lanes.whole)
+          score_some<Hidden::no, m.count>(key, ldk, s, at, n, k0 + k, k);
+        else
+          score_some<Hidden::by_range, m.count>(key, ldk, s, at, n, k0 + k, k);
+      }
+    });
+  }
+
+  struct Values {
+    int64_t ldv, columns;  // columns a multiple of W
+    float* O;              // [tile][ldv]
+    bool first;
+    bf16* out;  // normalised rows go here, or null
+    int64_t ldout;
+    const float* inverse;
+  };
+  // M rows of the tile times n pairs of keys
+  template <int M>
+  static ATTN_NOINLINE void value_rows(const uint32_t* P, const uint32_t* V, int64_t n, const Values& v, int64_t r) {
+    split_columns<float, vectors>(v.columns, [&](int64_t d, auto n_) {
+      Tile<float, M, n_.count> t;
+      t.clear();
+      _Pragma("GCC unroll 2") for (int64_t x = 0; x < n; x++) {
+        Pairs b[n_.count];
+        ATTN_UNROLL for (int j = 0; j < n_.count; j++) b[j] = load_pairs(V + x * v.ldv + d + W * j);
+        ATTN_UNROLL for (int i = 0; i < M; i++) {
+          const Pairs w = broadcast_pair(P + x * tile + r + i);
+          ATTN_UNROLL for (int j = 0; j < n_.count; j++) t.a[i][j] = dot(t.a[i][j], w, b[j]);
+        }
+      }
+      float* O = v.O + r * v.ldv + d;
+      if (!v.first) t.add(O, v.ldv);
+      if (!v.out) return t.store_to(O, v.ldv);
+      ATTN_UNROLL for (int i = 0; i < M; i++) {
+        const Vf inverse = Vf::broadcast(v.inverse + r + i);
+        ATTN_UNROLL for (int j = 0; j < n_.count; j++)
+            store(v.out + (r + i) * v.ldout + d + W * j, inverse * t.a[i][j]);
+      }
+    });
+  }
+  // the same where V holds an inf or a NaN: a weight of exactly 0 hides it
+  static ATTN_NOINLINE void value_guarded(const uint32_t* P, const uint32_t* V, int64_t n, int64_t count,
+                                          const Values& v) {
+    for (int64_t r = 0; r < count; r++)
+      for (int64_t x = 0; x < 2 * n; x++) {
+        const uint32_t pair = P[x / 2 * tile + r], half = x & 1 ? pair & 0xffff0000u : pair << 16;
+        if (half << 1 == 0) continue;
+        for (int64_t d = 0; d < v.columns; d++) {
+          const uint32_t value = V[x / 2 * v.ldv + d];
+          v.O[r * v.ldv + d] += bits_float(half) * bits_float(x & 1 ? value & 0xffff0000u : value << 16);
+        }
+      }
+  }
+
+  // keys 2x, 2x + 1 of V side by side; a last single key is paired with zeros. Tells whether every number is finite.
+  static ATTN_NOINLINE bool zip_values(const bf16* V, int64_t ld, int64_t n, int64_t columns, uint32_t* Y,
+                                       int64_t ldy) {
+    const bf16 zeros[W] = {};
+    bool finite = true;
+    for (int64_t x = 0; 2 * x < n; x++) {
+      const bf16 *a = V + 2 * x * ld, *b = 2 * x + 1 < n ? a + ld : nullptr;
+      int64_t d = 0;
+      for (; d + W <= columns; d += W) {
+        const Pairs p = zip(a + d, b ? b + d : zeros);
+        finite = finite && all_finite(p);
+        store_pairs(Y + x * ldy + d, p);
+      }
+      if (d == columns) continue;
+      bf16 tail[2][W] = {};
+      memcpy(tail[0], a + d, size_t(columns - d) * 2);
+      if (b) memcpy(tail[1], b + d, size_t(columns - d) * 2);
+      const Pairs p = zip(tail[0], tail[1]);
+      finite = finite && all_finite(p);
+      store_pairs(Y + x * ldy + d, p);
+    }
+    return finite;
+  }
+  // rows padded to an even length with 0
+  static ATTN_NOINLINE void copy_rows(const bf16* X, int64_t ld, int64_t n, int64_t columns, bf16* Y, int64_t ldy) {
+    for (int64_t k = 0; k < n; k++) {
+      memcpy(Y + k * ldy, X + k * ld, size_t(columns) * 2);
+      for (int64_t d = columns; d < ldy; d++) Y[k * ldy + d].bits = 0;
+    }
+  }
+  static ATTN_NOINLINE void drop(const Dropout& dropout, uint32_t head, int64_t first_row, int64_t count, int64_t k0,
+                                 int64_t begin, int64_t end, uint32_t* P) {
+    for (int64_t k8 = begin & ~int64_t(7); k8 < end; k8 += 8)
+      for (int64_t i = 0; i < count; i += W) {
+        Lanes word[4];
+        philox_lanes(dropout.seed, head, uint32_t(first_row + i), uint32_t((k0 + k8) >> 3), word);
+        ATTN_UNROLL for (int e = 0; e < 4; e++) {
+          const int64_t k = k8 + 2 * e;
+          if (k < begin || k >= end) continue;
+          uint32_t* x = P + k / 2 * tile + i;
+          store_pairs(x, keep_pairs(word[e], dropout.threshold, load_pairs(x)));
+        }
+      }
+  }
+
+  // scratch, in bytes
+  struct Space {
+    int64_t ldk, ldv, query, rows16, output, P, bias, key, value, state, total;
+    Space(const AttentionParams& p, int64_t rows_used) {
+      const int64_t t = min_of(tiles, (rows_used + tile - 1) / tile), pairs = (p.head_dim + 1) / 2;
+      ldk = round_up(p.head_dim, 32);
+      ldv = round_up(p.v_head_dim, W);
+      query = 0;
+      rows16 = query + round_up(t * tile * pairs * 4, 64);
+      output = rows16 + tile * ldk * 2;
+      P = output + t * tile * ldv * 4;
+      bias = P + key_block / 2 * tile * 4;
+      key = bias + (p.mask == MaskKind::none ? 0 : key_block * tile * 4);
+      value = key + key_block * ldk * 2;
+      state = value + key_block / 2 * ldv * 4;
+      total = state + (4 * t + 1) * tile * 4;
+    }
+  };
+
+  static void run(const AttentionParams& p, const HeadPointers& h, int64_t first, int64_t count, char* space) {
+    const Space at(p, count);
+    uint32_t *query = reinterpret_cast<uint32_t*>(space + at.query), *P = reinterpret_cast<uint32_t*>(space + at.P);
+    uint32_t* Vb = reinterpret_cast<uint32_t*>(space + at.value);
+    bf16 *rows16 = reinterpret_cast<bf16*>(space + at.rows16), *key_copy = reinterpret_cast<bf16*>(space + at.key);
+    float *output = reinterpret_cast<float*>(space + at.output), *bias = reinterpret_cast<float*>(space + at.bias);
+    float* state = reinterpret_cast<float*>(space + at.state);
+    const int64_t tiles_used = (count + tile - 1) / tile, D = p.head_dim, Dv = p.v_head_dim, pairs = (D + 1) / 2;
+    const bf16 *Q = static_cast<const bf16*>(h.query), *K = static_cast<const bf16*>(h.key);
+    const bf16* V = static_cast<const bf16*>(h.value);
+    bf16* out = static_cast<bf16*>(h.out);
+    float* lse = static_cast<float*>(h.lse);
+    float *reference = state, *top = state + tiles_used * tile, *total = top + tiles_used * tile,
+          *rounded = total + tiles_used * tile, *inverse = rounded + tiles_used * tile;
+    const bool key_direct = D % 2 == 0 && p.k_row * 2 < 1024;
+    bool started[tiles];
+    for (int64_t t = 0; t < tiles_used; t++) {
+      const int64_t n = min_of(tile, count - t * tile);
+      const bf16* q = Q + (first + t * tile) * p.q_row;
+      int64_t ldq = p.q_row;
+      if (D % 2 || ldq % 2) copy_rows(q, ldq, n, D, rows16, at.ldk), q = rows16, ldq = at.ldk;
+      pack_transposed(reinterpret_cast<const float*>(q), ldq / 2, n, pairs, Unchanged{},
+                      reinterpret_cast<float*>(query + t * tile * pairs), panel, panel * pairs, panel);
+      for (int64_t i = 0; i < tile; i++) {
+        reference[t * tile + i] = total[t * tile + i] = rounded[t * tile + i] = 0;
+        top[t * tile + i] = -__builtin_inff();
+      }
+      started[t] = false;
+    }
+
+    const TileKeys whole = tile_keys(p.keys, first, first + count - 1, 0, p.keys.key_length);
+    const int64_t k_first = whole.empty() ? 0 : whole.begin / key_block * key_block;
+    for (int64_t k0 = k_first; k0 == k_first || k0 < whole.end; k0 += key_block) {
+      const int64_t block = max_of(0, min_of(key_block, whole.end - k0));
+      const bf16* Kb = K + k0 * p.k_row;
+      int64_t ldk = p.k_row;
+      if (!key_direct) copy_rows(Kb, ldk, block, D, key_copy, at.ldk), Kb = key_copy, ldk = at.ldk;
+      const bool value_finite = zip_values(V + k0 * p.v_row, p.v_row, block, Dv, Vb, at.ldv);
+
+      for (int64_t t = 0; t < tiles_used; t++) {
+        const int64_t row = first + t * tile, n = min_of(tile, count - t * tile), used = (n + W - 1) / W;
+        const TileKeys ever = tile_keys(p.keys, row, row + n - 1, 0, p.keys.key_length);
+        const bool last = k0 + key_block >= ever.end && (k0 < ever.end || k0 == k_first);
+        TileKeys seen = tile_keys(p.keys, row, row + n - 1, k0, block);
+        if (seen.empty() && !last) continue;
+        // pairs: keys taken in at the ends are hidden by their range
+        seen.begin &= ~int64_t(1);
+        seen.all_begin = min_of(seen.end, (seen.all_begin + 1) & ~int64_t(1));
+        seen.all_end = max_of(seen.all_begin, seen.all_end == seen.end ? seen.end : seen.all_end & ~int64_t(1));
+
+        float *ref = reference + t * tile, *O = output + t * tile * at.ldv;
+        Vf tops[tile / W], totals[tile / W], rounds[tile / W];
+        MaskBlock masked = MaskBlock::all_visible;
+        if (p.mask != MaskKind::none && !seen.empty()) {
+          masked = load_mask<bf16>(p, h.mask, row, n, k0 + seen.begin, seen.end - seen.begin, bias + seen.begin * tile,
+                                   tile);
+          if (masked == MaskBlock::all_hidden)
+            seen = {0, 0, 0, 0};
+          else if (masked != MaskBlock::all_visible) {
+            hide_by_range(p.keys, row, n, k0 + seen.begin, seen.all_begin - seen.begin, bias + seen.begin * tile, tile);
+            hide_by_range(p.keys, row, n, k0 + seen.all_end, seen.end - seen.all_end, bias + seen.all_end * tile, tile);
+          }
+        }
+        const bool biased = masked == MaskBlock::some_hidden || masked == MaskBlock::added;
+        const Scores s{query + t * tile * pairs,         ref,   bias, P,       tops, totals, rounds,
+                       Vf::set(float(p.scale * log2_e)), pairs, used, &p.keys, row};
+        for (int tries = 0; !seen.empty(); tries++) {
+          for (int64_t j = 0; j < used; j++) {
+            tops[j] = load(top + t * tile + j * W) + load(ref + j * W);
+            totals[j] = load(total + t * tile + j * W);
+            rounds[j] = load(rounded + t * tile + j * W);
+          }
+          score_border(Kb, ldk, s, k0, seen.begin, seen.all_begin, n, biased);
+          if (biased)
+            score_inner<Hidden::by_bias>(Kb, ldk, s, k0, seen.all_begin, seen.all_end);
+          else
+            score_inner<Hidden::no>(Kb, ldk, s, k0, seen.all_begin, seen.all_end);
+          score_border(Kb, ldk, s, k0, seen.all_end, seen.end, n, biased);
+          if (tries == 2) break;
+          Vf factor[tile / W];  // what a lane that moves is scaled by
+          for (int64_t j = 0; j < used; j++) factor[j] = Vf::set(1);
+          if (!Forward<float>::move_reference(used, tops, factor, ref, O, at.ldv, started[t])) break;
+          for (int64_t j = 0; j < used; j++) {
+            float *a = total + t * tile + j * W, *b = rounded + t * tile + j * W;
+            store(a, load(a) * factor[j]);
+            store(b, load(b) * factor[j]);
+          }
+        }
+        if (!seen.empty())
+          for (int64_t j = 0; j < used; j++) {
+            store(top + t * tile + j * W, tops[j] - load(ref + j * W));
+            store(total + t * tile + j * W, totals[j]);
+            store(rounded + t * tile + j * W, rounds[j]);
+          }
+        if (p.dropout.on() && !seen.empty()) drop(p.dropout, h.index, row, n, k0, seen.begin, seen.end, P);
+        if (last)
+          for (int64_t i = 0; i < n; i++) {
+            const float sum = rounded[t * tile + i];
+            inverse[i] = sum == 0 ? 0 : float(p.dropout.keep_scale) / sum;
+            lse[row + i] = natural_lse(-ref[i], total[t * tile + i]);
+          }
+        const bool border = biased || seen.all_begin > seen.begin || seen.all_end < seen.end;
+        const bool guarded = border && !value_finite;
+        Values v{at.ldv, at.ldv, O, !started[t], nullptr, p.out_row, inverse};
+        if (last && Dv % W == 0 && !guarded) v.out = out + row * p.out_row;
+        split_rows<rows>(n, [&](int64_t r, auto m) {
+          const TileKeys mine = seen.empty() ? seen : tile_keys(p.keys, row + r, row + r + m.count - 1, k0, block);
+          const int64_t begin = max_of(mine.begin, seen.begin) / 2, end = (min_of(mine.end, seen.end) + 1) / 2;
+          value_rows<m.count>(P + begin * tile, Vb + begin * at.ldv, guarded ? 0 : max_of(0, end - begin), v, r);
+        });
+        if (guarded)
+          value_guarded(P + seen.begin / 2 * tile, Vb + seen.begin / 2 * at.ldv, (seen.end - seen.begin + 1) / 2, n, v);
+        started[t] = true;
+        if (last && !v.out)
+          for (int64_t i = 0; i < n; i++)
+            unpack_rows<bf16>(O + i * at.ldv, at.ldv, 1, Dv, inverse[i], out + (row + i) * p.out_row, p.out_row);
+      }
+    }
+  }
+};
+
+}  // namespace
+}  // namespace attnjourney
