@@ -4,6 +4,7 @@ from . import nn, reference
 from ._version import __version__
 from .info import cpu_info, explain
 from .ops import attention, gpt_attention, gqa, mha, mla
+from .replace import replace_attention
 
 __all__ = [
     "__version__",
@@ -16,4 +17,5 @@ __all__ = [
     "mla",
     "nn",
     "reference",
+    "replace_attention",
 ]

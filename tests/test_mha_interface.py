@@ -107,13 +107,13 @@ def test_opcheck(grad):
 
 
 def test_compile():
-    module = nn.MultiheadAttention(8, 2, dtype=torch.float64)
+    module = nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
     x = random_tensor((2, 5, 8), torch.float64).requires_grad_()
     padding = torch.zeros(2, 5, dtype=torch.bool)
     padding[1, 3:] = True
 
     def step(function):
-        out = function(x, key_padding_mask=padding, is_causal=True)
+        out, _ = function(x, x, x, key_padding_mask=padding, need_weights=False, is_causal=True)
         return [out, *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])]
 
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
@@ -149,14 +149,13 @@ def torch_loss_mha(*args, **kwargs):
 @pytest.mark.parametrize("grad", [False, True])
 def test_autocast_beside_torch(grad):
     torch.manual_seed(0)
-    ours, theirs = nn.MultiheadAttention(16, 2), torch.nn.MultiheadAttention(16, 2, batch_first=True)
+    ours, theirs = (cls(16, 2, batch_first=True) for cls in (nn.MultiheadAttention, torch.nn.MultiheadAttention))
     theirs.load_state_dict(ours.state_dict())
     x, mask = random_tensor((2, 5, 16), outliers=False).requires_grad_(grad), torch.zeros(5, 5)
     results = []
     for module in (ours, theirs):
         with torch.autocast("cpu", torch.bfloat16):
-            out = module(x, x, x, attn_mask=mask)
-        out = out if torch.is_tensor(out) else out[0]
+            out, _ = module(x, x, x, need_weights=False, attn_mask=mask)
         gradients = torch.autograd.grad(out.float().sum(), [x, *module.parameters()]) if grad else ()
         results.append([out, *gradients])
     for a, b in zip(*results, strict=True):

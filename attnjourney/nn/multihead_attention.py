@@ -1,21 +1,38 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from ..ops._operator import draw_seed
+from ..reference.mha import attention_mask
+from ._multihead_checks import check_inputs
+from ._weights import attention_weights
 
 
-class MultiheadAttention(nn.Module):
-    """Multi-head attention with the parameters of torch.nn.MultiheadAttention: same names, same initial values under
-    the same seed, state dicts load either way.
+class MultiheadAttention(nn.MultiheadAttention):
+    """torch.nn.MultiheadAttention over the operators of this package (Vaswani et al. 2017, arXiv 1706.03762): the same
+    constructor, parameters, initial values under a seed, state dict, `forward` and results, and an instance of it.
+
+    It differs where torch's module leaves the fused path or gives NaN:
+
+    * A query that sees no key gives out_proj's bias, weights 0 and finite gradients.
+    * Weights that are returned are those before dropout: their rows sum to 1.
+    * is_causal is a condition beside the masks, not a hint that attn_mask is causal, and needs no attn_mask.
+    * attn_mask and key_padding_mask may have different dtypes.
+    * Hooks on out_proj, and a module put in its place, take part.
+    * Errors are ValueError (a shape or a number), RuntimeError (a dtype or a device); they name the argument.
 
     Args:
-        embed_dim: width of query, key, value and the output.
+        embed_dim: width of query and output.
         num_heads: divides embed_dim.
         dropout: probability of dropping an attention weight; in training only.
         bias: whether the projections have one.
-
-    The other arguments of torch.nn.MultiheadAttention are accepted with the values written here and raise
-    NotImplementedError with any other; batch_first is True.
+        add_bias_kv: one more key and value, trained, that every query sees.
+        add_zero_attn: one more key and value of zeros that every query sees.
+        kdim, vdim: widths of key and value; embed_dim by default.
+        batch_first: (batch, seq, width) in place of (seq, batch, width).
     """
 
     def __init__(
@@ -28,69 +45,164 @@ class MultiheadAttention(nn.Module):
         add_zero_attn: bool = False,
         kdim: int | None = None,
         vdim: int | None = None,
-        batch_first: bool = True,
+        batch_first: bool = False,
         device=None,
         dtype=None,
     ):
-        super().__init__()
-        if num_heads < 1 or embed_dim % num_heads:
+        for name, number in (("embed_dim", embed_dim), ("num_heads", num_heads), ("kdim", kdim), ("vdim", vdim)):
+            if number is not None and number < 1:
+                raise ValueError(f"{name}: expected a positive number, got {number}")
+        if embed_dim % num_heads:
             raise ValueError(f"num_heads: expected a divisor of embed_dim, {embed_dim}, got {num_heads}")
-        fixed = (
-            ("add_bias_kv", add_bias_kv, False),
-            ("add_zero_attn", add_zero_attn, False),
-            ("kdim", embed_dim if kdim is None else kdim, embed_dim),
-            ("vdim", embed_dim if vdim is None else vdim, embed_dim),
-            ("batch_first", batch_first, True),
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"dropout: expected a number between 0 and 1, got {dropout}")
+        super().__init__(
+            embed_dim,
+            num_heads,
+            dropout,
+            bias,
+            add_bias_kv,
+            add_zero_attn,
+            kdim,
+            vdim,
+            batch_first,
+            device,
+            dtype,
         )
-        for name, value, supported in fixed:
-            if value != supported:
-                raise NotImplementedError(f"{name}: only {supported} is implemented yet, got {value}")
-        self.embed_dim = embed_dim
-        self.num_heads = num_heads
-        self.dropout = dropout
-        like = {"device": device, "dtype": dtype}
-        self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim, **like))  # query, key, value
-        if bias:
-            self.in_proj_bias = nn.Parameter(torch.empty(3 * embed_dim, **like))
-        else:
-            self.register_parameter("in_proj_bias", None)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias, **like)  # draws random numbers: before in_proj_weight
-        nn.init.xavier_uniform_(self.in_proj_weight)
-        if bias:
-            nn.init.zeros_(self.in_proj_bias)
-            nn.init.zeros_(self.out_proj.bias)
+
+    def _reset_parameters(self) -> None:
+        self._qkv_same_embed_dim = self.in_proj_weight is not None
+        super()._reset_parameters()
+        # To nn.TransformerEncoderLayer False says that its own fused inference kernel cannot take this layer's weights;
+        # otherwise it would call that kernel in place of this module, on nested tensors where there is padding.
+        self._qkv_same_embed_dim = False
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self._qkv_same_embed_dim = False
 
     def forward(
         self,
         query: Tensor,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        *,
+        key: Tensor,
+        value: Tensor,
         key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
         attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
         is_causal: bool = False,
-    ) -> Tensor:
-        """query (batch, L, embed), key and value (batch, S, embed) -> (batch, L, embed).
+    ) -> tuple[Tensor, Tensor | None]:
+        """As torch.nn.MultiheadAttention.forward; shapes with N the batch size, H the number of heads.
 
-        Without key: self-attention. Without value: value is key. key_padding_mask (batch, S) and attn_mask (L, S) or
-        (batch * num_heads, L, S): True is blocked, floating is added. is_causal: row i sees keys 0 .. i; unlike in
-        torch.nn.MultiheadAttention it is no hint about attn_mask but a condition of its own.
+        Args:
+            query: (N, L, embed_dim) with batch_first, (L, N, embed_dim) without, (L, embed_dim) for one sample.
+            key, value: (N, S, kdim) and (N, S, vdim), or (S, N, ...), or (S, ...).
+            key_padding_mask: (N, S), or (S,). bool: True is a key that nobody sees. Floating: added to its scores.
+            need_weights: whether the weights are returned. They are computed from the softmax's log-sum-exp, a block
+                of queries at a time: the output does not depend on it.
+            attn_mask: (L, S) or (N * H, L, S). bool: True is a key that may not be seen. Floating (query's dtype or
+                float32): added to the scores. Trainable.
+            average_attn_weights: whether the weights are averaged over the heads.
+            is_causal: query i sees keys 0 .. i, beside what the masks say.
+
+        Returns:
+            output, in query's shape; weights, (N, L, S), or (N, H, L, S) where not averaged, or None. S counts the
+            keys of add_bias_kv and add_zero_attn too. One sample has no N.
         """
-        key = query if key is None else key
-        return torch.ops.attnjourney.mha(  # (batch, L, embed)
-            query,
-            key,
-            key if value is None else value,
-            self.num_heads,
-            self.in_proj_weight,  # (3 * embed, embed)
-            self.in_proj_bias,  # (3 * embed,)
-            self.out_proj.weight,  # (embed, embed)
-            self.out_proj.bias,  # (embed,)
-            attn_mask=attn_mask,
-            key_padding_mask=key_padding_mask,
-            is_causal=is_causal,
-            dropout_p=self.dropout if self.training else 0.0,
+        check_inputs(self, query, key, value, key_padding_mask, attn_mask)
+        batched = query.dim() == 3
+        query, key, value = self._batch_first(query, key, value, batched)
+        if not batched and key_padding_mask is not None:
+            key_padding_mask = key_padding_mask.unsqueeze(0)  # (1, S)
+        dropout_p = self.dropout if self.training else 0.0
+
+        weights = None
+        if not need_weights and self._is_one_operator():
+            output = torch.ops.attnjourney.mha(  # (N, L, embed)
+                query,
+                key,
+                value,
+                self.num_heads,
+                self.in_proj_weight,  # (3 * embed, embed)
+                self.in_proj_bias,  # (3 * embed,)
+                self.out_proj.weight,  # (embed, embed)
+                self.out_proj.bias,  # (embed,)
+                attn_mask=attn_mask,
+                key_padding_mask=key_padding_mask,
+                is_causal=is_causal,
+                dropout_p=dropout_p,
+            )
+        else:
+            q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in self._project(query, key, value))
+            mask = attention_mask(attn_mask, key_padding_mask, self.num_heads)
+            k, v, mask, is_causal = self._add_keys(k, v, mask, is_causal, query.shape[1])
+            seed = draw_seed(q) if dropout_p > 0 else None
+            options = {"dropout_p": dropout_p, "is_causal": is_causal, "dropout_seed": seed}
+            heads, lse = torch.ops.attnjourney.attention_forward(q, k, v, mask, **options)[
+                :2
+            ]  # (N, H, L, D), (N, H, L)
+            output = self.out_proj(heads.transpose(1, 2).flatten(2))  # (N, L, embed)
+            if need_weights:
+                weights = attention_weights(q, k, lse, mask, is_causal, average_attn_weights)
+
+        if not batched:
+            return output.squeeze(0), None if weights is None else weights.squeeze(0)
+        return output if self.batch_first else output.transpose(0, 1), weights
+
+    def _batch_first(self, query: Tensor, key: Tensor, value: Tensor, batched: bool) -> list[Tensor]:
+        """All as (N, seq, width); what is one tensor stays one tensor."""
+        if batched and self.batch_first:
+            return [query, key, value]
+        query_, key_ = ((x.transpose(0, 1) if batched else x.unsqueeze(0)) for x in (query, key))
+        value_ = value.transpose(0, 1) if batched else value.unsqueeze(0)
+        key_ = query_ if key is query else key_
+        return [query_, key_, query_ if value is query else key_ if value is key else value_]
+
+    def _is_one_operator(self) -> bool:
+        """Whether `mha` is this layer: equal widths, no further keys, an output projection that is a plain product."""
+        out = self.out_proj
+        hooks = out._forward_hooks or out._forward_pre_hooks or out._backward_hooks or out._backward_pre_hooks
+        plain = type(out) in (nn.Linear, NonDynamicallyQuantizableLinear) and "forward" not in out.__dict__
+        return (
+            plain and not hooks and self.in_proj_weight is not None and self.bias_k is None and not self.add_zero_attn
         )
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(N, L, embed), (N, S, embed), (N, S, embed)."""
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        if self.in_proj_weight is None:
+            weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+        elif query is key is value:
+            return F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+        else:
+            weights = self.in_proj_weight.chunk(3)
+        return tuple(F.linear(x, weight, bias) for x, weight, bias in zip((query, key, value), weights, biases))
+
+    def _add_keys(self, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, length: int):
+        """Appends the keys of add_bias_kv and add_zero_attn, which every query sees: k, v, mask, is_causal."""
+        keys = k.shape[2]
+        batch, heads, _, dim = k.shape
+        if self.bias_k is not None:
+            k, v = (
+                torch.cat(
+                    [x, bias.to(x.dtype).unflatten(-1, (heads, dim)).transpose(1, 2).expand(batch, -1, -1, -1)], 2
+                )
+                for x, bias in ((k, self.bias_k), (v, self.bias_v))
+            )
+        if self.add_zero_attn:
+            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+        added = k.shape[2] - keys
+        if not added:
+            return k, v, mask, is_causal
+        if is_causal:  # the condition ends at the last real key: it becomes a mask, (L, S)
+            past = torch.ones(length, keys, dtype=torch.bool, device=k.device).tril()
+            if mask is None or mask.dtype == torch.bool:
+                mask = past if mask is None else mask & past
+            else:
+                mask = torch.where(past, mask, -torch.inf)
+        if mask is not None:
+            mask = F.pad(mask, (0, added), value=1.0 if mask.dtype == torch.bool else 0.0)
+        return k, v, mask, False
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout}"

@@ -1,0 +1,61 @@
+"""The legal inputs of MultiheadAttention, in the module's own words: sequence first or not, with a batch or not."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def check_inputs(
+    module, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None
+) -> None:
+    """Raises ValueError for a shape and RuntimeError for a dtype or a device that does not fit."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.is_nested:
+            raise RuntimeError(f"{name}: expected a dense tensor and key_padding_mask, got a nested tensor")
+    if query.dim() not in (2, 3):
+        raise ValueError(f"query: expected (seq, embed_dim), or 3 dimensions with a batch, got {tuple(query.shape)}")
+    batched = query.dim() == 3
+    at = (0, 1) if module.batch_first else (1, 0)  # batch, seq
+    batch, length = (query.shape[d] for d in at) if batched else (1, query.shape[0])
+    keys = key.shape[at[1] if batched else 0] if key.dim() == query.dim() else "S"
+
+    def shape(seq, width):
+        return (seq, width) if not batched else (batch, seq, width) if module.batch_first else (seq, batch, width)
+
+    for name, x, seq, width in (
+        ("query", query, length, module.embed_dim),
+        ("key", key, keys, module.kdim),
+        ("value", value, keys, module.vdim),
+    ):
+        expected = shape(seq, width)
+        if tuple(x.shape) != expected:
+            beside = "" if name == "query" else f" beside query's {tuple(query.shape)}"
+            raise ValueError(f"{name}: expected shape ({', '.join(map(str, expected))}){beside}, got {tuple(x.shape)}")
+        if x.dtype != query.dtype:
+            raise RuntimeError(f"{name}: expected the dtype of query, {query.dtype}, got {x.dtype}")
+        if x.device != query.device:
+            raise RuntimeError(f"{name}: expected to be on the device of query, {query.device}, got {x.device}")
+    parameter = module.out_proj.weight if hasattr(module.out_proj, "weight") else None
+    if parameter is not None and not torch.is_autocast_enabled(query.device.type) and parameter.dtype != query.dtype:
+        raise RuntimeError(f"query: expected the dtype of the parameters, {parameter.dtype}, got {query.dtype}")
+
+    if key_padding_mask is not None:
+        expected = (batch, keys) if batched else (keys,)
+        if tuple(key_padding_mask.shape) != expected:
+            raise ValueError(f"key_padding_mask: expected shape {expected}, got {tuple(key_padding_mask.shape)}")
+        _mask_dtype("key_padding_mask", key_padding_mask, query)
+    if attn_mask is not None:
+        expected = (length, keys), (batch * module.num_heads, length, keys)
+        if tuple(attn_mask.shape) not in expected:
+            text = f"{expected[0]} or (batch * num_heads, L, S) = {expected[1]}"
+            raise ValueError(f"attn_mask: expected shape {text}, got {tuple(attn_mask.shape)}")
+        _mask_dtype("attn_mask", attn_mask, query)
+
+
+def _mask_dtype(name: str, mask: Tensor, query: Tensor) -> None:
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        expected = f"torch.bool, torch.float32 or that of query, {query.dtype}"
+        raise RuntimeError(f"{name}: expected dtype {expected}, got {mask.dtype}")
+    if mask.device != query.device:
+        raise RuntimeError(f"{name}: expected to be on the device of query, {query.device}, got {mask.device}")

@@ -1,0 +1,51 @@
+"""Attention weights from queries, keys and the log-sum-exp of a fused forward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+BLOCK = 1 << 20  # weights of all heads that exist at one time
+
+
+def attention_weights(
+    query: Tensor, key: Tensor, lse: Tensor, mask: Tensor | None, is_causal: bool, average: bool
+) -> Tensor:
+    """exp(score - lse), before dropout: (N, H, L, S), or their mean over the heads, (N, L, S), in query's dtype.
+
+    query (N, H, L, D), key (N, H, S, D), lse (N, H, L), mask as attention takes it. A block of queries at a time, so
+    that beside the result there are no more than BLOCK weights (the backward computes each block again).
+    """
+    batch, heads, length, dim = query.shape
+    rows = max(1, BLOCK // max(1, batch * heads * key.shape[2]))
+    wide = torch.promote_types(query.dtype, torch.float32)
+    key = key.to(wide)
+    if mask is not None:
+        mask = mask.expand(torch.broadcast_shapes(mask.shape, (length, key.shape[2])))
+
+    def block(begin: int, q: Tensor, k: Tensor, lse: Tensor, mask: Tensor | None) -> Tensor:
+        scores = q.to(wide) @ k.mT * dim**-0.5
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+        if is_causal:
+            visible = visible.tril(begin)  # key j <= row begin + i
+        if mask is not None and mask.dtype == torch.bool:
+            visible = visible & mask
+        elif mask is not None:
+            visible = visible & (mask != -torch.inf)
+            scores = scores + mask
+        lse = lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)
+        weights = (scores - lse).masked_fill(~visible, -torch.inf).exp()
+        return (weights.mean(1) if average else weights).to(query.dtype)
+
+    blocks = []
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (query, key, lse, mask))
+    recompute = needs_grad and rows < length and not torch._C._are_functorch_transforms_active()
+    for begin in range(0, max(1, length), rows):
+        part = slice(begin, begin + rows)
+        arguments = begin, query[:, :, part], key, lse[:, :, part], None if mask is None else mask[..., part, :]
+        if recompute:
+            blocks.append(checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False))
+        else:
+            blocks.append(block(*arguments))
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, -2)
