@@ -4,10 +4,12 @@ from . import nn, reference
 from ._version import __version__
 from .info import cpu_info, explain
 from .ops import attention, gpt_attention, gqa, mha, mla
+from .positions import alibi_slopes, rope, rope_frequencies, sinusoidal_positions
 from .replace import replace_attention
 
 __all__ = [
     "__version__",
+    "alibi_slopes",
     "attention",
     "cpu_info",
     "explain",
@@ -18,4 +20,7 @@ __all__ = [
     "nn",
     "reference",
     "replace_attention",
+    "rope",
+    "rope_frequencies",
+    "sinusoidal_positions",
 ]

@@ -34,7 +34,7 @@ GqaShape check_gqa(const GqaInputs& in) {
   layer::check_bias("v_bias", in.v_bias, s.kv_heads * s.v_head_dim, "x", in.x);
   layer::check_bias("o_bias", in.o_bias, s.out_embed, "x", in.x);
 
-  s.rotary_dim = check_rotary(in.cos, in.sin, s.seq, "x", in.x);
+  s.rotary_dim = check_rotary(in.cos, in.sin, s.batch, s.seq, "x", in.x);
   check_value(s.rotary_dim <= s.head_dim, "cos: expected at most head_dim / 2 columns, head_dim is ", s.head_dim,
               ", got shape ", in.cos ? shape_text(*in.cos) : "");
   return s;
@@ -54,7 +54,7 @@ void rotate(const GqaBackend& backend, const GqaInputs& in, const GqaShape& s, c
             RotaryDirection direction) {
   if (s.rotary_dim == 0) return;
   const Tensor x = layer::split_heads(rows, s.batch, s.seq, heads, s.rotary_dim, 0, s.head_dim);
-  backend.rotary(x, *in.cos, *in.sin, RotaryLayout::half_split, direction);
+  backend.rotary(x, *in.cos, *in.sin, RotaryLayout::half_split, direction, std::nullopt);
 }
 
 AttentionOptions attention_options(const GqaInputs& in) {

@@ -18,7 +18,8 @@ struct GqaInputs {
   Tensor v_weight;          // (kv_heads * v_head_dim, embed)
   Tensor o_weight;          // (out_embed, heads * v_head_dim)
   OptionalTensor q_bias, k_bias, v_bias, o_bias;
-  OptionalTensor cos, sin;  // (seq, rotary_dim / 2): the first rotary_dim numbers of a head turn, half-split layout
+  OptionalTensor cos,
+      sin;  // ([batch,] seq, rotary_dim / 2): the first rotary_dim numbers of a head turn, half-split layout
   bool is_causal;
 };
 

@@ -43,7 +43,7 @@ MlaShape check_mla(const MlaInputs& in) {
   layer::check_weight("o_weight", in.o_weight, s.out_embed, s.heads * s.v, "x", in.x);
 
   if (in.cos || in.sin) {
-    const int64_t rotary_dim = check_rotary(in.cos, in.sin, s.seq, "x", in.x);
+    const int64_t rotary_dim = check_rotary(in.cos, in.sin, s.batch, s.seq, "x", in.x);
     check_value(rotary_dim == s.rope, "cos: expected shape (", s.seq, ", qk_rope_head_dim / 2), qk_rope_head_dim is ",
                 s.rope, ", got ", shape_text(*in.cos));
   }

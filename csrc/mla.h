@@ -21,7 +21,7 @@ struct MlaInputs {
   Tensor kv_a_norm_weight;         // (kv_lora,)
   Tensor kv_b_weight;              // (heads * (nope + v), kv_lora), a head's nope rows before its v rows
   Tensor o_weight;                 // (out_embed, heads * v)
-  OptionalTensor cos, sin;         // (seq, rope / 2), interleaved layout
+  OptionalTensor cos, sin;         // ([batch,] seq, rope / 2), interleaved layout
   bool is_causal;
   std::optional<double> scale;  // default (nope + rope)^-0.5
   double eps;

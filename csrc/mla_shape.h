@@ -31,7 +31,7 @@ AttentionOptions mla_attention_options(const MlaInputs& in);
 
 // x (batch, heads or 1, seq, rope) turns in place
 inline void mla_rotate(const MlaBackend& backend, const MlaInputs& in, const Tensor& x, RotaryDirection direction) {
-  if (in.cos && x.size(3) > 0) backend.rotary(x, *in.cos, *in.sin, RotaryLayout::interleaved, direction);
+  if (in.cos && x.size(3) > 0) backend.rotary(x, *in.cos, *in.sin, RotaryLayout::interleaved, direction, std::nullopt);
 }
 
 // The key (batch * seq, heads * (nope + rope)). The one copy of the layer: attention wants a head's key in one piece,

@@ -9,7 +9,6 @@ from testing import DTYPES, LAYOUTS, pairs, poison_memory, random_tensor, row_id
 from torch.library import opcheck
 
 from attnjourney.nn.grouped_query_attention import GroupedQueryAttention
-from attnjourney.nn.rotary import rotary_tables
 from attnjourney.ops.gqa import gqa
 from attnjourney.reference.gqa import gqa as reference_gqa
 
@@ -174,19 +173,6 @@ def test_scores_depend_on_relative_positions():
         torch.testing.assert_close(scores[i, j], scores[i + shift, j + shift])
 
 
-def test_rotary_tables_keep_far_positions_apart():
-    cos, sin = rotary_tables(65536 + 256, 128)
-    assert cos.dtype == torch.float32 and cos.shape == (65536 + 256, 64)
-    frequency = 10000.0 ** -(torch.arange(64.0).double() / 64)
-    exact = torch.arange(65536.0, 65536 + 256).double()[:, None] * frequency
-    torch.testing.assert_close(cos[65536:], exact.cos().float(), rtol=0, atol=1e-5)
-    torch.testing.assert_close(sin[65536:], exact.sin().float(), rtol=0, atol=1e-5)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(rotary_tables(65536 + 256, 128)[0], cos)
-    with pytest.raises(ValueError, match="rotary_dim: expected an even number, got 3"):
-        rotary_tables(4, 3)
-
-
 # ---- arguments
 
 t = functools.partial(torch.zeros, dtype=torch.float64)
@@ -253,7 +239,7 @@ def test_llama(dtype, kv_heads, bias):
     config = llama.LlamaConfig(**settings, head_dim=8, attn_implementation="eager")
     torch.manual_seed(0)
     theirs = llama.LlamaAttention(config, 0).to(dtype)
-    ours = GroupedQueryAttention(24, 4, kv_heads, head_dim=8, bias=bias, rope_theta=10000.0, dtype=dtype)
+    ours = GroupedQueryAttention(24, 4, kv_heads, head_dim=8, bias=bias, rope=10000.0, dtype=dtype)
     ours.load_state_dict(theirs.state_dict())
     x = random_tensor((2, 7, 24), dtype, outliers=False)
     rotary = llama.LlamaRotaryEmbedding(config)(x, torch.arange(7)[None])
@@ -300,7 +286,7 @@ def test_opcheck():
 
 
 def test_compile():
-    module = GroupedQueryAttention(16, 4, 2, bias=True, rope_theta=100.0)
+    module = GroupedQueryAttention(16, 4, 2, bias=True, rope=100.0)
     x = random_tensor((2, 5, 16))
     expected = torch.autograd.grad(module(x).square().sum(), list(module.parameters()))
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")

@@ -271,7 +271,7 @@ def test_deepseek_v3(dtype, q_lora_rank):
     with torch.no_grad():
         for p in theirs.parameters():
             p.copy_(torch.randn_like(p) / p.shape[-1] ** 0.5)
-    ours = MultiheadLatentAttention(20, 3, **ranks, dtype=dtype)
+    ours = MultiheadLatentAttention(20, 3, **ranks, rope=10000.0, dtype=dtype)
     ours.load_state_dict(theirs.state_dict())
     x = numbers((2, 7, 20), dtype)
     rotary = deepseek.DeepseekV3RotaryEmbedding(config)(x, torch.arange(7)[None])

@@ -3,6 +3,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..ops import attention
+from ._parts import (
+    check_positive,
+    check_probability,
+    check_sequence,
+    is_plain,
+    merge_heads,
+    padding_as_mask,
+    split_heads,
+)
+
 
 class CausalSelfAttention(nn.Module):
     """Causal multi-head self-attention, as in GPT: (batch, seq, embed) -> (batch, seq, embed).
@@ -18,23 +29,48 @@ class CausalSelfAttention(nn.Module):
         self, embed_dim: int, num_heads: int, *, dropout: float = 0.0, bias: bool = True, device=None, dtype=None
     ):
         super().__init__()
-        if num_heads < 1 or embed_dim % num_heads:
+        check_positive(embed_dim=embed_dim, num_heads=num_heads)
+        if embed_dim % num_heads:
             raise ValueError(f"num_heads: expected a divisor of embed_dim, {embed_dim}, got {num_heads}")
+        check_probability("dropout", dropout)
         self.num_heads = num_heads
         self.dropout = dropout
         self.qkv_proj = nn.Linear(embed_dim, 3 * embed_dim, bias, device=device, dtype=dtype)  # query, key, value
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.attnjourney.gpt_attention(  # (batch, seq, embed)
-            x,
-            self.num_heads,
-            self.qkv_proj.weight,  # (3 * embed, embed)
-            self.qkv_proj.bias,  # (3 * embed,)
-            self.out_proj.weight,  # (embed, embed)
-            self.out_proj.bias,  # (embed,)
-            dropout_p=self.dropout if self.training else 0.0,
-        )
+    def forward(
+        self, x: Tensor, *, key_padding_mask: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
+        """key_padding_mask (batch, seq): bool, True is a key that nobody sees; floating, added to its scores.
+        position_ids is there for the sake of one signature: this layer has no rotation that would read them."""
+        dropout_p = self.dropout if self.training else 0.0
+        if key_padding_mask is None and is_plain(self.qkv_proj, self.out_proj):
+            return torch.ops.attnjourney.gpt_attention(  # (batch, seq, embed)
+                x,
+                self.num_heads,
+                self.qkv_proj.weight,  # (3 * embed, embed)
+                self.qkv_proj.bias,  # (3 * embed,)
+                self.out_proj.weight,  # (embed, embed)
+                self.out_proj.bias,  # (embed,)
+                dropout_p=dropout_p,
+            )
+        check_sequence("x", x, self.qkv_proj.in_features)
+        mask = padding_as_mask(key_padding_mask, *x.shape[:2])
+        query, key, value = (split_heads(t, self.num_heads) for t in self.qkv_proj(x).chunk(3, -1))
+        return self.out_proj(merge_heads(attention(query, key, value, mask, dropout_p, True)))
+
+    @torch.no_grad()
+    def load_gpt2(self, state: dict[str, Tensor]) -> None:
+        """Copies the attention of a GPT-2 block: c_attn.weight (embed, 3 * embed), c_attn.bias, c_proj.weight
+        (embed, embed), c_proj.bias, as transformers has them in Conv1D, whose matrices are transposed. Other keys are
+        ignored. Raises KeyError where one is missing, ValueError for a shape."""
+        for ours, theirs in ((self.qkv_proj, "c_attn"), (self.out_proj, "c_proj")):
+            for name in ("weight",) if ours.bias is None else ("weight", "bias"):
+                parameter, value = getattr(ours, name), state[f"{theirs}.{name}"]
+                expected = tuple(reversed(parameter.shape))
+                if tuple(value.shape) != expected:
+                    raise ValueError(f"{theirs}.{name}: expected shape {expected}, got {tuple(value.shape)}")
+                parameter.copy_(value.T if name == "weight" else value)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, dropout={self.dropout}"

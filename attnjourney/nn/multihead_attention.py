@@ -3,11 +3,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ..ops._operator import draw_seed
 from ..reference.mha import attention_mask
 from ._multihead_checks import check_inputs
+from ._parts import check_positive, check_probability, is_plain, merge_heads, split_heads
 from ._weights import attention_weights
 
 
@@ -49,13 +49,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         device=None,
         dtype=None,
     ):
-        for name, number in (("embed_dim", embed_dim), ("num_heads", num_heads), ("kdim", kdim), ("vdim", vdim)):
-            if number is not None and number < 1:
-                raise ValueError(f"{name}: expected a positive number, got {number}")
+        check_positive(embed_dim=embed_dim, num_heads=num_heads, kdim=kdim, vdim=vdim)
         if embed_dim % num_heads:
             raise ValueError(f"num_heads: expected a divisor of embed_dim, {embed_dim}, got {num_heads}")
-        if not 0 <= dropout <= 1:
-            raise ValueError(f"dropout: expected a number between 0 and 1, got {dropout}")
+        check_probability("dropout", dropout)
         super().__init__(
             embed_dim,
             num_heads,
@@ -133,7 +130,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 dropout_p=dropout_p,
             )
         else:
-            q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in self._project(query, key, value))
+            q, k, v = (split_heads(x, self.num_heads) for x in self._project(query, key, value))
             mask = attention_mask(attn_mask, key_padding_mask, self.num_heads)
             k, v, mask, is_causal = self._add_keys(k, v, mask, is_causal, query.shape[1])
             seed = draw_seed(q) if dropout_p > 0 else None
@@ -141,7 +138,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             heads, lse = torch.ops.attnjourney.attention_forward(q, k, v, mask, **options)[
                 :2
             ]  # (N, H, L, D), (N, H, L)
-            output = self.out_proj(heads.transpose(1, 2).flatten(2))  # (N, L, embed)
+            output = self.out_proj(merge_heads(heads))  # (N, L, embed)
             if need_weights:
                 weights = attention_weights(q, k, lse, mask, is_causal, average_attn_weights)
 
@@ -160,12 +157,8 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _is_one_operator(self) -> bool:
         """Whether `mha` is this layer: equal widths, no further keys, an output projection that is a plain product."""
-        out = self.out_proj
-        hooks = out._forward_hooks or out._forward_pre_hooks or out._backward_hooks or out._backward_pre_hooks
-        plain = type(out) in (nn.Linear, NonDynamicallyQuantizableLinear) and "forward" not in out.__dict__
-        return (
-            plain and not hooks and self.in_proj_weight is not None and self.bias_k is None and not self.add_zero_attn
-        )
+        same_widths = self.in_proj_weight is not None
+        return same_widths and self.bias_k is None and not self.add_zero_attn and is_plain(self.out_proj)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(N, L, embed), (N, S, embed), (N, S, embed)."""

@@ -3,7 +3,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .rotary import rotary_tables
+from ..ops import attention
+from ._parts import check_positive, check_sequence, is_plain, merge_heads, padding_as_mask, split_heads
+from .rotary import Rotary, Tables, rotate
 
 
 class MultiheadLatentAttention(nn.Module):
@@ -18,9 +20,12 @@ class MultiheadLatentAttention(nn.Module):
         kv_lora_rank: width of the latent of keys and values.
         qk_nope_head_dim, qk_rope_head_dim: a query or key head is [nope | rope]; the rope part has the position.
         v_head_dim: of a value head.
+        rope: rotary position embedding of the rope parts, interleaved layout. None: no rotation; a number: its base
+            theta; a dict: "method" and parameters of attnjourney.rope_frequencies, "theta". mscale_all_dim of YaRN
+            also scales the scores, as in DeepSeek.
+        bias: whether q_a_proj, kv_a_proj_with_mqa and o_proj have one (attention_bias of transformers).
         is_causal: position i sees positions 0 .. i.
-        rope_theta: base of the rotary position embedding, interleaved layout; None: no rotation.
-        scale: of the scores, (qk_nope_head_dim + qk_rope_head_dim) ** -0.5 by default.
+        scale: of the scores, (qk_nope_head_dim + qk_rope_head_dim) ** -0.5 by default, times what YaRN says.
         eps: of the two RMS norms.
     """
 
@@ -34,21 +39,27 @@ class MultiheadLatentAttention(nn.Module):
         qk_nope_head_dim: int,
         qk_rope_head_dim: int,
         v_head_dim: int,
+        rope: float | dict | None = None,
+        bias: bool = False,
         is_causal: bool = True,
-        rope_theta: float | None = 10000.0,
         scale: float | None = None,
         eps: float = 1e-6,
         device=None,
         dtype=None,
     ):
         super().__init__()
+        check_positive(
+            embed_dim=embed_dim, num_heads=num_heads, q_lora_rank=q_lora_rank, kv_lora_rank=kv_lora_rank,
+            v_head_dim=v_head_dim, qk_head_dim=qk_nope_head_dim + qk_rope_head_dim,
+        )  # fmt: skip
         self.num_heads = num_heads
         self.qk_nope_head_dim = qk_nope_head_dim
         self.qk_rope_head_dim = qk_rope_head_dim
         self.v_head_dim = v_head_dim
         self.is_causal = is_causal
-        self.rope_theta = rope_theta
-        self.scale = scale
+        self.rotary = Rotary(rope, qk_rope_head_dim)
+        default_scale = (qk_nope_head_dim + qk_rope_head_dim) ** -0.5 * self.rotary.score_scale
+        self.scale = default_scale if scale is None else scale
         self.eps = eps
         like = {"device": device, "dtype": dtype}
         query_width = num_heads * (qk_nope_head_dim + qk_rope_head_dim)
@@ -56,20 +67,36 @@ class MultiheadLatentAttention(nn.Module):
             self.q_a_proj = self.q_a_layernorm = self.q_b_proj = None
             self.q_proj = nn.Linear(embed_dim, query_width, bias=False, **like)
         else:
-            self.q_a_proj = nn.Linear(embed_dim, q_lora_rank, bias=False, **like)
+            self.q_a_proj = nn.Linear(embed_dim, q_lora_rank, bias, **like)
             self.q_a_layernorm = nn.RMSNorm(q_lora_rank, eps, **like)
             self.q_b_proj = nn.Linear(q_lora_rank, query_width, bias=False, **like)
             self.q_proj = None
-        self.kv_a_proj_with_mqa = nn.Linear(embed_dim, kv_lora_rank + qk_rope_head_dim, bias=False, **like)
+        self.kv_a_proj_with_mqa = nn.Linear(embed_dim, kv_lora_rank + qk_rope_head_dim, bias, **like)
         self.kv_a_layernorm = nn.RMSNorm(kv_lora_rank, eps, **like)
         self.kv_b_proj = nn.Linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim), bias=False, **like)
-        self.o_proj = nn.Linear(num_heads * v_head_dim, embed_dim, bias=False, **like)
+        self.o_proj = nn.Linear(num_heads * v_head_dim, embed_dim, bias, **like)
 
-    def forward(self, x: Tensor, *, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """rotary: cos, sin (seq, qk_rope_head_dim / 2) in place of those of rope_theta; layers may share them."""
-        if rotary is None and self.rope_theta is not None:
-            rotary = rotary_tables(x.shape[1], self.qk_rope_head_dim, self.rope_theta, device=x.device)
-        cos, sin = (None, None) if rotary is None else rotary
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        rotary: Tables | None = None,
+    ) -> Tensor:
+        """
+        Args:
+            x: (batch, seq, embed).
+            key_padding_mask: (batch, seq). bool: True is a key that nobody sees. Floating: added to its scores.
+            position_ids: (seq,) or (batch, seq) integers, 0 .. seq - 1 by default.
+            rotary: cos, sin (seq, qk_rope_head_dim / 2) or (batch, seq, ...) in place of those of rope; layers may
+                share them.
+        """
+        check_sequence("x", x, self.kv_a_proj_with_mqa.in_features)
+        tables = self.rotary.tables(x, position_ids) if rotary is None else rotary
+        if key_padding_mask is not None or not self._is_one_operator():
+            return self._composed(x, key_padding_mask, tables)
+        cos, sin = tables
         direct = self.q_proj is not None
         return torch.ops.attnjourney.mla(  # (batch, seq, embed)
             x,
@@ -91,6 +118,30 @@ class MultiheadLatentAttention(nn.Module):
             eps=self.eps,
         )
 
+    def _is_one_operator(self) -> bool:
+        """Whether `mla` is this layer: products without bias, torch's own norms with one eps."""
+        projections = self.q_proj, self.q_a_proj, self.q_b_proj, self.kv_a_proj_with_mqa, self.kv_b_proj, self.o_proj
+        norms = [n for n in (self.q_a_layernorm, self.kv_a_layernorm) if n is not None]
+        return (
+            is_plain(*projections)
+            and all(p is None or p.bias is None for p in projections)
+            and all(type(n) is nn.RMSNorm and n.eps == self.eps and not n._forward_hooks for n in norms)
+        )
+
+    def _composed(self, x: Tensor, key_padding_mask: Tensor | None, tables: Tables) -> Tensor:
+        nope, rope, v = self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim
+        query = self.q_proj(x) if self.q_proj is not None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        query_nope, query_rope = split_heads(query, self.num_heads).split([nope, rope], -1)
+        kv_a = self.kv_a_proj_with_mqa(x)
+        latent, shared_key = kv_a.split([kv_a.shape[-1] - rope, rope], -1)
+        kv = split_heads(self.kv_b_proj(self.kv_a_layernorm(latent)), self.num_heads)
+        key_nope, value = kv.split([nope, v], -1)  # (batch, H, seq, nope), (batch, H, seq, v)
+        shared_key = rotate(shared_key.unsqueeze(1), tables, interleaved=True)  # (batch, 1, seq, rope)
+        query = torch.cat([query_nope, rotate(query_rope, tables, interleaved=True)], -1)
+        key = torch.cat([key_nope, shared_key.expand(-1, self.num_heads, -1, -1)], -1)
+        mask = padding_as_mask(key_padding_mask, *x.shape[:2])
+        return self.o_proj(merge_heads(attention(query, key, value, mask, 0.0, self.is_causal, scale=self.scale)))
+
     def extra_repr(self) -> str:
         dims = f"qk_nope_head_dim={self.qk_nope_head_dim}, qk_rope_head_dim={self.qk_rope_head_dim}"
-        return f"num_heads={self.num_heads}, {dims}, v_head_dim={self.v_head_dim}, rope_theta={self.rope_theta}"
+        return f"num_heads={self.num_heads}, {dims}, v_head_dim={self.v_head_dim}, rope={self.rotary.rope}"

@@ -5,5 +5,6 @@ from .gpt_attention import gpt_attention
 from .gqa import gqa
 from .mha import mha
 from .mla import mla
+from .rope import rope_with_tables
 
-__all__ = ["attention", "gpt_attention", "gqa", "mha", "mla"]
+__all__ = ["attention", "gpt_attention", "gqa", "mha", "mla", "rope_with_tables"]

@@ -39,9 +39,9 @@ def gqa(
         v_weight: (Hkv * Dv, embed); Dv may differ from D.
         o_weight: (out, H * Dv).
         q_bias, k_bias, v_bias, o_bias: (H * D,), (Hkv * D,), (Hkv * Dv,), (out,).
-        cos, sin: (seq, rotary_dim / 2), float32 or x's dtype; rotary position embedding (arXiv 2104.09864) of the first
-            rotary_dim <= D numbers of every query and key head, in half-split layout: number j turns with number
-            j + rotary_dim / 2. They get no gradient.
+        cos, sin: (seq, rotary_dim / 2), or (batch, seq, rotary_dim / 2) where positions differ by sequence; float32 or
+            x's dtype. Rotary position embedding (arXiv 2104.09864) of the first rotary_dim <= D numbers of every query
+            and key head, in half-split layout: number j turns with number j + rotary_dim / 2. They get no gradient.
         is_causal: row i sees keys 0 .. i.
 
     Returns:

@@ -45,8 +45,9 @@ def mla(
         kv_a_norm_weight: (kv_lora_rank,), of the RMS norm of the latent (the shared key is not normed).
         kv_b_weight: (H * (nope + v_head_dim), kv_lora_rank): per head its nope rows of the key, then its value rows.
         o_weight: (out, H * v_head_dim).
-        cos, sin: (seq, rope / 2), float32 or x's dtype; rotary position embedding (arXiv 2104.09864) in interleaved
-            layout: number 2 j turns with number 2 j + 1. None: no rotation. They get no gradient.
+        cos, sin: (seq, rope / 2), or (batch, seq, rope / 2) where positions differ by sequence; float32 or x's dtype.
+            Rotary position embedding (arXiv 2104.09864) in interleaved layout: number 2 j turns with number 2 j + 1.
+            None: no rotation. They get no gradient.
         is_causal: row i sees keys 0 .. i.
         scale: of the scores, (nope + rope) ** -0.5 by default.
         eps: of both norms.

@@ -1,7 +1,8 @@
 """Rotary position embedding (Su et al. 2021, arXiv 2104.09864) in plain PyTorch.
 
-x (..., seq, dim); cos, sin (seq, rotary_dim / 2), rotary_dim <= dim: the first rotary_dim numbers turn in pairs, the
-rest passes through. Computed in the wider dtype of x and the tables, returned in x's.
+x (..., seq, dim); cos, sin (seq, rotary_dim / 2), or (batch, seq, rotary_dim / 2) beside x (batch, ..., seq, dim);
+rotary_dim <= dim: the first rotary_dim numbers turn in pairs, the rest passes through. Computed in the wider dtype of x
+and the tables, returned in x's.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ def rotate_half_split(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tens
     if cos is None:
         return x
     half = cos.shape[-1]
+    cos, sin = _beside(x, cos), _beside(x, sin)
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
     return torch.cat([turned.to(x.dtype), rest], -1)
@@ -25,6 +27,12 @@ def rotate_interleaved(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Ten
     if cos is None:
         return x
     rotary_dim = 2 * cos.shape[-1]
+    cos, sin = _beside(x, cos), _beside(x, sin)
     first, second, rest = x[..., 0:rotary_dim:2], x[..., 1:rotary_dim:2], x[..., rotary_dim:]
     turned = torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2)
     return torch.cat([turned.to(x.dtype), rest], -1)
+
+
+def _beside(x: Tensor, table: Tensor) -> Tensor:
+    """A table (batch, seq, half) with a dimension for the heads of x where x has one."""
+    return table.unsqueeze(1) if table.dim() == 3 and x.dim() == 4 else table

@@ -1,0 +1,58 @@
+"""What the modules share: when a layer operator may take a projection's weights, padding masks, heads."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+
+def is_plain(*projections: nn.Module | None) -> bool:
+    """Whether each is torch's own Linear and nothing else, so that a layer operator may read its weights: no hook, no
+    parametrization, no adapter in its place."""
+    for p in projections:
+        if p is None:
+            continue
+        if type(p) not in (nn.Linear, NonDynamicallyQuantizableLinear) or "forward" in p.__dict__:
+            return False
+        if p._forward_hooks or p._forward_pre_hooks or p._backward_hooks or p._backward_pre_hooks:
+            return False
+    return True
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """(batch, seq, heads * dim) -> (batch, heads, seq, dim)."""
+    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """(batch, heads, seq, dim) -> (batch, seq, heads * dim)."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def padding_as_mask(key_padding_mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
+    """(batch, keys), bool (True: blocked) or floating (added) -> the mask of `attention`, (batch, 1, 1, keys)."""
+    if key_padding_mask is None:
+        return None
+    if key_padding_mask.shape != (batch, keys):
+        raise ValueError(f"key_padding_mask: expected shape ({batch}, {keys}), got {tuple(key_padding_mask.shape)}")
+    if key_padding_mask.dtype != torch.bool and not key_padding_mask.is_floating_point():
+        raise RuntimeError(f"key_padding_mask: expected a bool or floating dtype, got {key_padding_mask.dtype}")
+    mask = ~key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask
+    return mask[:, None, None, :]
+
+
+def check_sequence(name: str, x: Tensor, width: int) -> None:
+    if x.dim() != 3 or x.shape[2] != width:
+        raise ValueError(f"{name}: expected shape (batch, seq, {width}), got {tuple(x.shape)}")
+
+
+def check_positive(**numbers: int | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise ValueError(f"{name}: expected a positive number, got {number}")
+
+
+def check_probability(name: str, p: float) -> None:
+    if not 0 <= p <= 1:
+        raise ValueError(f"{name}: expected a number between 0 and 1, got {p}")

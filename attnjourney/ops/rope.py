@@ -1,0 +1,109 @@
+"""Rotary position embedding from tables: torch.ops.attnjourney.rope.
+
+A linear operator: its backward is itself turned the other way and its forward derivative itself, to any order. So it
+registers a node of its own and has no rope_forward and rope_backward (see _registration.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.library import register_fake
+
+from ._operator import NAMESPACE
+from ._registration import LIBRARY, _needs_node
+
+_rope = torch.ops.attnjourney.rope.default
+_rope_in_place = torch.ops.attnjourney.rope_.default
+
+
+def rope_with_tables(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Turns the first rotary_dim numbers of every row of x in pairs (Su et al. 2021, arXiv 2104.09864).
+
+    Args:
+        x: (batch, heads, seq, head_dim), float32, float64, bfloat16 or float16.
+        cos, sin: (seq, rotary_dim / 2), or (batch, seq, rotary_dim / 2) for positions that differ by sequence; float32
+            or x's dtype. They get no gradient.
+        interleaved: pair j is (2 j, 2 j + 1) in place of (j, j + rotary_dim / 2).
+
+    Returns:
+        x's shape and dtype, contiguous; computed in float32, float64 for float64. Differentiable to any order.
+
+    Raises:
+        ValueError: a shape that does not fit. RuntimeError: a dtype or a device that does not fit.
+        NotImplementedError: cos or sin requires grad.
+    """
+    return _rope(x, cos, sin, interleaved=interleaved)
+
+
+class _Rope(Function):
+    @staticmethod
+    def forward(x, cos, sin, interleaved, inverse):
+        with torch._C._AutoDispatchBelowAutograd():
+            return _rope(x, cos, sin, interleaved=interleaved, inverse=inverse)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, cos, sin, ctx.interleaved, ctx.inverse = inputs
+        if cos.requires_grad or sin.requires_grad:
+            raise NotImplementedError(f"{NAMESPACE}::rope: cos and sin have no gradient")
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(cos, sin)
+        ctx.save_for_forward(cos, sin)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if grad is None:
+            return (None,) * 5
+        return _rope(grad, *ctx.saved_tensors, interleaved=ctx.interleaved, inverse=not ctx.inverse), *[None] * 4
+
+    @staticmethod
+    def jvp(ctx, tangent, cos_tangent, sin_tangent, *_):
+        if cos_tangent is not None or sin_tangent is not None:
+            raise NotImplementedError(f"{NAMESPACE}::rope: cos and sin have no forward derivative")
+        return None if tangent is None else _rope(
+            tangent, *ctx.saved_tensors, interleaved=ctx.interleaved, inverse=ctx.inverse
+        )  # fmt: skip
+
+    @staticmethod
+    def vmap(info, in_dims, x, cos, sin, interleaved, inverse):
+        size, options = info.batch_size, dict(interleaved=interleaved, inverse=inverse)
+        x = x.unsqueeze(0).expand(size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
+        if in_dims[1] is None and in_dims[2] is None:  # more heads of the same sequences
+            x = x.transpose(0, 1)  # (batch, size, heads, seq, dim)
+            return _rope(x.flatten(1, 2), cos, sin, **options).unflatten(1, x.shape[1:3]), 1
+        batch = x.shape[1]
+        tables = []
+        for table, d in ((cos, in_dims[1]), (sin, in_dims[2])):
+            table = table.unsqueeze(0).expand(size, *table.shape) if d is None else table.movedim(d, 0)
+            if table.dim() == 3:
+                table = table.unsqueeze(1).expand(-1, batch, -1, -1)
+            tables.append(table.flatten(0, 1))
+        return _rope(x.flatten(0, 1), *tables, **options).unflatten(0, (size, batch)), 0
+
+
+def _autograd(x, cos, sin, *, interleaved=False, inverse=False):
+    if _needs_node((x, cos, sin), {}):
+        return _Rope.apply(x, cos, sin, interleaved, inverse)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _rope(x, cos, sin, interleaved=interleaved, inverse=inverse)
+
+
+def _functorch(x, cos, sin, *, interleaved=False, inverse=False):
+    return _Rope.apply(x, cos, sin, interleaved, inverse)
+
+
+def _autograd_in_place(x, cos, sin, *, interleaved=False):
+    if _needs_node((x, cos, sin), {}):
+        raise NotImplementedError(f"{NAMESPACE}::rope_: in place there is no gradient; call {NAMESPACE}::rope")
+    with torch._C._AutoDispatchBelowAutograd():
+        _rope_in_place(x, cos, sin, interleaved=interleaved)
+    torch.autograd.graph.increment_version(x)
+
+
+LIBRARY.impl("rope", _autograd, "Autograd")
+LIBRARY.impl("rope_", _autograd_in_place, "Autograd")
+LIBRARY.impl("rope", _functorch, "FuncTorchDynamicLayerFrontMode")
+register_fake(_rope, lambda x, cos, sin, **_: x.new_empty(x.shape), lib=LIBRARY)
+register_fake(_rope_in_place, lambda x, cos, sin, **_: None, lib=LIBRARY)
