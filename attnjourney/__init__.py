@@ -2,6 +2,7 @@
 
 from . import nn, reference
 from ._version import __version__
+from .accounting import account
 from .info import cpu_info, explain
 from .ops import attention, gpt_attention, gqa, mha, mla
 from .positions import alibi_slopes, rope, rope_frequencies, sinusoidal_positions
@@ -9,6 +10,7 @@ from .replace import replace_attention
 
 __all__ = [
     "__version__",
+    "account",
     "alibi_slopes",
     "attention",
     "cpu_info",

@@ -1,0 +1,165 @@
+"""account: parameters beside p.numel(), FLOPs beside torch.utils.flop_counter, published counts."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from attnjourney import account, nn
+
+RANKS = dict(kv_lora_rank=10, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
+LAYERS = {
+    "mha": lambda: nn.MultiheadAttention(16, 2, batch_first=True),
+    "gpt": lambda: nn.CausalSelfAttention(16, 4),
+    "gqa": lambda: nn.GroupedQueryAttention(16, 4, 2, head_dim=6, bias=True),
+    "mla": lambda: nn.MultiheadLatentAttention(16, 3, q_lora_rank=5, **RANKS),
+    "mla direct": lambda: nn.MultiheadLatentAttention(16, 3, q_lora_rank=None, **RANKS),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer(name):
+    layer, batch, seq = LAYERS[name](), 3, 7
+    result = account(layer, seq, batch, torch.float32)
+    assert result.parameters == sum(p.numel() for p in layer.parameters())
+    x = torch.randn(batch, seq, 16, requires_grad=True)
+    with FlopCounterMode(display=False) as forward:
+        out = layer(x, x, x, need_weights=False)[0] if name == "mha" else layer(x)
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    assert result.forward_flops == forward.get_total_flops()
+    assert result.backward_flops == backward.get_total_flops()
+
+
+@pytest.mark.parametrize("name, numbers", [("mha", 32), ("gpt", 32), ("gqa", 24), ("mla", 14)])
+def test_cache(name, numbers):
+    for dtype in (torch.bfloat16, torch.float32):
+        assert account(LAYERS[name](), 5, dtype=dtype).cache_bytes_per_token == numbers * dtype.itemsize
+
+
+def test_decoding_is_the_forward_of_one_token_beside_the_cache():
+    """One query beside 9 keys; the projections of one token."""
+    layer = LAYERS["gqa"]()
+    q, k = torch.randn(1, 4, 1, 6), torch.randn(1, 2, 9, 6)
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.attnjourney.attention(q, k, k, enable_gqa=True)
+        for p in (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj):
+            torch.nn.functional.linear(torch.randn(1, p.in_features), p.weight)
+    assert account(layer, 9).decode_flops_per_token == counter.get_total_flops()
+    latent = LAYERS["mla"]()
+    matrices = sum(p.numel() for p in latent.parameters() if p.dim() == 2)
+    assert account(latent, 9).decode_flops_per_token == 2 * matrices + 2 * 3 * 9 * (10 + 4 + 10)
+
+
+def test_a_model_with_shared_parts():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = torch.nn.Embedding(11, 16)
+            self.blocks = torch.nn.ModuleList([nn.CausalSelfAttention(16, 4) for _ in range(3)])
+            self.blocks.append(self.blocks[0])
+            self.encoder = torch.nn.TransformerEncoderLayer(16, 2, 20)
+            self.head = torch.nn.Linear(16, 11, bias=False)
+            self.head.weight = self.embedding.weight
+
+    model, one = Model(), account(LAYERS["gpt"](), 5)
+    result = account(model, 5)
+    assert result.parameters == sum(p.numel() for p in model.parameters())
+    parts = {row.name: row for row in result.parts}
+    linear = parts["other linear layers"]
+    assert linear.forward_flops == 2 * 5 * (2 * 16 * 20 + 11 * 16)
+    gpt = [row for row in result.parts if row.name.startswith("CausalSelfAttention")]
+    assert sum(row.forward_flops for row in gpt) == 4 * one.forward_flops  # four uses
+    assert sum(row.parameters for row in gpt) == 3 * one.parameters  # of three layers
+    encoder = next(row for row in result.parts if row.name == "MultiheadAttention encoder.self_attn")
+    assert encoder.parameters == 4 * 16 * 16 + 4 * 16
+
+
+def test_gpt3():
+    config = dict(model_type="gpt2", n_embd=12288, n_layer=96, n_head=96, vocab_size=50257, n_positions=2048)
+    result = account(config, 2048)
+    parts = {row.name: row for row in result.parts}
+    assert result.parameters == 174_604_259_328
+    matrices = parts["attention"].parameters + parts["MLP"].parameters - 96 * 9 * 12288  # without biases
+    assert matrices == 12 * 96 * 12288**2 == 173_946_175_488
+    attention = parts["attention"].parameters - 96 * 4 * 12288
+    assert attention == 57_982_058_496 and attention // 96 == 603_979_776 and attention // 96 // 96 == 6_291_456
+    assert parts["attention"].cache_bytes_per_token == 96 * 2 * 12288 * 2
+
+
+DEEPSEEK_V3 = dict(
+    model_type="deepseek_v3", hidden_size=7168, num_hidden_layers=61, num_attention_heads=128, q_lora_rank=1536,
+    kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, intermediate_size=18432,
+    moe_intermediate_size=2048, n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8,
+    first_k_dense_replace=3, vocab_size=129280,
+)  # fmt: skip
+
+
+def test_deepseek_v3():
+    result = account(DEEPSEEK_V3, 4096)
+    parts = {row.name: row for row in result.parts}
+    assert parts["latent attention"].parameters == 61 * 187_105_280
+    assert parts["norms of the latents"].parameters == 61 * 2_048
+    assert parts["latent attention"].cache_bytes_per_token == 61 * 576 * 2
+    assert round(result.parameters / 1e9) == 671
+    active = result.decode_flops_per_token - parts["latent attention"].decode_flops_per_token
+    active += 61 * 2 * 187_105_280
+    assert round(active / 2e9) == 37  # the published active parameters
+
+
+TINY = {
+    "gpt2": dict(n_embd=16, n_layer=2, n_head=2, vocab_size=19, n_positions=8),
+    "llama": dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=6,
+                  intermediate_size=20, vocab_size=19, attention_bias=True, mlp_bias=True),
+    "mistral": dict(hidden_size=16, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=1,
+                    intermediate_size=20, vocab_size=19, tie_word_embeddings=True),
+    "qwen2": dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                  intermediate_size=20, vocab_size=19),
+    "qwen3": dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=6,
+                  intermediate_size=20, vocab_size=19),
+    "deepseek_v3": dict(hidden_size=16, num_hidden_layers=3, num_attention_heads=3, num_key_value_heads=3,
+                        q_lora_rank=None, **RANKS, intermediate_size=20, moe_intermediate_size=6, n_routed_experts=8,
+                        n_shared_experts=2, num_experts_per_tok=2, first_k_dense_replace=1, n_group=2, topk_group=1,
+                        vocab_size=19, attention_bias=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_configurations_of_transformers(kind):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(kind, **TINY[kind])
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    expected = sum(p.numel() for p in model.parameters())
+    assert account(config, 4).parameters == expected
+    assert account({"model_type": kind, **config.to_dict()}, 4).parameters == expected
+
+
+def test_flops_of_a_configuration_are_those_of_the_modules():
+    config = dict(model_type="llama", **TINY["qwen3"])
+    attention = account(config, 9, 2).parts[0]
+    layer = account(nn.GroupedQueryAttention(16, 4, 2, head_dim=6), 9, 2)
+    for name in ("parameters", "forward_flops", "backward_flops", "decode_flops_per_token", "cache_bytes_per_token"):
+        assert getattr(attention, name) == 2 * getattr(layer, name), name
+
+
+def test_dict_and_table():
+    pytest.importorskip("rich")
+    result = account(DEEPSEEK_V3, 4096, 2, torch.float8_e4m3fn)
+    as_dict = result.as_dict()
+    assert as_dict["parameters"] == sum(part["parameters"] for part in as_dict["parts"])
+    assert as_dict["dtype"] == "float8_e4m3fn" and as_dict["cache_bytes_per_token"] == 61 * 576
+    text = str(result)
+    for row in result.parts:
+        assert row.name in text and f"{row.parameters:,}" in text
+    assert f"{result.forward_flops:,}" in text and "batch 2 x 4096 tokens" in text
+
+
+def test_errors():
+    for arguments, error, message in (
+        (({"model_type": "rnn"}, 4), ValueError, "model: expected a model_type of gpt2, .*, got 'rnn'"),
+        (({"model_type": "gpt2", "n_embd": 4}, 4), ValueError, "model: expected a configuration with n_layer"),
+        ((3, 4), TypeError, "model: expected a torch.nn.Module, a configuration or a dict, got int"),
+        ((DEEPSEEK_V3, 0), ValueError, "seq_len: expected a positive number, got 0"),
+    ):
+        with pytest.raises(error, match=message):
+            account(*arguments)
