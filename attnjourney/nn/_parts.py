@@ -53,6 +53,11 @@ def check_positive(**numbers: int | None) -> None:
             raise ValueError(f"{name}: expected a positive number, got {number}")
 
 
+def check_divides(embed_dim: int, num_heads: int) -> None:
+    if embed_dim % num_heads:
+        raise ValueError(f"num_heads: expected a divisor of embed_dim, {embed_dim}, got {num_heads}")
+
+
 def check_probability(name: str, p: float) -> None:
     if not 0 <= p <= 1:
         raise ValueError(f"{name}: expected a number between 0 and 1, got {p}")

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from ..ops import attention
 from ._parts import (
+    check_divides,
     check_positive,
     check_probability,
     check_sequence,
@@ -30,8 +31,7 @@ class CausalSelfAttention(nn.Module):
     ):
         super().__init__()
         check_positive(embed_dim=embed_dim, num_heads=num_heads)
-        if embed_dim % num_heads:
-            raise ValueError(f"num_heads: expected a divisor of embed_dim, {embed_dim}, got {num_heads}")
+        check_divides(embed_dim, num_heads)
         check_probability("dropout", dropout)
         self.num_heads = num_heads
         self.dropout = dropout

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from ..ops import attention
 from ._parts import (
+    check_divides,
     check_positive,
     check_probability,
     check_sequence,
@@ -58,8 +59,8 @@ class GroupedQueryAttention(nn.Module):
         check_positive(embed_dim=embed_dim, num_heads=num_heads, head_dim=head_dim, kv_dim=kv_dim)
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads: expected a divisor of num_heads, {num_heads}, got {num_kv_heads}")
-        if head_dim is None and embed_dim % num_heads:
-            raise ValueError(f"num_heads: expected a divisor of embed_dim, {embed_dim}, got {num_heads}")
+        if head_dim is None:
+            check_divides(embed_dim, num_heads)
         check_probability("dropout", dropout)
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads

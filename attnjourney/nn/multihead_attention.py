@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from ..ops._operator import draw_seed
 from ..reference.mha import attention_mask
 from ._multihead_checks import check_inputs
-from ._parts import check_positive, check_probability, is_plain, merge_heads, split_heads
+from ._parts import check_divides, check_positive, check_probability, is_plain, merge_heads, split_heads
 from ._weights import attention_weights
 
 
@@ -50,8 +50,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         dtype=None,
     ):
         check_positive(embed_dim=embed_dim, num_heads=num_heads, kdim=kdim, vdim=vdim)
-        if embed_dim % num_heads:
-            raise ValueError(f"num_heads: expected a divisor of embed_dim, {embed_dim}, got {num_heads}")
+        check_divides(embed_dim, num_heads)
         check_probability("dropout", dropout)
         super().__init__(
             embed_dim,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._layer import empty_gradients, empty_lse, layer_flops
 from ._registration import register
 from .attention import attention
 
@@ -45,15 +45,14 @@ def gpt_attention(
 
 def _fake(*, x, num_heads, **_):
     batch, seq, embed = x.shape
-    lse_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    lse = x.new_empty((batch, num_heads, seq), dtype=lse_dtype)
+    lse = empty_lse(x, batch, num_heads, seq)
     return x.new_empty(x.shape), x.new_empty(x.shape), lse, x.new_empty((batch, seq, 3 * embed))
 
 
 def _fake_backward(*, x, need, **_):
     embed = x.shape[2]
     shapes = x.shape, (3 * embed, embed), (3 * embed,), (embed, embed), (embed,)
-    return tuple(x.new_empty(shape if need >> bit & 1 else 0) for bit, shape in enumerate(shapes))
+    return empty_gradients(x, shapes, need)
 
 
 def _composite(*, x, num_heads, qkv_weight, qkv_bias, out_weight, out_bias, dropout_p):
@@ -63,11 +62,10 @@ def _composite(*, x, num_heads, qkv_weight, qkv_bias, out_weight, out_bias, drop
     return F.linear(out.transpose(-3, -2).flatten(-2), out_weight, out_bias)
 
 
-def _flops(*, x, **_):
+def _flops(*, x, num_heads, **_):
     batch, seq, embed = x
-    projections = 2 * batch * seq * embed * 4 * embed
-    scores = 2 * batch * seq * seq * embed  # causal counts as full, as torch does for F.scaled_dot_product_attention
-    return projections + 2 * scores, 2 * projections + 5 * scores
+    head_dim = embed // num_heads
+    return layer_flops(2 * batch * seq * embed * 4 * embed, batch, num_heads, seq, seq, head_dim, head_dim)
 
 
 _gpt_attention = register(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..reference.gqa import grouped_query_layer
+from ._layer import empty_gradients, empty_lse, layer_flops
 from ._registration import register
 
 
@@ -58,16 +59,15 @@ def gqa(
 
 def _fake(*, x, num_heads, q_weight, k_weight, v_weight, o_weight, **_):
     batch, seq, _embed = x.shape
-    lse_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     widths = (o_weight.shape[0], q_weight.shape[0], k_weight.shape[0], v_weight.shape[0], o_weight.shape[1])
     out, query, key, value, attn = (x.new_empty((batch, seq, width)) for width in widths)
-    return out, query, key, value, attn, x.new_empty((batch, num_heads, seq), dtype=lse_dtype)
+    return out, query, key, value, attn, empty_lse(x, batch, num_heads, seq)
 
 
 def _fake_backward(*, x, q_weight, k_weight, v_weight, o_weight, need, **_):
     weights = [w.shape for w in (q_weight, k_weight, v_weight, o_weight)]
     shapes = [x.shape, *weights, *[shape[:1] for shape in weights]]
-    return tuple(x.new_empty(shape if need >> bit & 1 else (0,)) for bit, shape in enumerate(shapes))
+    return empty_gradients(x, shapes, need)
 
 
 def _composite(**arguments):
@@ -75,13 +75,10 @@ def _composite(**arguments):
 
 
 def _flops(*, x, num_heads, q_weight, k_weight, v_weight, o_weight, **_):
-    """Projections and attention, the latter counted as for F.scaled_dot_product_attention: masks are ignored."""
     batch, seq, _embed = x
     projections = 2 * batch * seq * sum(rows * columns for rows, columns in (q_weight, k_weight, v_weight, o_weight))
     head_dim, v_head_dim = q_weight[0] // num_heads, o_weight[1] // num_heads
-    pairs = 2 * batch * num_heads * seq * seq
-    forward = projections + pairs * (head_dim + v_head_dim)
-    return forward, 2 * projections + pairs * (3 * head_dim + 2 * v_head_dim)
+    return layer_flops(projections, batch, num_heads, seq, seq, head_dim, v_head_dim)
 
 
 _gqa = register(

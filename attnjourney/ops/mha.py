@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..reference.mha import attention_mask
+from ._layer import empty_lse, layer_flops
 from ._registration import register
 from .attention import attention
 
@@ -77,8 +77,7 @@ def _repeats_as_none(query, key, value, *rest):
 def _fake(*, query, key, num_heads, **_):
     batch, length, embed = query.shape
     keys = length if key is None else key.shape[1]
-    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    lse = query.new_empty((batch, num_heads, length), dtype=lse_dtype)
+    lse = empty_lse(query, batch, num_heads, length)
     projected = query.new_empty(batch * (length + 2 * keys) * embed)
     return query.new_empty(query.shape), query.new_empty(query.shape), lse, projected
 
@@ -119,12 +118,11 @@ def _composite(
     return F.linear(out.transpose(-3, -2).flatten(-2), out_proj_weight, out_proj_bias)
 
 
-def _flops(*, query, key, **_):
+def _flops(*, query, key, num_heads, **_):
     batch, length, embed = query
     keys = length if key is None else key[1]
-    projections = 2 * batch * (2 * length + 2 * keys) * embed * embed
-    scores = 2 * batch * length * keys * embed
-    return projections + 2 * scores, 2 * projections + 5 * scores
+    projections, head_dim = 2 * batch * (2 * length + 2 * keys) * embed * embed, embed // num_heads
+    return layer_flops(projections, batch, num_heads, length, keys, head_dim, head_dim)
 
 
 _mha = register(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..reference.mla import latent_layer
+from ._layer import empty_lse, layer_flops
 from ._registration import register
 
 
@@ -67,13 +68,12 @@ def mla(
 
 def _fake(*, x, num_heads, q_a_weight, q_b_weight, kv_a_weight, kv_b_weight, o_weight, **_):
     batch, seq, _embed = x.shape
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     widths = o_weight.shape[0], *(w.shape[0] for w in (q_b_weight, kv_b_weight, kv_a_weight)), o_weight.shape[1]
     out, query, kv, kv_a, attn = (x.new_empty((batch, seq, width)) for width in widths)
-    kv_rstd = x.new_empty((batch, seq), dtype=wide)
+    kv_rstd = empty_lse(x, batch, seq)
     q_a = x.new_empty((0,) if q_a_weight is None else (batch, seq, q_a_weight.shape[0]))
-    q_rstd = x.new_empty((0,) if q_a_weight is None else (batch, seq), dtype=wide)
-    return out, query, kv, kv_a, kv_rstd, q_a, q_rstd, attn, x.new_empty((batch, num_heads, seq), dtype=wide)
+    q_rstd = empty_lse(x, 0) if q_a_weight is None else empty_lse(x, batch, seq)
+    return out, query, kv, kv_a, kv_rstd, q_a, q_rstd, attn, empty_lse(x, batch, num_heads, seq)
 
 
 def _composite(**arguments):
@@ -81,14 +81,11 @@ def _composite(**arguments):
 
 
 def _flops(*, x, num_heads, q_a_weight, q_b_weight, kv_a_weight, kv_b_weight, o_weight, **_):
-    """Projections and attention, the latter counted as for F.scaled_dot_product_attention: masks are ignored."""
     batch, seq, _embed = x
     weights = [w for w in (q_a_weight, q_b_weight, kv_a_weight, kv_b_weight, o_weight) if w is not None]
     projections = 2 * batch * seq * sum(rows * columns for rows, columns in weights)
     head_dim, v_head_dim = q_b_weight[0] // num_heads, o_weight[1] // num_heads
-    pairs = 2 * batch * num_heads * seq * seq
-    forward = projections + pairs * (head_dim + v_head_dim)
-    return forward, 2 * projections + pairs * (3 * head_dim + 2 * v_head_dim)
+    return layer_flops(projections, batch, num_heads, seq, seq, head_dim, v_head_dim)
 
 
 _mla = register(
