@@ -67,3 +67,8 @@ def count_flops(function, tensors, constants, grad_out):
     with FlopCounterMode(display=False) as backward:
         out.backward(grad_out)
     return forward.get_total_flops(), backward.get_total_flops()
+
+
+def on_device(device, arguments):
+    """The arguments with every tensor on that device; meta: what the fake kernels see."""
+    return {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from layer_checks import aten_calls
+from layer_checks import aten_calls, on_device
 from mha_cases import assert_results, leaf_of
 from testing import DTYPES, pairs, random_tensor, row_id
 from torch.autograd.gradcheck import gradcheck
@@ -154,14 +154,15 @@ ERRORS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize("how", ["no_grad", "grad", "meta"])
 @pytest.mark.parametrize(
     "change, error, message", ERRORS, ids=[f"{i}_{next(iter(e[0]))}" for i, e in enumerate(ERRORS)]
 )
-def test_errors(change, error, message, grad):
+def test_errors(change, error, message, how):
     arguments = {**GOOD, **change}
-    if grad:
+    if how == "grad":
         arguments = {n: leaf_of(t) if torch.is_tensor(t) and t.is_floating_point() else t for n, t in arguments.items()}
+    arguments = on_device("meta" if how == "meta" else "cpu", arguments)
     keywords = {n: arguments.pop(n) for n in ("dropout_p",) if n in arguments}
     with pytest.raises(error, match=message):
         gpt_attention(*arguments.values(), **keywords)

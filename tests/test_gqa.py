@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from layer_checks import assert_agree, aten_calls, check_layer, count_flops, run
+from layer_checks import assert_agree, aten_calls, check_layer, count_flops, on_device, run
 from testing import DTYPES, LAYOUTS, pairs, poison_memory, random_tensor, row_id
 from torch.library import opcheck
 
@@ -203,12 +203,13 @@ ERRORS = {
 }
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("name", ERRORS)
-def test_errors(name):
+def test_errors(name, device):
     changes, error, text = ERRORS[name]
     tensors, constants = make()
     with pytest.raises(error, match=text):
-        gqa(**{**tensors, **constants, **changes})
+        gqa(**on_device(device, {**tensors, **constants, **changes}))
 
 
 def test_module_errors():

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from layer_checks import assert_agree, aten_calls, check_layer, count_flops, run
+from layer_checks import assert_agree, aten_calls, check_layer, count_flops, on_device, run
 from testing import DTYPES, LAYOUTS, pairs, poison_memory, random_tensor, row_id, threads
 from torch.library import opcheck
 
@@ -240,12 +240,13 @@ ERRORS = {
 }
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("name", ERRORS)
-def test_errors(name):
+def test_errors(name, device):
     changes, error, text = ERRORS[name]
     tensors, constants = make()
     with pytest.raises(error, match=text):
-        mla(**{**tensors, **constants, **changes})
+        mla(**on_device(device, {**tensors, **constants, **changes}))
 
 
 @pytest.mark.parametrize("name", ["cos", "sin"])

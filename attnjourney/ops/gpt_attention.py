@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._layer import empty_gradients, empty_lse, layer_flops
+from ._layer import check_dropout, check_heads, check_sequence, check_weight, empty_gradients, empty_lse, layer_flops
 from ._registration import register
 from .attention import attention
 
@@ -43,7 +43,15 @@ def gpt_attention(
     return _gpt_attention(x, num_heads, qkv_weight, qkv_bias, out_weight, out_bias, dropout_p=dropout_p)
 
 
-def _fake(*, x, num_heads, **_):
+def _fake(*, x, num_heads, qkv_weight, qkv_bias, out_weight, out_bias, dropout_p, **_):
+    check_sequence("x", x)
+    embed = x.shape[2]
+    check_heads("num_heads", num_heads, "x's last dimension", embed)
+    check_weight("qkv_weight", qkv_weight, (3 * embed, embed), "x", x)
+    check_weight("out_weight", out_weight, (embed, embed), "x", x)
+    check_weight("qkv_bias", qkv_bias, (3 * embed,), "x", x)
+    check_weight("out_bias", out_bias, (embed,), "x", x)
+    check_dropout(dropout_p)
     batch, seq, embed = x.shape
     lse = empty_lse(x, batch, num_heads, seq)
     return x.new_empty(x.shape), x.new_empty(x.shape), lse, x.new_empty((batch, seq, 3 * embed))

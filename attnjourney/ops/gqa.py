@@ -6,7 +6,16 @@ import torch
 from torch import Tensor
 
 from ..reference.gqa import grouped_query_layer
-from ._layer import empty_gradients, empty_lse, layer_flops
+from ._layer import (
+    check_heads,
+    check_matrix,
+    check_sequence,
+    check_tables,
+    check_weight,
+    empty_gradients,
+    empty_lse,
+    layer_flops,
+)
 from ._registration import register
 
 
@@ -57,7 +66,35 @@ def gqa(
     return _gqa(x, num_heads, num_kv_heads, *weights, cos=cos, sin=sin, is_causal=is_causal)
 
 
-def _fake(*, x, num_heads, q_weight, k_weight, v_weight, o_weight, **_):
+def _check(*, x, num_heads, num_kv_heads, cos, sin, is_causal, **weights):
+    check_sequence("x", x)
+    batch, seq, embed = x.shape
+    if num_heads <= 0:
+        raise ValueError(f"num_heads: expected a positive number, got {num_heads}")
+    check_heads("num_kv_heads", num_kv_heads, "num_heads", num_heads)
+    for name in ("q_weight", "v_weight", "o_weight"):
+        check_matrix(name, weights[name])
+    head_dim = check_heads("num_heads", num_heads, "the rows of q_weight", weights["q_weight"].shape[0])
+    v_head_dim = check_heads("num_kv_heads", num_kv_heads, "the rows of v_weight", weights["v_weight"].shape[0])
+    for name, dim in (("q_weight", head_dim), ("v_weight", v_head_dim)):
+        if dim == 0:
+            raise ValueError(f"{name}: expected at least one row per head, got shape {tuple(weights[name].shape)}")
+    out = weights["o_weight"].shape[0]
+    rows = {"q": num_heads * head_dim, "k": num_kv_heads * head_dim, "v": num_kv_heads * v_head_dim, "o": out}
+    for kind, n in rows.items():
+        columns = num_heads * v_head_dim if kind == "o" else embed
+        check_weight(f"{kind}_weight", weights[f"{kind}_weight"], (n, columns), "x", x)
+    for kind, n in rows.items():
+        check_weight(f"{kind}_bias", weights[f"{kind}_bias"], (n,), "x", x)
+    if check_tables(cos, sin, batch, seq, "x", x) > head_dim:
+        at_most = f"at most head_dim / 2 columns, head_dim is {head_dim}"
+        raise ValueError(f"cos: expected {at_most}, got shape {tuple(cos.shape)}")
+
+
+def _fake(**arguments):
+    _check(**arguments)
+    x, num_heads = arguments["x"], arguments["num_heads"]
+    q_weight, k_weight, v_weight, o_weight = (arguments[f"{kind}_weight"] for kind in "qkvo")
     batch, seq, _embed = x.shape
     widths = (o_weight.shape[0], q_weight.shape[0], k_weight.shape[0], v_weight.shape[0], o_weight.shape[1])
     out, query, key, value, attn = (x.new_empty((batch, seq, width)) for width in widths)

@@ -6,7 +6,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..reference.mha import attention_mask
-from ._layer import empty_lse, layer_flops
+from ._layer import (
+    check_dropout,
+    check_heads,
+    check_mask,
+    check_sequence,
+    check_weight,
+    empty_lse,
+    layer_flops,
+)
 from ._registration import register
 from .attention import attention
 
@@ -74,7 +82,34 @@ def _repeats_as_none(query, key, value, *rest):
     return query, None if key is query else key, None if value is key else value, *rest
 
 
-def _fake(*, query, key, num_heads, **_):
+def _check(
+    query, key, value, num_heads, in_proj_weight, in_proj_bias, out_proj_weight, out_proj_bias, attn_mask,
+    key_padding_mask, dropout_p,
+):  # fmt: skip
+    check_sequence("query", query)
+    batch, length, embed = query.shape
+    keys = length if key is None else key.shape[1] if key.dim() == 3 else 0
+    check_heads("num_heads", num_heads, "query's last dimension", embed)
+    for name, x in (("key", key), ("value", value)):
+        if x is None:
+            continue
+        check_sequence(name, x)
+        check_weight(name, x, (batch, keys, embed), "query", query)
+    weights = {
+        "in_proj_weight": (in_proj_weight, (3 * embed, embed)),
+        "out_proj_weight": (out_proj_weight, (embed, embed)),
+        "in_proj_bias": (in_proj_bias, (3 * embed,)),
+        "out_proj_bias": (out_proj_bias, (embed,)),
+    }
+    for name, (weight, shape) in weights.items():
+        check_weight(name, weight, shape, "query", query)
+    check_dropout(dropout_p)
+    check_mask("attn_mask", attn_mask, ((length, keys), (batch * num_heads, length, keys)), query)
+    check_mask("key_padding_mask", key_padding_mask, ((batch, keys),), query)
+
+
+def _fake(*, query, key, num_heads, is_causal, dropout_seed, **others):
+    _check(query, key, num_heads=num_heads, **others)
     batch, length, embed = query.shape
     keys = length if key is None else key.shape[1]
     lse = empty_lse(query, batch, num_heads, length)

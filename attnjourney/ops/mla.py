@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from ..reference.mla import latent_layer
-from ._layer import empty_lse, layer_flops
+from ._layer import check_matrix, check_sequence, check_tables, check_weight, empty_lse, layer_flops
 from ._registration import register
 
 
@@ -66,7 +68,61 @@ def mla(
     return _mla(x, *dims, *weights, cos=cos, sin=sin, is_causal=is_causal, scale=scale, eps=eps)
 
 
-def _fake(*, x, num_heads, q_a_weight, q_b_weight, kv_a_weight, kv_b_weight, o_weight, **_):
+def _check(
+    *, x, num_heads, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, q_a_weight, q_a_norm_weight, q_b_weight,
+    kv_a_weight, kv_a_norm_weight, kv_b_weight, o_weight, cos, sin, is_causal, scale, eps,
+):  # fmt: skip
+    check_sequence("x", x)
+    batch, seq, embed = x.shape
+    nope, rope, qk = qk_nope_head_dim, qk_rope_head_dim, qk_nope_head_dim + qk_rope_head_dim
+    dims = {"num_heads": (num_heads, 1), "qk_nope_head_dim": (nope, 0), "qk_rope_head_dim": (rope, 0)}
+    for name, (number, least) in {**dims, "v_head_dim": (v_head_dim, 1)}.items():
+        if number < least:
+            raise ValueError(
+                f"{name}: expected a {'positive number' if least else 'number of at least 0'}, got {number}"
+            )
+    if qk == 0:
+        raise ValueError("qk_nope_head_dim, qk_rope_head_dim: expected a sum of at least 1, got 0")
+    for number in (num_heads, nope, rope, v_head_dim):
+        if number >= 1 << 30:
+            raise ValueError(f"num_heads, head dimensions: expected numbers below 2^30, got {number}")
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"eps: expected a finite number of at least 0, got {eps}")
+    if (q_a_weight is None) != (q_a_norm_weight is None):
+        given, missing = ("q_a_weight", "q_a_norm_weight")[:: -1 if q_a_weight is None else 1]
+        raise ValueError(f"{missing}: expected a tensor beside {given}, got None")
+    query_width = embed
+    if q_a_weight is not None:
+        check_matrix("q_a_weight", q_a_weight)
+        query_width = q_a_weight.shape[0]
+        if query_width == 0:
+            raise ValueError(f"q_a_weight: expected at least one row, got shape {tuple(q_a_weight.shape)}")
+        check_weight("q_a_weight", q_a_weight, (query_width, embed), "x", x)
+        check_weight("q_a_norm_weight", q_a_norm_weight, (query_width,), "x", x)
+    check_weight("q_b_weight", q_b_weight, (num_heads * qk, query_width), "x", x)
+    check_matrix("kv_a_weight", kv_a_weight)
+    kv_lora = kv_a_weight.shape[0] - rope
+    if kv_lora <= 0:
+        shape = tuple(kv_a_weight.shape)
+        raise ValueError(f"kv_a_weight: expected more rows than qk_rope_head_dim, {rope}, got shape {shape}")
+    check_weight("kv_a_weight", kv_a_weight, (kv_lora + rope, embed), "x", x)
+    check_weight("kv_a_norm_weight", kv_a_norm_weight, (kv_lora,), "x", x)
+    check_weight("kv_b_weight", kv_b_weight, (num_heads * (nope + v_head_dim), kv_lora), "x", x)
+    check_matrix("o_weight", o_weight)
+    check_weight("o_weight", o_weight, (o_weight.shape[0], num_heads * v_head_dim), "x", x)
+    rotary_dim = check_tables(cos, sin, batch, seq, "x", x)
+    if cos is not None and rotary_dim != rope:
+        expected = f"({seq}, qk_rope_head_dim / 2), qk_rope_head_dim is {rope}"
+        raise ValueError(f"cos: expected shape {expected}, got {tuple(cos.shape)}")
+    if scale is not None and not -math.inf < scale < math.inf:
+        raise ValueError(f"scale: expected a finite number, got {scale}")
+
+
+def _fake(**arguments):
+    _check(**arguments)
+    names = ("q_a_weight", "q_b_weight", "kv_a_weight", "kv_b_weight", "o_weight")
+    x, num_heads = arguments["x"], arguments["num_heads"]
+    q_a_weight, q_b_weight, kv_a_weight, kv_b_weight, o_weight = (arguments[name] for name in names)
     batch, seq, _embed = x.shape
     widths = o_weight.shape[0], *(w.shape[0] for w in (q_b_weight, kv_b_weight, kv_a_weight)), o_weight.shape[1]
     out, query, kv, kv_a, attn = (x.new_empty((batch, seq, width)) for width in widths)
