@@ -34,8 +34,8 @@ def attention_weights(
         elif mask is not None:
             visible = visible & (mask != -torch.inf)
             scores = scores + mask
-        lse = lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)
-        weights = (scores - lse).masked_fill(~visible, -torch.inf).exp()
+        # a row that sees no key has lse -inf: all its scores are hidden below
+        weights = (scores - lse.unsqueeze(-1)).masked_fill(~visible, -torch.inf).exp()
         return (weights.mean(1) if average else weights).to(query.dtype)
 
     blocks = []
