@@ -1,0 +1,87 @@
+"""Builds and runs the emulator's programs (see emulator.h): g++ alone is needed, no CUDA toolkit.
+
+What is built lies in build/emulator under a name made of everything that went into it, so it is built once.
+"""
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+BUILD = ROOT / "build/emulator"
+EMULATOR = ROOT / "tests/emulator"
+CXX = os.environ.get("CXX") or "g++"
+COMMON = ["-std=c++20", "-Wall", "-Wextra", "-Wno-terminate", "-Wno-unknown-pragmas"]
+# The kernel's file: accesses through the hooks of memory.cpp, arrays and alignment checked, registers start as noise.
+CHECKED = ["-O1", "-g1", "-fsanitize=thread,bounds,alignment", "-fno-sanitize-recover=bounds,alignment"]
+CHECKED += ["--param", "tsan-instrument-func-entry-exit=0", "-ftrivial-auto-var-init=pattern"]
+PARTS = ["scheduler", "memory", "warp", "tma", "wgmma"]
+
+
+def unsupported() -> str | None:
+    """Why the emulator cannot run here, or None."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return f"the emulator switches fibers in x86-64 assembly; this is {platform.machine()}"
+    if shutil.which(CXX) is None:
+        return f"no compiler: {CXX}"
+    return None
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-4000:]}")
+
+
+def _name(*inputs: bytes | str) -> str:
+    digest = hashlib.sha256()
+    for part in inputs:
+        digest.update(part.encode() if isinstance(part, str) else part)
+        digest.update(b"\0")
+    return digest.hexdigest()[:20]
+
+
+def _sources(*folders: Path) -> list[bytes]:
+    files = sorted(path for folder in folders for path in folder.rglob("*") if path.suffix in (".h", ".cuh", ".cpp"))
+    return [part for path in files for part in (path.name.encode(), path.read_bytes())]
+
+
+def _once(target: Path, make) -> Path:
+    """make(temporary path) unless target is there already; in one step, since tests may run side by side."""
+    if not target.exists():
+        BUILD.mkdir(parents=True, exist_ok=True)
+        fresh = target.with_name(f"{target.name}.{os.getpid()}")
+        make(fresh)
+        fresh.replace(target)
+    return target
+
+
+def emulator_objects() -> list[Path]:
+    headers = [path.read_bytes() for path in sorted(EMULATOR.glob("*.h"))]
+
+    def compile_part(part: str) -> Path:
+        source = EMULATOR / f"{part}.cpp"
+        target = BUILD / f"{part}-{_name(*headers, source.read_bytes())}.o"
+        return _once(target, lambda out: _run([CXX, *COMMON, "-O3", "-c", str(source), "-o", str(out)]))
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(compile_part, PARTS))
+
+
+def program(source: str, defines: tuple[str, ...] = (), csrc: Path | None = None) -> Path:
+    """tests/emulator/<source>.cpp as a program, with the kernels of `csrc` (default: the product's)."""
+    csrc = csrc or ROOT / "csrc"
+    name = _name(*_sources(EMULATOR, csrc / "cuda"), *[p.read_bytes() for p in sorted(csrc.glob("*.h"))], *defines)
+    objects = emulator_objects()
+
+    def make(out: Path) -> None:
+        flags = [*COMMON, *CHECKED, f"-I{csrc}", f"-I{ROOT / 'tests'}", *[f"-D{d}" for d in defines]]
+        _run([CXX, *flags, "-c", str(EMULATOR / f"{source}.cpp"), "-o", f"{out}.o"])
+        _run([CXX, f"{out}.o", *map(str, objects), "-lubsan", "-ldl", "-o", str(out)])
+        Path(f"{out}.o").unlink()
+
+    return _once(BUILD / f"{source}-{name}", make)

@@ -1,0 +1,84 @@
+// Host twins of csrc/cuda/ptx/sm80_device.cuh: the same names and meanings, run by the emulator.
+#pragma once
+#include <type_traits>
+
+#include "emulator.h"
+
+namespace attnjourney {
+
+using Bf16 = emulator::Bf16;
+using Half = emulator::Half;
+
+namespace ptx {
+
+using emulator::Site;
+
+template <class T>
+inline constexpr bool is_bf16 = std::is_same_v<T, Bf16>;
+
+inline unsigned char* dynamic_smem() { return emulator::dynamic_smem(); }
+inline uint32_t smem_addr(const void* p, Site s = Site::here()) { return emulator::smem_addr(p, s); }
+inline void cp_async_16(uint32_t dst, const void* src, bool valid, Site s = Site::here()) {
+  emulator::cp_async(dst, src, 16, valid ? 16 : 0, s);
+}
+inline void cp_async_commit() { emulator::cp_async_commit(); }
+template <int Pending>
+void cp_async_wait() {
+  emulator::cp_async_wait(Pending);
+}
+inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t addr, Site s = Site::here()) {
+  emulator::ldmatrix(r, addr, 4, false, s);
+}
+inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t addr, Site s = Site::here()) {
+  emulator::ldmatrix(r, addr, 4, true, s);
+}
+
+template <class T>
+void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Site s = Site::here()) {
+  const uint32_t b[2] = {b0, b1};
+  emulator::mma_m16n8k16(d, a, b, is_bf16<T>, s);
+}
+inline float exp2(float x) { return std::exp2(x); }
+inline float log2(float x) { return std::log2(x); }
+template <class T>
+uint32_t pack2(float lo, float hi) {
+  const auto bits = [](float f) {
+    return static_cast<uint32_t>(is_bf16<T> ? emulator::to_bf16(f) : emulator::to_half(f));
+  };
+  return bits(lo) | bits(hi) << 16;
+}
+template <class T>
+float2 unpack2(uint32_t v) {
+  const auto value = [](uint32_t u) {
+    const auto b = static_cast<uint16_t>(u);
+    return is_bf16<T> ? emulator::from_bf16(b) : emulator::from_half(b);
+  };
+  return {value(v), value(v >> 16)};
+}
+
+inline uint32_t shfl_xor(uint32_t v, int lane_mask, Site s = Site::here()) {
+  return emulator::shfl(v, lane_mask, emulator::Shuffle::exclusive_or, s);
+}
+inline float shfl_xor(float v, int lane_mask, Site s = Site::here()) {
+  return emulator::float_of(shfl_xor(emulator::bits_of(v), lane_mask, s));
+}
+inline int uniform(int v, Site s = Site::here()) {
+  return static_cast<int>(emulator::shfl(static_cast<uint32_t>(v), 0, emulator::Shuffle::index, s));
+}
+inline bool any(bool b, Site s = Site::here()) { return emulator::ballot(b, s) != 0; }
+inline void bar_sync(int id, int threads, Site s = Site::here()) { emulator::bar_sync(id, threads, s); }
+inline void bar_arrive(int id, int threads, Site s = Site::here()) { emulator::bar_arrive(id, threads, s); }
+inline void reduce_add(float* p, float v, Site s = Site::here()) { emulator::reduce_add(p, &v, 1, s); }
+inline uint32_t atomic_add(uint32_t* p, uint32_t v, Site s = Site::here()) { return emulator::atomic_add(p, v, s); }
+inline void thread_fence() {}
+inline void turn_wait(const int* p, int turn, Site s = Site::here()) { emulator::turn_wait(p, turn, s); }
+inline void turn_pass(int* p, int next) { emulator::turn_pass(p, next); }
+
+inline uint32_t opaque(uint32_t v) { return v; }
+template <class T>
+T* opaque(T* p) {
+  return p;
+}
+
+}  // namespace ptx
+}  // namespace attnjourney

@@ -1,0 +1,217 @@
+// mbarriers, and what the copy engine does: tile loads and stores, bulk copies and reductions.
+#include "state.h"
+
+namespace emulator {
+namespace {
+
+struct Mbarrier {
+  uint32_t address;
+  int count, pending, slot;
+  int64_t bytes;          // expected and not yet arrived
+  uint32_t phase, epoch;  // phase: parity of the phase in progress
+  Clock clock, proxy;     // of those who arrived in this phase
+  Clock done_clock, done_proxy;
+  std::vector<Thread*> waiting;
+};
+struct Load {
+  uint32_t dst, bar, bytes;
+  TensorMap map;
+  int coordinates[5];
+};
+std::vector<Mbarrier> mbarriers;
+std::vector<Load> loads;
+
+Mbarrier* find(uint32_t address) {
+  for (auto& b : mbarriers)
+    if (b.address == address) return &b;
+  return nullptr;
+}
+Mbarrier& mbarrier(uint32_t address, Site s) {
+  Mbarrier* b = find(address);
+  if (!b) fail(format("mbarrier at offset %u was never initialised, ", address) + who() + " at " + at(s));
+  return *b;
+}
+
+void complete_if_due(Mbarrier& b) {
+  if (b.pending || b.bytes) return;
+  b.phase ^= 1;
+  b.pending = b.count;
+  b.clock[threads.size() + b.slot] = ++b.epoch;
+  b.done_clock = b.clock;
+  b.done_proxy = b.proxy;
+  std::fill(b.clock.begin(), b.clock.end(), 0);
+  std::fill(b.proxy.begin(), b.proxy.end(), 0);
+  for (Thread* t : b.waiting) {
+    join(t->clock, b.done_clock);
+    join(t->proxy, b.done_proxy);
+    t->state = State::runnable;
+  }
+  b.waiting.clear();
+}
+
+// f(global address or null when outside the tensor, shared offset) for every element of a box
+template <class F>
+void each_element(const TensorMap& m, const int* coordinates, uint32_t tile, F&& f) {
+  uint32_t index[5] = {}, offset = 0;
+  for (;;) {
+    bool inside = true;
+    const unsigned char* p = m.base;
+    for (int r = 0; r < m.rank; r++) {
+      const int64_t c = static_cast<int64_t>(coordinates[r]) + index[r];
+      inside = inside && c >= 0 && c < m.size[r];
+      p += c * static_cast<int64_t>(r ? m.stride[r] : m.element);
+    }
+    f(inside ? p : nullptr, m.swizzle128 ? swizzle128(tile + offset) : tile + offset);
+    offset += m.element;
+    int r = 0;
+    while (r < m.rank && ++index[r] == m.box[r]) index[r++] = 0;
+    if (r == m.rank) return;
+  }
+}
+uint32_t box_bytes(const TensorMap& m) {
+  uint32_t bytes = m.element;
+  for (int r = 0; r < m.rank; r++) bytes *= m.box[r];
+  return bytes;
+}
+void check_map(const TensorMap& m, uint32_t tile, Site s) {
+  if (tile % (m.swizzle128 ? 1024 : 16)) fail("TMA tile not aligned to its swizzle pattern, " + who() + " at " + at(s));
+  if (m.swizzle128 && m.box[0] * m.element != 128)
+    fail("TMA: the emulator's 128-byte swizzle wants a box 128 bytes wide, at " + at(s));
+  if (reinterpret_cast<uintptr_t>(m.base) % 16) fail("TMA: the tensor is not 16-byte aligned, at " + at(s));
+  for (int r = 1; r < m.rank; r++)
+    if (m.stride[r] % 16) fail("TMA: a stride is not a multiple of 16 bytes, at " + at(s));
+}
+
+void land(const Load& o) {
+  each_element(o.map, o.coordinates, o.dst, [&](const unsigned char* src, uint32_t dst) {
+    if (src)
+      memcpy(smem + dst, src, o.map.element);
+    else
+      memset(smem + dst, 0, o.map.element);
+  });
+  Mbarrier& b = *find(o.bar);
+  if (options.check)
+    for (uint32_t i = o.dst / granule; i < (o.dst + o.bytes) / granule; i++) {
+      Cell& c = shadow[i];
+      c.in_flight = c.ordinary = false;
+      c.writer = static_cast<uint16_t>(threads.size() + b.slot);
+      c.write_clock = b.epoch + 1;
+    }
+  b.bytes -= o.bytes;
+  complete_if_due(b);
+}
+void issue(const Load& o, Site s) {
+  smem_write(o.dst, o.bytes, true, s);
+  counts.copies++;
+  counts.copied_bytes += o.bytes;
+  if (options.eager_copies)
+    land(o);
+  else
+    loads.push_back(o);
+}
+
+}  // namespace
+
+void reset_mbarriers() {
+  mbarriers.clear();
+  loads.clear();
+}
+
+bool land_one_copy() {
+  if (loads.empty()) return false;
+  const size_t i = options.order == Order::random ? rng() % loads.size() : 0;
+  const Load o = loads[i];
+  loads.erase(loads.begin() + static_cast<ptrdiff_t>(i));
+  land(o);
+  return true;
+}
+
+void mbarrier_init(uint32_t address, int count, Site s) {
+  if (address % 8) fail("misaligned mbarrier at " + at(s));
+  if (find(address)) fail("mbarrier initialised twice at " + at(s));
+  if (mbarriers.size() == max_mbarriers) fail("too many mbarriers for the emulator");
+  const Clock zero(clock_size(), 0);
+  mbarriers.push_back({address, count, count, static_cast<int>(mbarriers.size()), 0, 0, 0, zero, zero, zero, zero, {}});
+  smem_write(address, 8, false, s);
+}
+void mbarrier_arrive(uint32_t address, uint32_t expect_bytes, Site s) {
+  Mbarrier& b = mbarrier(address, s);
+  smem_read(*current, address, 8, s);  // its initialisation must happen before
+  join(b.clock, current->clock);
+  join(b.proxy, current->proxy);
+  current->clock[current->id]++;
+  b.bytes += expect_bytes;
+  if (--b.pending < 0) fail("mbarrier: more arrivals than its count, " + who() + " at " + at(s));
+  complete_if_due(b);
+  let_others_run();
+}
+void mbarrier_wait(uint32_t address, int parity, Site s) {
+  Mbarrier& b = mbarrier(address, s);
+  smem_read(*current, address, 8, s);
+  if (static_cast<int>(b.phase) == parity) {
+    b.waiting.push_back(current);
+    return block_here("mbarrier wait", s);
+  }
+  join(current->clock, b.done_clock);
+  join(current->proxy, b.done_proxy);
+}
+void fence_proxy_async() { current->proxy = current->clock; }
+
+void tma_load(uint32_t dst, const TensorMap& m, const int* coordinates, uint32_t bar, Site s) {
+  mbarrier(bar, s);
+  check_map(m, dst, s);
+  Load o{dst, bar, box_bytes(m), m, {}};
+  std::copy(coordinates, coordinates + m.rank, o.coordinates);
+  issue(o, s);
+}
+void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar, Site s) {
+  mbarrier(bar, s);
+  if (dst % 16 || reinterpret_cast<uintptr_t>(src) % 16 || bytes % 16)
+    fail("misaligned bulk copy, " + who() + " at " + at(s));
+  global_access(src, bytes, Access::read, s);
+  const uint32_t words = bytes / 4;
+  issue({dst, bar, bytes, {static_cast<const unsigned char*>(src), 1, 4, {words}, {words}, {4}, false}, {}}, s);
+}
+
+void tma_store(const TensorMap& m, uint32_t src, const int* coordinates, Site s) {
+  check_map(m, src, s);
+  BulkOp o{src, box_bytes(m), nullptr, m, {}, s};
+  std::copy(coordinates, coordinates + m.rank, o.coordinates);
+  smem_read_by_proxy(src, o.bytes, "TMA store", s);
+  current->bulk.open.push_back(o);
+}
+void bulk_reduce_add(float* dst, uint32_t src, uint32_t bytes, Site s) {
+  if (src % 16 || reinterpret_cast<uintptr_t>(dst) % 16 || bytes % 16)
+    fail("misaligned bulk reduction, " + who() + " at " + at(s));
+  counts.atomics += bytes / 4;
+  global_access(dst, bytes, Access::atomic, s);
+  smem_read_by_proxy(src, bytes, "bulk reduction", s);
+  current->bulk.open.push_back({src, bytes, dst, {}, {}, s});
+}
+void bulk_commit() { current->bulk.commit(); }
+
+// Shared memory is read, and global memory written, as late as the wait allows.
+void bulk_wait(int pending) {
+  auto& groups = current->bulk.committed;
+  while (static_cast<int>(groups.size()) > pending) {
+    for (const BulkOp& o : groups.front()) {
+      if (o.sum) {
+        for (uint32_t i = 0; i < o.bytes / 4; i++) {
+          float v;
+          memcpy(&v, smem + o.src + 4 * i, 4);
+          o.sum[i] += v;
+        }
+      } else {
+        each_element(o.map, o.coordinates, o.src, [&](const unsigned char* dst, uint32_t src) {
+          if (!dst) return;
+          global_access(dst, o.map.element, Access::write, o.site);
+          memcpy(const_cast<unsigned char*>(dst), smem + src, o.map.element);
+        });
+      }
+      smem_release(o.src, o.bytes, *current);
+    }
+    groups.erase(groups.begin());
+  }
+}
+
+}  // namespace emulator
