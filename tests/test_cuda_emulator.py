@@ -1,14 +1,120 @@
-"""CUDA kernels, run on the CPU by tests/emulator and compared with fp64."""
+"""CUDA kernels, run on the CPU by tests/emulator: values against fp64, and faults that must be found."""
 
 import subprocess
 
 import pytest
-
-from emulator import build
+import torch
+from emulator import build, faults, run
+from testing import assert_close_to_reference, plain_run, random_tensor, reference_run
 
 pytestmark = pytest.mark.skipif(build.unsupported() is not None, reason=str(build.unsupported()))
 
 
-def test_the_emulator_itself():
+def sm80_forward(*shape):
+    return ("forward", (f"KERNEL=Sm80Forward<{','.join(map(str, shape))}>",))
+
+
+def sm90_forward(dtype, dqk, dv, groups, keys, stages, query_stages, ping_pong, ahead, store):
+    sizes = f"{dtype},{dqk},{dv},{groups},{keys},{stages},{query_stages}"
+    return ("forward", (f"SHAPE(causal)=Sm90ForwardShape<{sizes},causal,{ping_pong},{ahead},{store}>",))
+
+
+FORWARD = {  # kernel: (program, dtype, head_dim, v_head_dim)
+    "sm80-64-bf16": (sm80_forward("Bf16", 64, 64), torch.bfloat16, 64, 64),
+    "sm80-64-fp16": (sm80_forward("Half", 64, 64), torch.float16, 64, 64),
+    "sm80-128-bf16": (sm80_forward("Bf16", 128, 128), torch.bfloat16, 128, 128),
+    "sm80-192-fp16": (sm80_forward("Half", 192, 128), torch.float16, 192, 128),
+    "sm90-64-bf16": (sm90_forward("Bf16", 64, 64, 3, 128, 2, 2, 1, 0, 1), torch.bfloat16, 64, 64),
+    "sm90-64-fp16": (sm90_forward("Half", 64, 64, 3, 128, 2, 2, 1, 0, 1), torch.float16, 64, 64),
+    "sm90-64-short-bf16": (sm90_forward("Bf16", 64, 64, 2, 128, 2, 2, 1, 4, 1), torch.bfloat16, 64, 64),
+    "sm90-128-bf16": (sm90_forward("Bf16", 128, 128, 2, 128, 2, 2, 0, 4, 1), torch.bfloat16, 128, 128),
+    "sm90-128-fp16": (sm90_forward("Half", 128, 128, 2, 128, 2, 2, 0, 4, 1), torch.float16, 128, 128),
+    "sm90-192-bf16": (sm90_forward("Bf16", 192, 128, 2, 128, 2, 1, 1, 4, 0), torch.bfloat16, 192, 128),
+}
+# batch, query heads, key heads, q_len, kv_len, columns less than the kernel's, offset (None: not causal)
+SHAPES = [
+    (1, 1, 1, 200, 200, 0, 0),
+    (2, 4, 2, 65, 150, 8, 85),
+    (1, 2, 1, 150, 65, 16, -85),  # the first 85 rows see no key
+    (1, 4, 2, 129, 72, 0, None),
+    (1, 1, 1, 1, 7, 56, None),
+    (1, 2, 1, 20, 0, 0, 0),
+]
+FAULT_SHAPES = [
+    (1, 4, 2, 150, 200, 8, 50),
+    (1, 4, 2, 65, 300, 0, None),
+    (1, 2, 1, 600, 60, 0, -540),  # tiles that see no key: nothing but the queries' own barriers orders them
+]
+FAULTY_FORWARD = [("sm80-64-bf16", *fault) for fault in faults.SM80_FORWARD]
+FAULTY_FORWARD += [("sm90-64-bf16", *fault) for fault in faults.SM90_FORWARD]
+
+
+def inputs_of(shape, dtype, head_dim, v_head_dim):
+    batch, q_heads, kv_heads, q_len, kv_len, less, offset = shape
+    sizes = [(q_heads, q_len, head_dim), (kv_heads, kv_len, head_dim), (kv_heads, kv_len, v_head_dim)]
+    qkv = [random_tensor((batch, h, n, d - less), dtype, seed) for seed, (h, n, d) in enumerate(sizes)]
+    mask = None if offset is None else torch.ones(q_len, kv_len, dtype=torch.bool).tril(offset)
+    return qkv, mask
+
+
+@pytest.fixture(scope="module")
+def programs():
+    """Everything built, side by side."""
+    requests = [entry[0] for entry in FORWARD.values()]
+    requests += [(*FORWARD[k][0], build.faulty_sources(*edit)) for k, _, *edit in FAULTY_FORWARD]
+    build.build_all([("self_test",), *requests])
+
+
+def check_forward(program, kernel, shape, order, rows_first=False, **extra):
+    _, dtype, head_dim, v_head_dim = FORWARD[kernel]
+    (query, key, value), mask = inputs_of(shape, dtype, head_dim, v_head_dim)
+    results, counts = run.forward(program, query, key, value, shape[-1], order, rows_first, **extra)
+    grad_out = torch.zeros_like(results[0])
+    expected = reference_run((query, key, value, mask), grad_out, enable_gqa=True)
+    plain, rounding = plain_run((query, key, value, mask), grad_out, enable_gqa=True)
+    for i, name in enumerate(("out", "lse")):
+        assert_close_to_reference(results[i], plain[i], expected[i], name=name, rounding=rounding[i])
+    return counts
+
+
+def test_the_emulator_itself(programs):
     done = subprocess.run([build.program("self_test")], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("kernel", FORWARD)
+def test_forward(programs, kernel):
+    """Every shape and every order once, in both layouts; where the kernel can, tiles fetched from a counter too."""
+    first = list(FORWARD).index(kernel)  # the orders meet the shapes differently for each kernel
+    for i, shape in enumerate(SHAPES):
+        order = run.ORDER_NAMES[(i + first) % len(run.ORDER_NAMES)]
+        try:
+            counts = check_forward(
+                build.program(*FORWARD[kernel][0]), kernel, shape, order, (i + first) % 2 == 1, counter=i % 2, section=3
+            )
+        except (AssertionError, run.EmulatorError) as error:
+            raise AssertionError(f"{shape}, order {order}: {error}") from None
+        if counts["ldmatrix"]:
+            assert counts["phases"] == counts["ldmatrix"], "bank conflicts in ldmatrix"
+
+
+@pytest.mark.parametrize("kernel", ["sm80-64-bf16", "sm90-128-bf16"])
+def test_causal_tiles_above_the_diagonal_are_skipped(programs, kernel):
+    program = build.program(*FORWARD[kernel][0])
+    full = check_forward(program, kernel, (1, 1, 1, 384, 384, 0, None), "forward")
+    causal = check_forward(program, kernel, (1, 1, 1, 384, 384, 0, 0), "forward")
+    tiles = 384 // (64 if kernel.startswith("sm80") else 128)
+    assert causal["mma"] * 2 * tiles <= full["mma"] * (tiles + 1)
+
+
+@pytest.mark.parametrize("kernel,what,file,old,new", FAULTY_FORWARD, ids=[f"{f[0]}-{f[1]}" for f in FAULTY_FORWARD])
+def test_faulty_forward_is_found(programs, kernel, what, file, old, new):
+    program = build.program(*FORWARD[kernel][0], build.faulty_sources(file, old, new))
+    for shape in FAULT_SHAPES:
+        for order in run.ORDER_NAMES:
+            try:
+                check_forward(program, kernel, shape, order, counter=1, grid=2)
+            except (AssertionError, run.EmulatorError) as found:
+                print(f"{what}: {order}: {str(found)[:200]}")
+                return
+    pytest.fail(f"nothing noticed: {what}")

@@ -45,9 +45,12 @@ def _name(*inputs: bytes | str) -> str:
     return digest.hexdigest()[:20]
 
 
-def _sources(*folders: Path) -> list[bytes]:
-    files = sorted(path for folder in folders for path in folder.rglob("*") if path.suffix in (".h", ".cuh", ".cpp"))
-    return [part for path in files for part in (path.name.encode(), path.read_bytes())]
+def _sources(*files: Path) -> list[bytes]:
+    return [part for path in sorted(files) for part in (path.name.encode(), path.read_bytes())]
+
+
+def _kernels(csrc: Path) -> list[Path]:
+    return [*csrc.glob("*.h"), *csrc.glob("cuda/*/*.cuh")]
 
 
 def _once(target: Path, make) -> Path:
@@ -75,7 +78,8 @@ def emulator_objects() -> list[Path]:
 def program(source: str, defines: tuple[str, ...] = (), csrc: Path | None = None) -> Path:
     """tests/emulator/<source>.cpp as a program, with the kernels of `csrc` (default: the product's)."""
     csrc = csrc or ROOT / "csrc"
-    name = _name(*_sources(EMULATOR, csrc / "cuda"), *[p.read_bytes() for p in sorted(csrc.glob("*.h"))], *defines)
+    files = [EMULATOR / f"{source}.cpp", *EMULATOR.glob("*.h"), *_kernels(csrc)]
+    name = _name(*_sources(*files), *defines)
     objects = emulator_objects()
 
     def make(out: Path) -> None:
@@ -85,3 +89,26 @@ def program(source: str, defines: tuple[str, ...] = (), csrc: Path | None = None
         Path(f"{out}.o").unlink()
 
     return _once(BUILD / f"{source}-{name}", make)
+
+
+def build_all(requests: list[tuple]) -> None:
+    """Makes program(*request) for all of them, as many at once as there are cores."""
+    emulator_objects()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda request: program(*request), requests))
+
+
+def faulty_sources(file: str, old: str, new: str) -> Path:
+    """A copy of csrc/ in which `old`, found exactly once in csrc/cuda/kernels/<file>, is replaced."""
+    text = (ROOT / "csrc/cuda/kernels" / file).read_text()
+    if text.count(old) != 1:
+        raise ValueError(f"{file} has {text.count(old)} times, expected once: {old}")
+
+    def make(out: Path) -> None:
+        out.mkdir(parents=True)
+        for header in (ROOT / "csrc").glob("*.h"):
+            shutil.copy(header, out)
+        shutil.copytree(ROOT / "csrc/cuda", out / "cuda")
+        (out / "cuda/kernels" / file).write_text(text.replace(old, new))
+
+    return _once(BUILD / f"faulty-{_name(*_sources(*_kernels(ROOT / 'csrc')), file, old, new)}", make)

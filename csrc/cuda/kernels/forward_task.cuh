@@ -1,0 +1,69 @@
+// What a forward kernel is told, and the order in which its tiles of query rows are worked on.
+#pragma once
+#include <cstdint>
+
+namespace attnjourney {
+
+struct Strides {  // in elements; head_dim is dense
+  int64_t batch, head, row;
+};
+
+struct ForwardTask {
+  const void *query, *key,
+      *value;  // [batch, q_heads, q_len, head_dim], [batch, kv_heads, kv_len, head_dim or v_head_dim]
+  void* out;   // [batch, q_heads, q_len, v_head_dim]
+  float* lse;  // [batch, q_heads, q_len], dense, natural logarithm; -inf: the row sees no key
+  Strides query_strides, key_strides, value_strides, out_strides;
+  int batch, q_heads, group;  // group: query heads per key head
+  int q_len, kv_len, head_dim, v_head_dim;
+  int offset;        // causal: row i sees keys j <= i + offset
+  float scale_log2;  // softmax scale * log2(e); positive
+  // filled in by plan_forward
+  int tiles, total;   // tiles of one head; of all
+  int section;        // causal: heads that run side by side, longest tiles first
+  uint32_t* counter;  // two zeros, zeros again afterwards: blocks fetch tiles; null: tile i, i + grid, ...
+};
+
+struct ForwardTile {
+  int row, head, batch;
+  int key_tiles;  // those that the rows see
+};
+
+// How many of `rows` rows' key tiles of `Keys` keys lie in sight.
+template <int Keys, bool Causal>
+__device__ __forceinline__ int key_tiles_of(const ForwardTask& p, int row, int rows) {
+  const int all = (p.kv_len + Keys - 1) / Keys;
+  return Causal ? min(all, max(0, (min(row + rows, p.q_len) + p.offset + Keys - 1) / Keys)) : all;
+}
+
+template <int Rows, int Keys, bool Causal>
+__device__ __forceinline__ ForwardTile forward_tile(const ForwardTask& p, int i) {
+  int tile, pair;  // pair: batch * q_heads + head
+  if (Causal) {
+    const int span = p.section * p.tiles, first = i / span * p.section, r = i % span;
+    const int width = min(p.section, p.batch * p.q_heads - first);
+    tile = p.tiles - 1 - r / width;
+    pair = first + r % width;
+  } else {
+    pair = i / p.tiles;
+    tile = i - pair * p.tiles;
+  }
+  ForwardTile t;
+  t.batch = pair / p.q_heads;
+  t.head = pair - t.batch * p.q_heads;
+  t.row = tile * Rows;
+  t.key_tiles = key_tiles_of<Keys, Causal>(p, t.row, Rows);
+  return t;
+}
+
+// Heads side by side: as many as keep 32 MB of keys and values in the second-level cache, 8 to 32 key heads.
+inline void plan_forward(ForwardTask& p, int rows) {
+  p.tiles = (p.q_len + rows - 1) / rows;
+  p.total = p.tiles * p.q_heads * p.batch;
+  const int64_t bytes = int64_t{p.kv_len} * (p.head_dim + p.v_head_dim) * 2;
+  const int64_t fit = bytes > 0 ? (int64_t{32} << 20) / bytes : 32, heads = fit < 8 ? 8 : fit > 32 ? 32 : fit;
+  const int64_t pairs = int64_t{p.q_heads} * p.batch, section = heads * p.group;
+  p.section = static_cast<int>(section < pairs ? section : pairs);
+}
+
+}  // namespace attnjourney

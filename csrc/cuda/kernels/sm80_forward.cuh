@@ -1,0 +1,193 @@
+// Attention forward on mma.sync, for every GPU from Ampere on (FlashAttention-2, arXiv 2307.08691). One block: 64 query
+// rows of one head, four warps of 16 rows; keys pass by in tiles of 64, the copy of V under Q K^T and that of the next
+// K under P V. head_dim and v_head_dim up to Dqk and Dv, multiples of 8: what is missing counts as zeros.
+#pragma once
+#include "../ptx/sm80.cuh"
+#include "forward_task.cuh"
+
+namespace attnjourney {
+
+template <class T_, int Dqk_, int Dv_>
+struct Sm80Forward {
+  using T = T_;
+  static constexpr int kDqk = Dqk_, kDv = Dv_, kRows = 64, kKeys = 64, kThreads = 128;
+  static constexpr int kQueryBytes = kRows * kDqk * 2, kKeyBytes = kKeys * kDqk * 2, kValueBytes = kKeys * kDv * 2;
+  static constexpr int kSmemBytes = kQueryBytes + kKeyBytes + kValueBytes;
+  static constexpr bool kKeepQuery = kDqk <= 128;  // in registers; more would spill
+  static_assert(kDqk % 64 == 0 && kDv % 64 == 0 && kDv <= kDqk);
+
+  // Rows of D elements in 16-byte chunks; the XOR spreads a column of chunks over the banks.
+  template <int D>
+  static __device__ __forceinline__ uint32_t chunk_at(uint32_t tile, int row, int chunk) {
+    return tile + row * (D * 2) + ((chunk ^ (row & 7)) << 4);
+  }
+
+  // Starts the copy of rows [row0, row0 + 64) of one head; rows past the end and columns past `dim` become zeros.
+  template <int D>
+  static __device__ __forceinline__ void load_tile(uint32_t tile, const T* base, int64_t stride, int row0, int rows,
+                                                   int dim) {
+#pragma unroll
+    for (int i = 0; i < 64 * (D / 8) / kThreads; i++) {
+      const int c = i * kThreads + threadIdx.x, row = c / (D / 8), chunk = c % (D / 8);
+      const bool valid = row0 + row < rows && chunk * 8 < dim;
+      ptx::cp_async_16(chunk_at<D>(tile, row, chunk), base + (valid ? (row0 + row) * stride + chunk * 8 : 0), valid);
+    }
+    ptx::cp_async_commit();
+  }
+
+  template <bool Causal>
+  static __device__ __forceinline__ void run(const ForwardTask& p) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const ForwardTile where = forward_tile<kRows, kKeys, Causal>(p, blockIdx.x);
+    const int row0 = where.row, head_k = where.head / p.group, tiles = where.key_tiles;
+    const auto head_of = [&](const void* base, const Strides& s, int head) {
+      return static_cast<const T*>(base) + where.batch * s.batch + head * s.head;
+    };
+    const T* query = head_of(p.query, p.query_strides, where.head);
+    const T* key = head_of(p.key, p.key_strides, head_k);
+    const T* value = head_of(p.value, p.value_strides, head_k);
+    unsigned char* smem = ptx::dynamic_smem();
+    const uint32_t sq = ptx::smem_addr(smem), sk = sq + kQueryBytes, sv = sk + kKeyBytes;
+    const auto load_k = [&](int n0) { load_tile<kDqk>(sk, key, p.key_strides.row, n0, p.kv_len, p.head_dim); };
+
+    load_tile<kDqk>(sq, query, p.query_strides.row, row0, p.q_len, p.head_dim);
+    if (tiles > 0) load_k(0);
+
+    float acc[kDv / 8][4] = {};
+    float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0.f, 0.f};
+    uint32_t qf[kKeepQuery ? kDqk / 16 : 1][4];
+    const auto read_q = [&](uint32_t (&r)[4], int kk) {
+      ptx::ldmatrix_x4(r, chunk_at<kDqk>(sq, warp * 16 + lane % 16, kk * 2 + lane / 16));
+    };
+
+    for (int n = 0; n < tiles; n++) {
+      const int n0 = n * kKeys;
+      ptx::cp_async_wait<0>();  // K (and Q) of this tile have landed
+      __syncthreads();          // and every warp is past V of the tile before
+      load_tile<kDv>(sv, value, p.value_strides.row, n0, p.kv_len, p.v_head_dim);
+      if (kKeepQuery && n == 0) {
+#pragma unroll
+        for (int kk = 0; kk < kDqk / 16; kk++) read_q(qf[kk], kk);
+      }
+
+      float s[kKeys / 8][4] = {};
+#pragma unroll
+      for (int kk = 0; kk < kDqk / 16; kk++) {
+        const int at = kKeepQuery ? kk : 0;
+        if (!kKeepQuery) read_q(qf[0], kk);
+#pragma unroll
+        for (int j = 0; j < kKeys / 16; j++) {
+          uint32_t b[4];
+          ptx::ldmatrix_x4(b, chunk_at<kDqk>(sk, j * 16 + lane % 8 + lane / 16 * 8, kk * 2 + lane / 8 % 2));
+          ptx::mma_m16n8k16<T>(s[2 * j], qf[at], b[0], b[1]);
+          ptx::mma_m16n8k16<T>(s[2 * j + 1], qf[at], b[2], b[3]);
+        }
+      }
+
+      // Each thread holds rows g and g + 8 of its warp's 16: element e of s[j] is row g + 8 (e / 2), key 8 j + 2 t + e
+      // % 2.
+      const int row = row0 + warp * 16 + g;
+      if (n0 + kKeys > p.kv_len || (Causal && n0 + kKeys - 1 > row0 + warp * 16 + p.offset)) {
+#pragma unroll
+        for (int j = 0; j < kKeys / 8; j++)
+#pragma unroll
+          for (int e = 0; e < 4; e++) {
+            const int col = n0 + j * 8 + 2 * t + (e & 1), r = row + 8 * (e >> 1);
+            if (col >= p.kv_len || (Causal && col > r + p.offset)) s[j][e] = -INFINITY;
+          }
+      }
+      softmax(s, acc, row_max, row_sum, p.scale_log2);
+
+      ptx::cp_async_wait<0>();  // V has landed
+      __syncthreads();          // all warps are past K
+      if (n + 1 < tiles) load_k(n0 + kKeys);
+#pragma unroll
+      for (int kk = 0; kk < kKeys / 16; kk++) {
+        const float (&x)[4] = s[2 * kk], (&y)[4] = s[2 * kk + 1];
+        const uint32_t a[4] = {ptx::pack2<T>(x[0], x[1]), ptx::pack2<T>(x[2], x[3]), ptx::pack2<T>(y[0], y[1]),
+                               ptx::pack2<T>(y[2], y[3])};
+#pragma unroll
+        for (int j = 0; j < kDv / 16; j++) {
+          uint32_t b[4];
+          ptx::ldmatrix_x4_trans(b, chunk_at<kDv>(sv, kk * 16 + lane % 16, j * 2 + lane / 16));
+          ptx::mma_m16n8k16<T>(acc[2 * j], a, b[0], b[1]);
+          ptx::mma_m16n8k16<T>(acc[2 * j + 1], a, b[2], b[3]);
+        }
+      }
+    }
+    ptx::cp_async_wait<0>();  // without any key tile, Q is still on its way
+    if (tiles == 0) __syncthreads();
+    write(p, where, acc, row_max, row_sum, smem, sq);
+  }
+
+  // Scores to probabilities of this tile; the sums and the output so far move to the new maximum.
+  static __device__ __forceinline__ void softmax(float (&s)[kKeys / 8][4], float (&acc)[kDv / 8][4],
+                                                 float (&row_max)[2], float (&row_sum)[2], float scale_log2) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float m = row_max[h];
+#pragma unroll
+      for (int j = 0; j < kKeys / 8; j++) m = fmaxf(m, fmaxf(s[j][2 * h], s[j][2 * h + 1]));
+      m = fmaxf(m, ptx::shfl_xor(m, 1));
+      m = fmaxf(m, ptx::shfl_xor(m, 2));
+      const float base = m == -INFINITY ? 0.f : m * scale_log2;
+      const float alpha = ptx::exp2(row_max[h] * scale_log2 - base);
+      row_max[h] = m;
+      row_sum[h] *= alpha;
+#pragma unroll
+      for (int j = 0; j < kKeys / 8; j++) {
+#pragma unroll
+        for (int e = 2 * h; e < 2 * h + 2; e++) {
+          s[j][e] = ptx::exp2(s[j][e] * scale_log2 - base);
+          row_sum[h] += s[j][e];
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kDv / 8; j++) {
+        acc[j][2 * h] *= alpha;
+        acc[j][2 * h + 1] *= alpha;
+      }
+    }
+  }
+
+  // Normalises; each warp stages its 16 rows where its rows of Q were, and writes whole 16-byte chunks.
+  static __device__ __forceinline__ void write(const ForwardTask& p, const ForwardTile& where,
+                                               const float (&acc)[kDv / 8][4], const float (&row_max)[2],
+                                               const float (&row_sum)[2], unsigned char* smem, uint32_t base) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const uint32_t stage = base + warp * (16 * kDqk * 2);
+    const int row0 = where.row + warp * 16;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float sum = row_sum[h];
+      sum += ptx::shfl_xor(sum, 1);
+      sum += ptx::shfl_xor(sum, 2);
+      const float inverse = sum == 0.f ? 0.f : 1.f / sum;
+      const int r = g + 8 * h;
+#pragma unroll
+      for (int j = 0; j < kDv / 8; j++)
+        *reinterpret_cast<uint32_t*>(smem + (chunk_at<kDv>(stage, r, j) - base) + t * 4) =
+            ptx::pack2<T>(acc[j][2 * h] * inverse, acc[j][2 * h + 1] * inverse);
+      if (t == 0 && row0 + r < p.q_len)
+        p.lse[(int64_t(where.batch) * p.q_heads + where.head) * p.q_len + row0 + r] =
+            sum == 0.f ? -INFINITY : (row_max[h] * p.scale_log2 + ptx::log2(sum)) * 0.6931471805599453f;
+    }
+    __syncwarp();
+    T* out = static_cast<T*>(p.out) + where.batch * p.out_strides.batch + where.head * p.out_strides.head;
+#pragma unroll
+    for (int i = 0; i < kDv / 16; i++) {
+      const int c = i * 32 + lane, r = c / (kDv / 8), chunk = c % (kDv / 8);
+      if (row0 + r < p.q_len && chunk * 8 < p.v_head_dim)
+        *reinterpret_cast<uint4*>(out + (row0 + r) * p.out_strides.row + chunk * 8) =
+            *reinterpret_cast<const uint4*>(smem + (chunk_at<kDv>(stage, r, chunk) - base));
+    }
+  }
+};
+
+// grid: total tiles
+template <class Kernel, bool Causal>
+__global__ void __launch_bounds__(Kernel::kThreads) sm80_forward(const ForwardTask p) {
+  Kernel::template run<Causal>(p);
+}
+
+}  // namespace attnjourney

@@ -1,0 +1,220 @@
+// Attention forward for Hopper (after FlashAttention-3, arXiv 2407.08608). One block is a producer warpgroup, which
+// feeds Q, K and V tiles by TMA, and consumer warpgroups of 64 query rows each. The grid may be smaller than the number
+// of tiles: a block then takes one tile after the other without a gap: the first S = Q K^T of a tile is issued before
+// the last O += P V of the tile before it. Key tiles go from last to first, so that those with a mask come first.
+#pragma once
+#include "sm90_forward_output.cuh"
+#include "sm90_forward_producer.cuh"
+#include "sm90_forward_softmax.cuh"
+
+namespace attnjourney {
+
+template <class S>
+struct Sm90Forward {
+  using T = typename S::T;
+  using Slot = Sm90ForwardSlot;
+  using Barriers = Sm90ForwardBarriers<S>;
+  using Output = Sm90ForwardOutput<S>;
+
+  // Operands with 128-byte swizzle: groups of 8 rows 1024 bytes apart, panels of 64 columns `panel` bytes apart.
+  static __device__ __forceinline__ uint64_t desc(uint32_t addr, int panel) {
+    return uint64_t(addr >> 4 | uint32_t(panel >> 4) << 16) | uint64_t(1u << 30 | 1024 >> 4) << 32;
+  }
+
+  static __device__ __forceinline__ void consume(uint32_t smem, unsigned char* base, const Barriers& b,
+                                                 const Slot* slots, const ptx::TensorMap& out_map,
+                                                 const ForwardTask& p) {
+    const int group = ptx::uniform(threadIdx.x / 128) - 1, lane = threadIdx.x % 32, t = lane % 4;
+    const int r0 = (threadIdx.x - 128) / 32 * 16 + lane / 4;  // this thread's row of the tile; and r0 + 8
+    const float scale = p.scale_log2;
+    auto release = [&](uint32_t bar) {
+      if (lane == 0) ptx::mbarrier_arrive(bar);
+    };
+    auto token_wait = [&] {
+      if (S::kPingPong) ptx::bar_sync(1 + group, 256);
+    };
+    auto token_pass = [&] {
+      if (S::kPingPong) ptx::bar_arrive(1 + (group + 1 == S::kGroups ? 0 : group + 1), 256);
+    };
+    if (S::kPingPong && group == S::kGroups - 1) ptx::bar_arrive(1, 256);
+
+    float o[S::kDv / 2], s[S::kKeys / 2];
+    Sm90ForwardSoftmax<S> soft;
+    soft.alpha[0] = soft.alpha[1] = 1.f;
+    uint32_t pr[S::kKeys / 16][4];
+    int round = 0;  // tiles so far
+    int c = 0;      // key tiles so far; pr holds the probabilities of this one
+    int n = 0;      // its number
+    int whole = 0, row0 = 0;
+
+    auto query_stage = [&] { return group * S::kQueryStages + round % S::kQueryStages; };
+    auto qk = [&](int stage) {  // issue S = Q K^T
+      const uint64_t dq = desc(smem + query_stage() * S::kQueryBytes, 0);
+      const uint64_t dk = desc(smem + S::kKeyAt + stage * S::kKeyBytes, 0);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int kk = 0; kk < S::kDqk / 16; kk++)
+        ptx::wgmma_ss<T, S::kKeys, 0, 0>(s, dq + kk / 4 * (64 * 128 / 16) + kk % 4 * 2,
+                                         dk + kk / 4 * (S::kKeys * 128 / 16) + kk % 4 * 2, kk > 0);
+      ptx::wgmma_commit();
+    };
+    auto pv = [&](int stage) {  // issue O += P V
+      const uint64_t dv = desc(smem + S::kValueAt + stage * S::kValueBytes, S::kKeys * 128);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int kk = 0; kk < S::kKeys / 16; kk++)
+        ptx::wgmma_rs<T, S::kDv, 1>(o, pr[kk], dv + kk * (16 * 128 / 16), true);
+      ptx::wgmma_commit();
+    };
+    auto wait_k = [&](int count) { ptx::mbarrier_wait(b.k_full + 8 * (count % S::kStages), count / S::kStages & 1); };
+    auto wait_v = [&](int count) { ptx::mbarrier_wait(b.v_full + 8 * (count % S::kStages), count / S::kStages & 1); };
+    auto release_k = [&](int count) { release(b.k_empty + 8 * (count % S::kStages)); };
+    auto release_v = [&](int count) { release(b.v_empty + 8 * (count % S::kStages)); };
+    const uint32_t zero = uint32_t(p.total) >> 31;  // unknown to ptxas, which would put `early` where pr is still read
+    auto pack = [&] {
+#pragma unroll
+      for (int kk = 0; kk < S::kKeys / 16; kk++)
+#pragma unroll
+        for (int q = 0; q < 4; q++)
+          pr[kk][q] = 2 * kk + q / 2 < S::kAhead ? soft.early[4 * kk + q] ^ zero
+                                                 : ptx::pack2<T>(s[8 * kk + 2 * q], s[8 * kk + 2 * q + 1]);
+    };
+    auto softmax = [&] {
+      if (n >= whole)
+        soft.mask(s, [&](int r) {
+          const int end = S::kCausal ? min(p.kv_len, row0 + r0 + r + p.offset + 1) : p.kv_len;
+          return end - n * S::kKeys - 2 * t;
+        });
+      return soft.run(s, scale);
+    };
+    auto clear = [&] {
+#pragma unroll
+      for (int e = 0; e < S::kDv / 2; e++) o[e] = 0.f;
+    };
+    auto slot = [&](int r) -> const Slot& { return slots[group * 4 + r % 4]; };
+    int4 next;         // key_tiles, first, whole, row
+    auto peek = [&] {  // the key tiles of the next tile; less than 0: there is none
+      ptx::mbarrier_wait(b.q_full + 8 * query_stage(), round / S::kQueryStages & 1);
+      next = *reinterpret_cast<const int4*>(&slot(round));
+      return ptx::uniform(next.x);
+    };
+    auto release_q = [&] {
+      __syncwarp();
+      release(b.q_empty + 8 * query_stage());
+      round++;
+    };
+    auto enter = [&] {
+      n = ptx::uniform(next.y);
+      whole = ptx::uniform(next.z);
+      row0 = ptx::uniform(next.w);
+      soft.start();
+    };
+
+    int tiles = peek();
+    for (bool started = false;;) {
+      if (!started) {
+        for (; tiles == 0; tiles = peek()) {
+          Output::write_zeros(r0, t, slot(round), p);
+          release_q();
+        }
+        if (tiles < 0) break;
+        enter();
+        for (int k = tiles - 1; k > n; k--, c++) {  // key tiles that only other warpgroups see
+          token_wait();
+          token_pass();
+          wait_k(c);
+          release_k(c);
+          wait_v(c);
+          release_v(c);
+        }
+        wait_k(c);
+        token_wait();
+        qk(c % S::kStages);
+        token_pass();
+        ptx::wgmma_wait<0>();
+        ptx::keep(s);
+        release_k(c);
+        softmax();
+        pack();
+        clear();
+      }
+      while (--n >= 0) {
+        wait_k(c + 1);
+        token_wait();
+        qk((c + 1) % S::kStages);
+        wait_v(c);
+        pv(c % S::kStages);
+        token_pass();
+        ptx::wgmma_wait<1>();
+        ptx::keep(s);
+        release_k(c + 1);
+        const bool moved = softmax();
+        ptx::wgmma_wait<0>();
+        ptx::keep(o);
+        release_v(c);
+        pack();
+        if (moved) {
+#pragma unroll
+          for (int e = 0; e < S::kDv / 2; e++) o[e] *= soft.alpha[e >> 1 & 1];
+        }
+        c++;
+      }
+      release_q();
+      const float last_max[2] = {soft.max[0], soft.max[1]}, last_sum[2] = {soft.sum[0], soft.sum[1]};
+      tiles = peek();
+      started = tiles > 0 && ptx::uniform(next.y) == tiles - 1;
+      if (started) {  // as above, across two tiles
+        enter();
+        wait_k(c + 1);
+        token_wait();
+        qk((c + 1) % S::kStages);
+        wait_v(c);
+        pv(c % S::kStages);
+        token_pass();
+        ptx::wgmma_wait<1>();
+        ptx::keep(s);
+        release_k(c + 1);
+        softmax();
+      } else {
+        wait_v(c);
+        pv(c % S::kStages);
+      }
+      ptx::wgmma_wait<0>();
+      ptx::keep(o);
+      release_v(c);
+      if (started) pack();
+      c++;
+      if (S::kStore)
+        Output::store(o, last_max, last_sum, r0, lane, smem, base, slot(round - 1), out_map, p);
+      else
+        Output::write(o, last_max, last_sum, r0, t, slot(round - 1), p);
+      clear();
+    }
+    if (S::kStore && lane == 0) ptx::bulk_wait_read<0>();
+  }
+
+  static __device__ __forceinline__ void run(const Sm90ForwardMaps& maps, const ForwardTask& p) {
+    unsigned char* base = ptx::dynamic_smem();
+    const uint32_t smem = ptx::smem_addr(base);
+    const Barriers b(smem + S::kBarriersAt);
+    Slot* slots = reinterpret_cast<Slot*>(base + S::kSlotsAt);
+    if (threadIdx.x == 0) b.init();
+    __syncthreads();
+    if (threadIdx.x < 128) {
+      ptx::setmaxnreg_dec<S::kProducerRegisters>();
+      if (threadIdx.x == 0) Sm90ForwardProducer<S>{smem, b, slots, maps, p}.run();
+    } else {
+      ptx::setmaxnreg_inc<S::kConsumerRegisters>();
+      consume(smem, base, b, slots, maps.out, p);
+    }
+  }
+};
+
+// grid: at most the number of tiles
+template <class Shape>
+__global__ void __launch_bounds__(Shape::kThreads, 1)
+    sm90_forward(const __grid_constant__ Sm90ForwardMaps maps, const __grid_constant__ ForwardTask p) {
+  Sm90Forward<Shape>::run(maps, p);
+}
+
+}  // namespace attnjourney

@@ -1,0 +1,73 @@
+// Tile sizes and shared memory of the Hopper forward, and what its parts share.
+#pragma once
+#include "../ptx/sm90.cuh"
+#include "forward_task.cuh"
+
+namespace attnjourney {
+
+// Groups: consumer warpgroups of 64 query rows; Stages: of K and of V; QueryStages: of each warpgroup's Q; PingPong:
+// the warpgroups issue their products in turns; Ahead: groups of 8 keys whose exponentials are computed before the
+// maximum is known; Store: the output leaves by TMA through shared memory of its own.
+template <class T_, int Dqk_, int Dv_, int Groups_, int Keys_, int Stages_, int QueryStages_, bool Causal_,
+          bool PingPong_, int Ahead_, bool Store_>
+struct Sm90ForwardShape {
+  using T = T_;
+  static constexpr int kDqk = Dqk_, kDv = Dv_, kGroups = Groups_, kKeys = Keys_, kStages = Stages_;
+  static constexpr int kQueryStages = QueryStages_, kAhead = Ahead_;
+  static constexpr bool kCausal = Causal_, kPingPong = PingPong_, kStore = Store_;
+  static constexpr int kRows = 64 * kGroups, kThreads = 128 * (kGroups + 1);
+  // bytes of a warpgroup's Q, of a stage of K, of V
+  static constexpr int kQueryBytes = 64 * kDqk * 2, kKeyBytes = kKeys * kDqk * 2, kValueBytes = kKeys * kDv * 2;
+  static constexpr int kQueries = kGroups * kQueryStages;
+  // offsets in shared memory
+  static constexpr int kKeyAt = kQueries * kQueryBytes, kValueAt = kKeyAt + kStages * kKeyBytes;
+  static constexpr int kOutAt = kValueAt + kStages * kValueBytes;
+  static constexpr int kBarriersAt = kOutAt + (kStore ? kGroups * 64 * kDv * 2 : 0);
+  static constexpr int kSlotsAt = kBarriersAt + 16 * kQueries + 32 * kStages;  // four for each warpgroup
+  static constexpr int kSmemBytes = kSlotsAt + 128 * kGroups;
+  static constexpr int kProducerRegisters = kGroups == 2 ? 40 : 32, kConsumerRegisters = kGroups == 2 ? 232 : 160;
+  static_assert(kDqk % 64 == 0 && kDv % 64 == 0 && kKeys % 16 == 0 && kSmemBytes <= 227 * 1024);
+  static_assert(kGroups == 2 || kGroups == 3);
+};
+
+// A tile as one warpgroup sees it. The producer decodes it: divisions in the consumers made them spill.
+struct __align__(16) Sm90ForwardSlot {
+  int key_tiles;  // -1: there are no more tiles
+  int first;      // the last key tile that this warpgroup sees; it works downwards
+  int whole;      // key tiles from here on need the mask
+  int row, head, batch;
+  int unused[2];
+};
+
+// Addresses of the mbarriers. Q is a ring of kQueryStages for each warpgroup: index group * kQueryStages + stage.
+template <class S>
+struct Sm90ForwardBarriers {
+  uint32_t q_full, q_empty, k_full, k_empty, v_full, v_empty;
+  explicit __device__ __forceinline__ Sm90ForwardBarriers(uint32_t base)
+      : q_full(base),
+        q_empty(base + 8 * S::kQueries),
+        k_full(base + 16 * S::kQueries),
+        k_empty(k_full + 8 * S::kStages),
+        v_full(k_full + 16 * S::kStages),
+        v_empty(k_full + 24 * S::kStages) {}
+  __device__ __forceinline__ void init() const {
+    for (int i = 0; i < S::kQueries; i++) {
+      ptx::mbarrier_init(q_full + 8 * i, 1);
+      ptx::mbarrier_init(q_empty + 8 * i, 4);
+    }
+    for (int i = 0; i < S::kStages; i++) {
+      ptx::mbarrier_init(k_full + 8 * i, 1);
+      ptx::mbarrier_init(k_empty + 8 * i, 4 * S::kGroups);
+      ptx::mbarrier_init(v_full + 8 * i, 1);
+      ptx::mbarrier_init(v_empty + 8 * i, 4 * S::kGroups);
+    }
+    ptx::fence_mbarrier_init();
+  }
+};
+
+// Boxes: query 64 columns x 64 rows, key and value 64 x kKeys, out 64 x 16; sizes (dim, heads, length, batch).
+struct Sm90ForwardMaps {
+  ptx::TensorMap query, key, value, out;
+};
+
+}  // namespace attnjourney

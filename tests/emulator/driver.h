@@ -1,0 +1,89 @@
+// What the programs that run one kernel share: arguments as name=value, tensors of 16-bit floats and floats on stdin
+// and stdout one after another, errors on stderr with exit status 3.
+#pragma once
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "emulator.h"
+
+namespace driver {
+
+struct Arguments {
+  std::map<std::string, int> values;
+  Arguments(int argc, char** argv) {
+    for (int i = 1; i < argc; i++) {
+      const std::string a = argv[i];
+      values[a.substr(0, a.find('='))] = atoi(a.c_str() + a.find('=') + 1);
+    }
+  }
+  int operator[](const char* name) const {
+    const auto found = values.find(name);
+    if (found == values.end()) throw emulator::Error(std::string("missing argument ") + name);
+    return found->second;
+  }
+  emulator::Options options() const {
+    emulator::Options o;
+    o.order = static_cast<emulator::Order>((*this)["order"]);
+    o.seed = static_cast<uint64_t>((*this)["seed"]);
+    o.eager_copies = (*this)["eager"] != 0;
+    return o;
+  }
+};
+
+// [batch, heads, length, dim]; stored [batch, length, heads, dim] when rows_first
+struct Shape {
+  int batch, heads, length, dim;
+  bool rows_first;
+  size_t size() const { return static_cast<size_t>(batch) * heads * length * dim; }
+  template <class Strides>
+  Strides strides() const {
+    const int64_t d = dim, whole = static_cast<int64_t>(heads) * length * dim;
+    return rows_first ? Strides{whole, d, d * heads} : Strides{whole, d * length, d};
+  }
+  // 64 columns by `rows` rows of one head
+  template <class T>
+  emulator::TensorMap map(const T* p, int rows) const {
+    struct {
+      int64_t batch, head, row;
+    } s = strides<decltype(s)>();
+    const auto u = [](int x) { return static_cast<uint32_t>(x); };
+    const auto bytes = [](int64_t x) { return static_cast<uint64_t>(2 * x); };
+    return {reinterpret_cast<const unsigned char*>(p),
+            4,
+            2,
+            {u(dim), u(heads), u(length), u(batch), 0},
+            {64, 1, u(rows), 1, 0},
+            {2, bytes(s.head), bytes(s.row), bytes(s.batch), 0},
+            true};
+  }
+};
+
+template <class T>
+std::vector<T> read(size_t count) {
+  std::vector<T> v(count);
+  if (fread(static_cast<void*>(v.data()), sizeof(T), count, stdin) != count) throw emulator::Error("short input");
+  return v;
+}
+template <class T>
+void write(const emulator::Buffer<T>& b) {
+  fwrite(static_cast<const void*>(b.data), sizeof(T), b.size, stdout);
+}
+
+template <class F>
+int run(int argc, char** argv, F&& body) {
+  try {
+    body(Arguments(argc, argv));
+    const auto& s = emulator::stats();
+    fprintf(stderr, "mma=%llu ldmatrix=%llu phases=%llu\n", static_cast<unsigned long long>(s.mma),
+            static_cast<unsigned long long>(s.ldmatrix), static_cast<unsigned long long>(s.ldmatrix_phases));
+    return 0;
+  } catch (const emulator::Error& e) {
+    fprintf(stderr, "%s\n", e.what());
+    return 3;
+  }
+}
+
+}  // namespace driver
