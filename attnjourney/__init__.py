@@ -4,21 +4,29 @@ from . import nn, reference
 from ._version import __version__
 from .accounting import account
 from .info import cpu_info, explain
-from .ops import attention, gpt_attention, gqa, mha, mla
+from .nn.cache import KVCache, LatentCache, WindowCache
+from .nn.cache_paged import PagedKVCache
+from .ops import attention, decode, gpt_attention, gqa, mha, mla, mla_decode
 from .positions import alibi_slopes, rope, rope_frequencies, sinusoidal_positions
 from .replace import replace_attention
 
 __all__ = [
+    "KVCache",
+    "LatentCache",
+    "PagedKVCache",
+    "WindowCache",
     "__version__",
     "account",
     "alibi_slopes",
     "attention",
     "cpu_info",
+    "decode",
     "explain",
     "gpt_attention",
     "gqa",
     "mha",
     "mla",
+    "mla_decode",
     "nn",
     "reference",
     "replace_attention",

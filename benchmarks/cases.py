@@ -37,6 +37,7 @@ class Case:
         "bhnd"  # "bnhd": views of (batch, length, heads, dim); "packed": of one (batch, length, 3, heads, dim)
     )
     layer: str = ""  # "mha", "gpt", "gqa", "mla": projections and attention, width heads * head_dim
+    decode: bool = False  # the last rows of sequences over a cache: ours is the operator `decode`
     scaling: bool = False  # measure one thread and all threads, and print the quotient
     passes: tuple[str, ...] = PASSES
     check: bool = True  # compare with fp64
@@ -138,7 +139,25 @@ def _dense() -> list[Case]:
     return cases
 
 
-CASES = _dense() + [
+def _decode() -> list[Case]:
+    """One new token over a cache of 1k to 32k keys, multi-head and grouped heads; batch 16 up to 4k keys."""
+    quick = {("bf16", 1, 32, 8192), ("fp32", 1, 8, 8192)}
+    cases = []
+    for dtype in ("fp32", "bf16", "fp16"):
+        for batch, lengths in ((1, (1024, 8192, 32768)), (16, (1024, 4096))):
+            for heads in (8, 32):
+                for n in lengths:
+                    name = f"decode-{dtype}-b{batch}-h{heads}.8-s{n}"
+                    cases.append(
+                        Case(
+                            name, "decode", batch, heads, 8, q_len=1, kv_len=n, head_dim=128, dtype=dtype, decode=True,
+                            passes=("forward",), quick=(dtype, batch, heads, n) in quick,
+                        )
+                    )  # fmt: skip
+    return cases
+
+
+CASES = _dense() + _decode() + [
     # head sizes
     Case("fp32-d80-n1024-full", "dims", heads=4, head_dim=80),
     Case("fp32-d96-n1024-full", "dims", heads=4, head_dim=96),
@@ -151,6 +170,8 @@ CASES = _dense() + [
     Case("fp32-d64-n1024-causal-packed", "views", causal=True, layout="packed", quick=True),
     Case("bf16-d128-n1024-causal-packed", "views", causal=True, layout="packed", dtype="bf16", head_dim=128),
     # grouped heads
+    Case("decode-bf16-b1-h64.8-s8192", "decode", heads=64, kv_heads=8, q_len=1, kv_len=8192, head_dim=128, dtype="bf16",
+         decode=True, passes=("forward",)),
     Case("fp32-gqa8-d64-n512-causal", "grouped", kv_heads=1, q_len=512, causal=True, quick=True),
     Case("fp32-gqa4-d128-n1024-causal", "grouped", kv_heads=2, head_dim=128, causal=True),
     Case("fp32-mqa16-d64-n512-causal", "grouped", heads=16, kv_heads=1, q_len=512, causal=True),

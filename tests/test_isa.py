@@ -37,6 +37,8 @@ SELECTION = [
     "test_empty_and_nan.py",
     "test_dropout.py::test_keeps_what_the_counter_says",
     "test_dropout.py::test_values_and_gradients",
+    "test_decode.py::test_values",
+    "test_decode.py::test_a_nan_shows_in_the_rows_that_see_it_and_in_no_other",
 ]
 
 

@@ -2,9 +2,10 @@
 oracle of the tests."""
 
 from .attention import attention, dropout_keep_mask
+from .decode import decode, mla_decode
 from .gpt_attention import gpt_attention
 from .gqa import gqa
 from .mha import mha
 from .mla import mla
 
-__all__ = ["attention", "dropout_keep_mask", "gpt_attention", "gqa", "mha", "mla"]
+__all__ = ["attention", "decode", "dropout_keep_mask", "gpt_attention", "gqa", "mha", "mla", "mla_decode"]

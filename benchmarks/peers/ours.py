@@ -24,6 +24,9 @@ class Ours(TorchPeer):
         return lambda *tensors: layer.ours(case, *tensors)
 
     def attend(self, case, inputs):
+        if case.decode:
+            decode, lengths = torch.ops.attnjourney.decode, torch.full((case.batch,), case.kv_len)
+            return lambda q, k, v, causal, mask=None: decode(q, k, v, lengths.to(q.device))[0]
         operator, dropout, gqa = torch.ops.attnjourney.attention, case.dropout, case.heads != case.kv_heads
         return lambda q, k, v, causal, mask=None: operator(q, k, v, mask, dropout, causal, enable_gqa=gqa)
 

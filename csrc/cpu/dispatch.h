@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "../attention_params.h"
+#include "../decode_params.h"
 
 namespace attnjourney {
 
@@ -24,9 +25,19 @@ struct AttentionKernels {
                     int64_t first_row, int64_t rows, const HeadGradients&);
 };
 
+// Decoding in one dtype, see kernels/decode.h. Sizes are bytes; scratch and partials are 64-byte aligned.
+struct DecodeKernels {
+  int64_t (*space)(const DecodeParams&, int64_t rows);
+  int64_t (*partial_size)(const DecodeParams&, int64_t rows);
+  void (*chunk)(const DecodeParams&, const DecodeRows&, const DecodeRun* runs, int64_t n_runs, void* partial,
+                void* space);
+  void (*merge)(const DecodeParams&, const DecodeRows&, void* partials, int64_t chunks);
+};
+
 struct KernelTable {
   const char* isa;
   AttentionKernels attention[dtype_count];
+  DecodeKernels decode[dtype_count];
 };
 
 extern const KernelTable scalar_kernels;

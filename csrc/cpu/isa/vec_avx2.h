@@ -139,6 +139,21 @@ ATTN_INLINE void transpose(Vd (&r)[4]) {
   }
 }
 
+// lane i of the result is the sum over the lanes of x[i]
+ATTN_INLINE Vf sums(const Vf (&x)[8]) {
+  __m256 t[4], u[2];
+  ATTN_UNROLL for (int i = 0; i < 4; i++) t[i] =
+      _mm256_add_ps(_mm256_unpacklo_ps(x[2 * i].v, x[2 * i + 1].v), _mm256_unpackhi_ps(x[2 * i].v, x[2 * i + 1].v));
+  ATTN_UNROLL for (int i = 0; i < 2; i++) u[i] =
+      _mm256_add_ps(_mm256_shuffle_ps(t[2 * i], t[2 * i + 1], 0x44), _mm256_shuffle_ps(t[2 * i], t[2 * i + 1], 0xee));
+  return {_mm256_add_ps(_mm256_permute2f128_ps(u[0], u[1], 0x20), _mm256_permute2f128_ps(u[0], u[1], 0x31))};
+}
+ATTN_INLINE Vd sums(const Vd (&x)[4]) {
+  const __m256d a = _mm256_add_pd(_mm256_unpacklo_pd(x[0].v, x[1].v), _mm256_unpackhi_pd(x[0].v, x[1].v));
+  const __m256d b = _mm256_add_pd(_mm256_unpacklo_pd(x[2].v, x[3].v), _mm256_unpackhi_pd(x[2].v, x[3].v));
+  return {_mm256_add_pd(_mm256_permute2f128_pd(a, b, 0x20), _mm256_permute2f128_pd(a, b, 0x31))};
+}
+
 // 32-bit lanes for the dropout counter
 struct Lanes {
   __m256i v;

@@ -142,6 +142,26 @@ ATTN_INLINE void transpose(Vd (&x)[8]) {
   }
 }
 
+// lane i of the result is the sum over the lanes of x[i]
+ATTN_INLINE Vf sums(const Vf (&x)[16]) {
+  __m512 t[8], u[4], v[2];
+  ATTN_UNROLL for (int i = 0; i < 8; i++) t[i] =
+      _mm512_add_ps(_mm512_unpacklo_ps(x[2 * i].v, x[2 * i + 1].v), _mm512_unpackhi_ps(x[2 * i].v, x[2 * i + 1].v));
+  ATTN_UNROLL for (int i = 0; i < 4; i++) u[i] =
+      _mm512_add_ps(_mm512_shuffle_ps(t[2 * i], t[2 * i + 1], 0x44), _mm512_shuffle_ps(t[2 * i], t[2 * i + 1], 0xee));
+  ATTN_UNROLL for (int i = 0; i < 2; i++) v[i] = _mm512_add_ps(_mm512_shuffle_f32x4(u[2 * i], u[2 * i + 1], 0x88),
+                                                               _mm512_shuffle_f32x4(u[2 * i], u[2 * i + 1], 0xdd));
+  return {_mm512_add_ps(_mm512_shuffle_f32x4(v[0], v[1], 0x88), _mm512_shuffle_f32x4(v[0], v[1], 0xdd))};
+}
+ATTN_INLINE Vd sums(const Vd (&x)[8]) {
+  __m512d t[4], u[2];
+  ATTN_UNROLL for (int i = 0; i < 4; i++) t[i] =
+      _mm512_add_pd(_mm512_unpacklo_pd(x[2 * i].v, x[2 * i + 1].v), _mm512_unpackhi_pd(x[2 * i].v, x[2 * i + 1].v));
+  ATTN_UNROLL for (int i = 0; i < 2; i++) u[i] = _mm512_add_pd(_mm512_shuffle_f64x2(t[2 * i], t[2 * i + 1], 0x88),
+                                                               _mm512_shuffle_f64x2(t[2 * i], t[2 * i + 1], 0xdd));
+  return {_mm512_add_pd(_mm512_shuffle_f64x2(u[0], u[1], 0x88), _mm512_shuffle_f64x2(u[0], u[1], 0xdd))};
+}
+
 // 32-bit lanes for the dropout counter
 struct Lanes {
   __m512i v;

@@ -94,6 +94,11 @@ ATTN_INLINE bool finite_bits(Vec<C> a) {
 }
 template <class C>
 ATTN_INLINE void transpose(Vec<C> (&)[1]) {}
+// lane i of the result is the sum over the lanes of x[i]
+template <class C>
+ATTN_INLINE Vec<C> sums(const Vec<C> (&x)[1]) {
+  return x[0];
+}
 
 // 32-bit lanes for the dropout counter
 struct Lanes {

@@ -3,6 +3,7 @@
 #include "../dispatch.h"
 #include "attention_backward.h"
 #include "attention_forward.h"
+#include "decode.h"
 
 namespace attnjourney {
 namespace {
@@ -31,10 +32,23 @@ constexpr AttentionKernels attention_kernels() {
   };
 }
 
+template <class T>
+constexpr DecodeKernels decode_kernels() {
+  using D = Decode<T>;
+  constexpr int64_t item = sizeof(Compute<T>);
+  return {
+      [](const DecodeParams& p, int64_t rows) { return D::space(p, rows) * item; },
+      [](const DecodeParams& p, int64_t rows) { return D::partial_size(p, rows) * item; },
+      D::chunk,
+      D::merge,
+  };
+}
+
 constexpr KernelTable make_table(const char* isa) {
   return {
       isa,
-      {attention_kernels<double>(), attention_kernels<float>(), attention_kernels<bf16>(), attention_kernels<f16>()}};
+      {attention_kernels<double>(), attention_kernels<float>(), attention_kernels<bf16>(), attention_kernels<f16>()},
+      {decode_kernels<double>(), decode_kernels<float>(), decode_kernels<bf16>(), decode_kernels<f16>()}};
 }
 
 }  // namespace

@@ -1,0 +1,60 @@
+"""Registration of operators that have no backward: those that read and write caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ._operator import NAMESPACE, Signature
+from ._registration import LIBRARY, _any_requires_grad, _below_autograd, _grad_enabled
+
+
+def register_inference(
+    name: str, *, fake: Callable[..., object], flops: Callable[..., int] | None = None
+) -> torch._ops.OpOverload:
+    """Completes the operator `name`, whose schema and kernels the C++ library has registered, and returns it.
+
+    While gradients are recorded, an input that requires one raises RuntimeError: it would be lost without a word.
+
+    Args:
+        fake: the results as empty tensors, from tensors without data; receives the arguments by name.
+        flops: of one call, from shapes in place of tensors.
+    """
+    operator = getattr(getattr(torch.ops, NAMESPACE), name).default
+    signature = Signature(operator)
+    arguments = operator._schema.arguments
+    written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+
+    def autograd(*args, **kwargs):
+        if _grad_enabled() and _any_requires_grad(*args, *kwargs.values()):
+            named = signature.named(args, kwargs).items()
+            which = next(key for key, x in named if isinstance(x, Tensor) and x.requires_grad)
+            raise RuntimeError(
+                f"{which}: expected a tensor that does not require grad, {NAMESPACE}::{name} has no backward: "
+                "call it under torch.no_grad() or detach the tensor"
+            )
+        with _below_autograd():
+            result = operator(*args, **kwargs)
+        for i in written:
+            if args[i] is not None:
+                torch.autograd.graph.increment_version(args[i])
+        return result
+
+    LIBRARY.impl(name, autograd, "Autograd")
+    torch.library.register_fake(operator, lambda *args, **kwargs: fake(**signature.named(args, kwargs)), lib=LIBRARY)
+    if flops is not None:
+
+        @register_flop_formula(operator._overloadpacket)
+        def count(*args, out_shape=None, **kwargs) -> int:
+            return flops(**signature.named(args, kwargs))
+
+    return operator
+
+
+def need(ok: bool, expected: str, got: Tensor) -> None:
+    """The check of a shape in a fake kernel."""
+    if not ok:
+        raise ValueError(f"{expected}, got shape {tuple(got.shape)}")

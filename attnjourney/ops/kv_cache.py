@@ -1,0 +1,48 @@
+"""The operators that write caches, each with its mutation declared; attnjourney.nn.cache puts classes over them.
+
+    kv_cache_append(key_cache!, value_cache!, lengths!, key, value, *, counts, ring)   dense and ring
+    kv_cache_truncate(lengths!, new_lengths, *, lowest)
+    kv_cache_reorder(key_cache!, value_cache!, lengths!, batch_index)
+    paged_cache_append(key_cache!, value_cache!, lengths!, block_table!, block_refs!, key, value, *, counts)
+    paged_cache_truncate(lengths!, block_table!, block_refs!, new_lengths, *, block_size)
+    paged_cache_reorder(lengths!, block_table!, block_refs!, batch_index)
+
+They check every value first: an error leaves the cache as it was.
+"""
+
+from __future__ import annotations
+
+from ._inference import need, register_inference
+
+
+def _check_new(name, cache, new, lengths):
+    need(cache.dim() == 4, f"{name}_cache: expected 4 dimensions", cache)
+    need(new.dim() == 4, f"{name}: expected 4 dimensions", new)
+    want = (lengths.shape[0], cache.shape[1], new.shape[2], cache.shape[3])
+    need(tuple(new.shape) == want, f"{name}: expected shape {want} (batch, heads, tokens, dim)", new)
+    if new.dtype != cache.dtype:
+        raise RuntimeError(f"{name}: expected the dtype of {name}_cache, {cache.dtype}, got {new.dtype}")
+
+
+def _fake_append(*, key_cache, value_cache, lengths, key, value, **_):
+    _check_new("key", key_cache, key, lengths)
+    if (value_cache is None) != (value is None):
+        raise ValueError("value: expected a tensor beside value_cache, and None without one")
+    if value is not None:
+        _check_new("value", value_cache, value, lengths)
+
+
+def _fake_truncate(*, lengths, new_lengths, **_):
+    need(new_lengths.shape == lengths.shape, f"new_lengths: expected shape {tuple(lengths.shape)}", new_lengths)
+
+
+def _fake_reorder(*, lengths, batch_index, **_):
+    need(batch_index.shape == lengths.shape, f"batch_index: expected shape {tuple(lengths.shape)}", batch_index)
+
+
+append = register_inference("kv_cache_append", fake=_fake_append)
+truncate = register_inference("kv_cache_truncate", fake=_fake_truncate)
+reorder = register_inference("kv_cache_reorder", fake=_fake_reorder)
+paged_append = register_inference("paged_cache_append", fake=_fake_append)
+paged_truncate = register_inference("paged_cache_truncate", fake=_fake_truncate)
+paged_reorder = register_inference("paged_cache_reorder", fake=_fake_reorder)

@@ -1,0 +1,74 @@
+"""Decoding of multi-head latent attention in the latent space: torch.ops.attnjourney.mla_decode."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._inference import need, register_inference
+
+
+def mla_decode(
+    query: Tensor,
+    latent: Tensor,
+    lengths: Tensor,
+    kv_b_weight: Tensor,
+    *,
+    is_causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Attention of the last rows of each sequence over a cache of latents (DeepSeek-V2, arXiv 2405.04434).
+
+    scores = (q_nope W_UK . c + q_rope . k_rope) * scale, u = softmax(scores) c, out = u W_UV^T: equal to attention over
+    the keys [c W_UK^T, k_rope] and values c W_UV^T, which are never made. Rows, lengths, windows as in
+    :func:`attnjourney.decode`.
+
+    Args:
+        query: (B, H, Sq, nope + rope), a head's nope part first, its rope part turned.
+        latent: (B, capacity, kv_lora + rope), for each token its normed latent, then its rotary key, turned; the one
+            layout of the rotary part (interleaved or half-split) that query has too.
+        lengths: (B,) int64.
+        kv_b_weight: (H * (nope + v), kv_lora), for each head nope rows W_UK, then v rows W_UV, as in transformers'
+            deepseek_v3.
+        is_causal, window_size, return_lse: as in :func:`attnjourney.decode`.
+        scale: (nope + rope)^-0.5 by default.
+
+    Returns:
+        (B, H, Sq, v), and with return_lse (B, H, Sq).
+
+    Raises:
+        ValueError, RuntimeError: as :func:`attnjourney.decode`.
+    """
+    out, lse = _mla_decode(
+        query, latent, lengths, kv_b_weight, is_causal=is_causal, window_size=window_size, scale=scale
+    )
+    return (out, lse) if return_lse else out
+
+
+def _fake(*, query, latent, lengths, kv_b_weight, **_):
+    need(query.dim() == 4, "query: expected 4 dimensions", query)
+    need(latent.dim() == 3 and latent.shape[0] == query.shape[0], "latent: expected (batch, capacity, dim)", latent)
+    need(kv_b_weight.dim() == 2, "kv_b_weight: expected 2 dimensions", kv_b_weight)
+    need(lengths.shape == query.shape[:1], f"lengths: expected shape ({query.shape[0]},)", lengths)
+    _, _, v = _dims(query.shape, latent.shape, kv_b_weight.shape)
+    need(v > 0, "kv_b_weight: expected query's heads times (nope + v) rows", kv_b_weight)
+    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return query.new_empty((*query.shape[:3], v)), query.new_empty(query.shape[:3], dtype=lse_dtype)
+
+
+def _dims(query, latent, weight):
+    """kv_lora, nope, v from the shapes."""
+    nope = query[3] - (latent[2] - weight[1])
+    return weight[1], nope, weight[0] // query[1] - nope
+
+
+def _flops(*, query, latent, kv_b_weight, **_):
+    """As if every sequence were as long as the cache; the products with W_UK and W_UV included."""
+    kv_lora, nope, v = _dims(query, latent, kv_b_weight)
+    batch, heads, rows, _ = query
+    return 2 * batch * heads * rows * (kv_lora * (nope + v) + latent[1] * (latent[2] + kv_lora))
+
+
+_mla_decode = register_inference("mla_decode", fake=_fake, flops=_flops)

@@ -1,0 +1,71 @@
+"""Attention over caches in plain PyTorch; see attnjourney.ops.decode and attnjourney.ops.mla_decode."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from .attention import attention
+
+
+def decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+    *,
+    block_table: Tensor | None = None,
+    ring: bool = False,
+    is_causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """attnjourney.decode, one sequence at a time: its keys put in order, then attention with a mask."""
+    results = []
+    for b, length in enumerate(lengths.tolist()):
+        first = max(0, length - key.shape[2]) if ring else 0  # older keys of a ring are gone
+        k, v = (_sequence(x, b, first, length, block_table, ring) for x in (key, value))
+        row = torch.arange(query.shape[2], device=query.device).unsqueeze(1) + length - query.shape[2]  # its position
+        column = torch.arange(first, length, device=query.device)
+        visible = torch.ones(row.shape[0], column.shape[0], dtype=torch.bool, device=query.device)
+        left, right = window_size
+        if left >= 0:
+            visible = visible & (column >= row - left)
+        if is_causal or right >= 0:
+            visible = visible & (column <= row + (0 if is_causal else right))
+        results.append(attention(query[b], k, v, visible, scale=scale, enable_gqa=True, return_lse=True))
+    out, lse = (torch.stack(parts) for parts in zip(*results))
+    return (out, lse) if return_lse else out
+
+
+def _sequence(cache: Tensor, b: int, first: int, length: int, block_table: Tensor | None, ring: bool) -> Tensor:
+    """Keys or values first .. length - 1 of a sequence, (heads, length - first, dim)."""
+    at = torch.arange(first, length, device=cache.device)
+    if block_table is not None:
+        return cache[block_table[b, at // cache.shape[2]].long(), :, at % cache.shape[2]].transpose(0, 1)
+    return cache[b][:, at % cache.shape[2] if ring else at]
+
+
+def mla_decode(
+    query: Tensor,
+    latent: Tensor,
+    lengths: Tensor,
+    kv_b_weight: Tensor,
+    *,
+    is_causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """attnjourney.mla_decode in its expanded form: every head's keys and values are made from the latents."""
+    heads, kv_lora = query.shape[1], kv_b_weight.shape[1]
+    c, shared_key = latent.split([kv_lora, latent.shape[-1] - kv_lora], -1)
+    nope = query.shape[-1] - shared_key.shape[-1]
+    kv = linear(c, kv_b_weight).unflatten(-1, (heads, -1)).transpose(1, 2)  # (batch, heads, capacity, nope + v)
+    key = torch.cat([kv[..., :nope], shared_key.unsqueeze(1).expand(-1, heads, -1, -1)], -1)
+    return decode(
+        query, key, kv[..., nope:], lengths, is_causal=is_causal, window_size=window_size, scale=scale,
+        return_lse=return_lse,
+    )  # fmt: skip

@@ -1,0 +1,135 @@
+// CPU entry of decode: sequences, heads and chunks of keys over threads. Few query rows go through kernels/decode.h,
+// many (a prompt, or a large piece of one) through decode_tiled.cpp.
+#include "../decode.h"
+
+#include <atomic>
+
+#include "../cache_checks.h"
+#include "cache_walk.h"
+#include "decode_tiled.h"
+#include "plan.h"
+#include "threads.h"
+
+namespace attnjourney {
+namespace {
+
+constexpr int64_t few_rows = 16;    // query rows of one sequence that count as few
+constexpr int64_t row_block = 128;  // rows of one key/value head that one item takes: bounds the partial results
+
+void check_values(const DecodeCall& c, const DecodeInputs& in) {
+  const int64_t* lengths = static_cast<const int64_t*>(in.lengths.const_data_ptr());
+  for (int64_t b = 0; b < c.batch; b++) {
+    check_length("lengths", b, lengths[b], c.ring ? KeyRanges::unbounded : c.capacity, "the cache's capacity");
+    if (!in.block_table) continue;
+    const int64_t width = in.block_table->size(1), blocks = in.key.size(0);
+    const int32_t* row = static_cast<const int32_t*>(in.block_table->const_data_ptr()) + b * width;
+    for (int64_t j = 0; j * c.block_size < lengths[b]; j++)
+      check_value(row[j] >= 0 && row[j] < blocks, "block_table: expected blocks from 0 to ", blocks - 1, ", got ",
+                  row[j], " at (", b, ", ", j, ")");
+  }
+}
+
+// What one sequence's query rows may see, in chunks.
+struct Sequence {
+  DecodeParams params;
+  KeyRange seen;
+  int64_t chunks;      // at least 1: a sequence that sees nothing has one empty chunk
+  int64_t first_unit;  // (key/value head, row block) of this sequence, counted over all sequences
+  int64_t first_item;  // unit and chunk
+};
+
+void decode_few(const DecodeCall& c, const DecodeInputs& in, const Tensor& query, const Tensor& out,
+                const Tensor& lse) {
+  const DecodeKernels& kernel = kernels().decode[static_cast<int>(kernel_dtype(query.scalar_type()))];
+  const CacheWalk walk(c, in);
+  const int64_t* lengths = static_cast<const int64_t*>(in.lengths.const_data_ptr());
+  const int64_t rows = c.group * c.q_len, row_blocks = (rows + row_block - 1) / row_block;
+  const int64_t units = c.kv_heads * row_blocks;
+
+  std::vector<Sequence> all(static_cast<size_t>(c.batch));
+  int64_t keys = 0;
+  for (int64_t b = 0; b < c.batch; b++) {
+    DecodeParams& p = all[static_cast<size_t>(b)].params;
+    p.q_len = c.q_len, p.head_dim = c.head_dim, p.v_head_dim = c.v_head_dim;
+    p.q_head = query.stride(1), p.q_row = query.stride(2), p.k_row = walk.key_row(), p.v_row = walk.value_row();
+    p.scale = c.scale;
+    p.keys = c.keys(lengths[b]);
+    all[static_cast<size_t>(b)].seen = p.keys.any(0, c.q_len - 1);
+    keys += std::max<int64_t>(0, all[static_cast<size_t>(b)].seen.end - all[static_cast<size_t>(b)].seen.begin);
+  }
+  // The length of a chunk follows from the call alone, not from the threads: the same bits for any number of them.
+  int64_t chunk = 2048;
+  while (chunk > 256 && keys * units < 64 * chunk) chunk /= 2;
+  int64_t items = 0;
+  for (int64_t b = 0; b < c.batch; b++) {
+    Sequence& s = all[static_cast<size_t>(b)];
+    s.chunks = std::max<int64_t>(1, (s.seen.end - s.seen.begin + chunk - 1) / chunk);
+    s.first_unit = b * units;
+    s.first_item = items;
+    items += units * s.chunks;
+  }
+
+  const DecodeParams& any = all.front().params;
+  const int64_t partial = kernel.partial_size(any, std::min(rows, row_block));
+  const Tensor partials = aten::empty(query, {(items * partial + 63) / bytes_of(query.scalar_type())});
+  const auto aligned = [](void* p) { return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(p) + 63) / 64 * 64); };
+  char* const parts = aligned(partials.mutable_data_ptr());
+  const char* const q = static_cast<const char*>(query.const_data_ptr());
+  char *const o = static_cast<char*>(out.mutable_data_ptr()), *const l = static_cast<char*>(lse.mutable_data_ptr());
+  const int64_t item = bytes_of(query.scalar_type()), lse_item = bytes_of(lse.scalar_type());
+  std::vector<std::atomic<int64_t>> left(static_cast<size_t>(c.batch * units));  // chunks of a unit still to come
+  for (const Sequence& s : all)
+    for (int64_t u = 0; u < units; u++) left[static_cast<size_t>(s.first_unit + u)].store(s.chunks);
+
+  // 200 KB of keys and values, or 1 MFLOP, are about 10 us
+  const double row = static_cast<double>(c.head_dim + c.v_head_dim), pairs = static_cast<double>(keys * c.kv_heads);
+  const double cost = pairs * row * std::max(5.0 * static_cast<double>(item), 2.0 * static_cast<double>(rows));
+  const int64_t space = kernel.space(any, std::min(rows, row_block));
+  run_queue(items, thread_count(items, cost), space, [&](int64_t i, void* scratch) {
+    size_t at = 0;
+    if (c.batch > 1) {  // the last sequence whose first item is not past i
+      const auto after =
+          std::upper_bound(all.begin(), all.end(), i, [](int64_t x, const Sequence& s) { return x < s.first_item; });
+      at = static_cast<size_t>(after - all.begin()) - 1;
+    }
+    const Sequence& s = all[at];
+    const int64_t b = static_cast<int64_t>(at), unit = (i - s.first_item) / s.chunks, n = (i - s.first_item) % s.chunks;
+    const int64_t kv = unit / row_blocks, bh = b * c.q_heads + kv * c.group;
+    DecodeRows r;
+    r.first = unit % row_blocks * row_block;
+    r.count = std::min(row_block, rows - r.first);
+    r.query = q + (b * query.stride(0) + kv * c.group * query.stride(1)) * item;
+    r.out = o + bh * c.q_len * c.v_head_dim * item;
+    r.lse = l + bh * c.q_len * lse_item;
+    std::vector<DecodeRun> runs;
+    const int64_t from = s.seen.begin + n * chunk;
+    walk.runs(b, kv, from, std::min(from + chunk, s.seen.end), runs);
+    char* const mine = parts + (s.first_item + unit * s.chunks) * partial;
+    kernel.chunk(s.params, r, runs.data(), static_cast<int64_t>(runs.size()),
+                 mine + n * kernel.partial_size(s.params, r.count), scratch);
+    // whoever finishes a unit joins its chunks, in their order
+    if (left[static_cast<size_t>(s.first_unit + unit)].fetch_sub(1, std::memory_order_acq_rel) == 1)
+      kernel.merge(s.params, r, mine, s.chunks);
+  });
+}
+
+std::tuple<Tensor, Tensor> decode_op(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& lengths,
+                                     OptionalTensor block_table, bool ring, bool is_causal,
+                                     const std::vector<int64_t>& window_size, std::optional<double> scale) {
+  check_value(window_size.size() == 2, "window_size: expected two numbers, got ", window_size.size());
+  return decode(cpu_decode, {query, key, value, lengths, std::move(block_table), ring, is_causal, window_size[0],
+                             window_size[1], scale});
+}
+
+}  // namespace
+
+void cpu_decode(const DecodeCall& c, const DecodeInputs& in, const Tensor& out, const Tensor& lse) {
+  check_values(c, in);
+  if (c.batch * c.q_heads * c.q_len == 0) return;
+  const Tensor query = aten::rows_contiguous(in.query);
+  (c.q_len <= few_rows ? decode_few : decode_tiled)(c, in, query, out, lse);
+}
+
+}  // namespace attnjourney
+
+STABLE_TORCH_LIBRARY_IMPL(attnjourney, CPU, m) { m.impl("decode", TORCH_BOX(&attnjourney::decode_op)); }

@@ -1,0 +1,157 @@
+// CPU entry of the paged cache. Sequences share blocks after a reorder (beam search); a shared block is copied when one
+// of its holders writes into it. Everything is planned on copies of the table and of the counts, then carried out.
+#include "cache_rows.h"
+
+namespace attnjourney {
+namespace {
+
+int64_t blocks_for(int64_t tokens, int64_t block_size) { return (tokens + block_size - 1) / block_size; }
+
+class Blocks {
+ public:
+  Blocks(const Tensor& lengths, const Tensor& table, const Tensor& refs)
+      : table_(table), refs_(refs), width_(table.size(1)), count_(refs.size(0)) {
+    check_paged(lengths, table, refs);
+    const int32_t* const t = static_cast<const int32_t*>(table.const_data_ptr());
+    const int32_t* const r = static_cast<const int32_t*>(refs.const_data_ptr());
+    blocks_.assign(t, t + table.size(0) * width_);
+    holders_.assign(r, r + count_);
+  }
+  // the block that holds entry j of a row, which must be one in use
+  int32_t held(int64_t row, int64_t j) const {
+    const int32_t block = blocks_[static_cast<size_t>(row * width_ + j)];
+    check_value(block >= 0 && block < count_, "block_table: expected blocks from 0 to ", count_ - 1, ", got ", block,
+                " at (", row, ", ", j, ")");
+    check_value(holders_[static_cast<size_t>(block)] > 0, "block_refs: expected at least 1 for block ", block,
+                ", which block_table holds, got ", holders_[static_cast<size_t>(block)]);
+    return block;
+  }
+  int32_t& entry(int64_t row, int64_t j) { return blocks_[static_cast<size_t>(row * width_ + j)]; }
+  int32_t& holders(int32_t block) { return holders_[static_cast<size_t>(block)]; }
+  int64_t width() const { return width_; }
+  int32_t take() {
+    while (next_free_ < count_ && holders_[static_cast<size_t>(next_free_)] > 0) next_free_++;
+    check_value(next_free_ < count_, "key: the cache overflows: all of its ", count_, " blocks are in use");
+    holders_[static_cast<size_t>(next_free_)] = 1;
+    return static_cast<int32_t>(next_free_);
+  }
+  void release(int64_t row, int64_t j) {
+    holders(held(row, j))--;
+    entry(row, j) = -1;
+  }
+  void commit() const {
+    std::memcpy(table_.mutable_data_ptr(), blocks_.data(), blocks_.size() * sizeof(int32_t));
+    std::memcpy(refs_.mutable_data_ptr(), holders_.data(), holders_.size() * sizeof(int32_t));
+  }
+
+ private:
+  Tensor table_, refs_;
+  int64_t width_, count_, next_free_ = 0;
+  std::vector<int32_t> blocks_, holders_;
+};
+
+void append(const Tensor& key_cache, const Tensor& value_cache, const Tensor& lengths, const Tensor& block_table,
+            const Tensor& block_refs, const Tensor& key, const Tensor& value, OptionalTensor counts) {
+  const AppendInputs in{key_cache, value_cache, lengths, key, value, std::move(counts)};
+  check_append(in, true);
+  Blocks blocks(lengths, block_table, block_refs);
+  check_value(block_refs.size(0) == key_cache.size(0), "block_refs: expected shape (", key_cache.size(0),
+              ",), one number for each block of key_cache, got ", shape_text(block_refs));
+  const int64_t batch = lengths.size(0), n = key.size(2), size = key_cache.size(2);
+  check_value(size > 0, "key_cache: expected a block size (dimension 2) of at least 1, got shape ",
+              shape_text(key_cache));
+  int64_t* const have = static_cast<int64_t*>(lengths.mutable_data_ptr());
+  const std::vector<int64_t> fresh = new_tokens(in);
+  struct Copy {
+    int32_t from, to;
+    int64_t tokens;
+  };
+  std::vector<Copy> copies;
+  for (int64_t b = 0; b < batch; b++) {
+    const int64_t capacity = size * blocks.width(), count = fresh[static_cast<size_t>(b)];
+    check_length("lengths", b, have[b], capacity, "the cache's capacity");
+    check_value(have[b] + count <= capacity, "key: the cache overflows: expected at most ", capacity - have[b],
+                " new tokens for batch row ", b, " (capacity ", capacity, ", length ", have[b], "), got ", count);
+    for (int64_t j = 0; j < blocks_for(have[b], size); j++) blocks.held(b, j);
+    if (count == 0) continue;
+    if (have[b] % size != 0) {
+      const int64_t j = have[b] / size;
+      const int32_t shared = blocks.held(b, j);
+      if (blocks.holders(shared) > 1) {
+        blocks.holders(shared)--;
+        blocks.entry(b, j) = blocks.take();
+        copies.push_back({shared, blocks.entry(b, j), have[b] % size});
+      }
+    }
+    for (int64_t j = blocks_for(have[b], size); j < blocks_for(have[b] + count, size); j++)
+      blocks.entry(b, j) = blocks.take();
+  }
+
+  const auto write = [&](const Tensor& cache, const Tensor& tokens) {
+    const Tensor rows = aten::rows_contiguous(tokens);
+    const CacheRows to(cache), from(rows);
+    const int64_t heads = cache.size(1);
+    for (const Copy& c : copies)
+      for (int64_t h = 0; h < heads; h++)
+        for (int64_t t = 0; t < c.tokens; t++) to.copy(c.to, h, t, to, c.from, h, t);
+    parallel_tokens(batch * heads, n * cache.size(3), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++) {
+        const int64_t b = i / heads, h = i % heads, count = fresh[static_cast<size_t>(b)];
+        for (int64_t t = 0; t < count; t++) {
+          const int64_t at = have[b] + t;
+          to.copy(blocks.entry(b, at / size), h, at % size, from, b, h, n - count + t);
+        }
+      }
+    });
+  };
+  write(key_cache, key);
+  write(value_cache, value);
+  blocks.commit();
+  for (int64_t b = 0; b < batch; b++) have[b] += fresh[static_cast<size_t>(b)];
+}
+
+void truncate(const Tensor& lengths, const Tensor& block_table, const Tensor& block_refs, const Tensor& new_lengths,
+              int64_t block_size) {
+  Blocks blocks(lengths, block_table, block_refs);
+  check_value(block_size > 0, "block_size: expected a positive number, got ", block_size);
+  const int64_t* const wanted = checked_truncation(lengths, new_lengths);
+  int64_t* const have = static_cast<int64_t*>(lengths.mutable_data_ptr());
+  for (int64_t b = 0; b < lengths.size(0); b++) {
+    check_length("lengths", b, have[b], block_size * blocks.width(), "the cache's capacity");
+    for (int64_t j = blocks_for(wanted[b], block_size); j < blocks_for(have[b], block_size); j++) blocks.release(b, j);
+  }
+  blocks.commit();
+  std::copy(wanted, wanted + lengths.size(0), have);
+}
+
+void reorder(const Tensor& lengths, const Tensor& block_table, const Tensor& block_refs, const Tensor& batch_index) {
+  Blocks blocks(lengths, block_table, block_refs);
+  const int64_t* const index = checked_batch_index(batch_index, lengths);
+  const int64_t batch = lengths.size(0), width = blocks.width();
+  int64_t* const have = static_cast<int64_t*>(lengths.mutable_data_ptr());
+  const std::vector<int64_t> before(have, have + batch);
+  const int32_t* const table = static_cast<const int32_t*>(block_table.const_data_ptr());
+  const std::vector<int32_t> old(table, table + batch * width);
+  std::vector<int32_t> gone, come;
+  for (int64_t b = 0; b < batch; b++)
+    for (int64_t j = 0; j < width; j++) {
+      if (old[static_cast<size_t>(b * width + j)] >= 0) gone.push_back(blocks.held(b, j));
+      const int32_t block = old[static_cast<size_t>(index[b] * width + j)];
+      if (block >= 0) come.push_back(blocks.held(index[b], j));
+    }
+  for (int64_t b = 0; b < batch; b++)
+    for (int64_t j = 0; j < width; j++) blocks.entry(b, j) = old[static_cast<size_t>(index[b] * width + j)];
+  for (const int32_t block : come) blocks.holders(block)++;
+  for (const int32_t block : gone) blocks.holders(block)--;
+  blocks.commit();
+  for (int64_t b = 0; b < batch; b++) have[b] = before[static_cast<size_t>(index[b])];
+}
+
+}  // namespace
+}  // namespace attnjourney
+
+STABLE_TORCH_LIBRARY_IMPL(attnjourney, CPU, m) {
+  m.impl("paged_cache_append", TORCH_BOX(&attnjourney::append));
+  m.impl("paged_cache_truncate", TORCH_BOX(&attnjourney::truncate));
+  m.impl("paged_cache_reorder", TORCH_BOX(&attnjourney::reorder));
+}

@@ -1,0 +1,33 @@
+// What a decode kernel needs to know. Pointers and numbers only: no torch.
+#pragma once
+#include <cstdint>
+
+#include "mask.h"
+
+namespace attnjourney {
+
+// Rows of query that read the same key/value head of one sequence. Row i is query row i % q_len of head i / q_len of
+// the group. Strides count elements; the last dimension of every tensor is dense.
+struct DecodeRows {
+  const void* query = nullptr;  // [group, q_len, head_dim]
+  void* out = nullptr;          // [group, q_len, v_head_dim] dense
+  void* lse = nullptr;          // [group, q_len] dense, float (double for double)
+  int64_t first = 0, count = 0;
+};
+
+struct DecodeParams {
+  int64_t q_len = 0;
+  int64_t head_dim = 0, v_head_dim = 0;
+  int64_t q_head = 0, q_row = 0, k_row = 0, v_row = 0;  // strides
+  double scale = 1;
+  KeyRanges keys;  // of this sequence: its length, and the position of its first query row
+};
+
+// Keys that lie in one piece: key j of [first, first + count) is at key + (j - first) * k_row.
+struct DecodeRun {
+  const void* key;
+  const void* value;
+  int64_t first, count;
+};
+
+}  // namespace attnjourney

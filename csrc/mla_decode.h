@@ -1,0 +1,25 @@
+// Decoding of multi-head latent attention in the latent space (DeepSeek-V2, arXiv 2405.04434): the operator
+// `mla_decode` over a cache that holds, for each token, its normed latent c and one rotary key for all heads.
+//
+//   scores = (q_nope W_UK . c + q_rope . k_rope) * scale,  u = softmax(scores) c,  out = u W_UV^T
+//
+// which is attention with one key/value head whose value is the front of its key: `decode` does it.
+#pragma once
+#include "decode.h"
+
+namespace attnjourney {
+
+struct MlaDecodeInputs {
+  Tensor query;        // (batch, heads, q_len, nope + rope)
+  Tensor latent;       // (batch, capacity, kv_lora + rope)
+  Tensor lengths;      // (batch,) int64
+  Tensor kv_b_weight;  // (heads * (nope + v), kv_lora), a head's nope rows (W_UK) before its v rows (W_UV)
+  bool is_causal = true;
+  int64_t left = -1, right = -1;  // as in DecodeInputs
+  std::optional<double> scale;    // default (nope + rope)^-0.5
+};
+
+// out (batch, heads, q_len, v), lse (batch, heads, q_len)
+std::tuple<Tensor, Tensor> mla_decode(DecodeKernel kernel, const MlaDecodeInputs& in);
+
+}  // namespace attnjourney
