@@ -6,7 +6,18 @@ from .accounting import account
 from .info import cpu_info, explain
 from .nn.cache import KVCache, LatentCache, WindowCache
 from .nn.cache_paged import PagedKVCache
-from .ops import attention, decode, gpt_attention, gqa, mha, mla, mla_decode
+from .ops import (
+    attention,
+    attention_weights,
+    decode,
+    gpt_attention,
+    gqa,
+    merge_states,
+    mha,
+    mla,
+    mla_decode,
+    varlen_attention,
+)
 from .positions import alibi_slopes, rope, rope_frequencies, sinusoidal_positions
 from .replace import replace_attention
 
@@ -19,11 +30,13 @@ __all__ = [
     "account",
     "alibi_slopes",
     "attention",
+    "attention_weights",
     "cpu_info",
     "decode",
     "explain",
     "gpt_attention",
     "gqa",
+    "merge_states",
     "mha",
     "mla",
     "mla_decode",
@@ -33,4 +46,5 @@ __all__ = [
     "rope",
     "rope_frequencies",
     "sinusoidal_positions",
+    "varlen_attention",
 ]

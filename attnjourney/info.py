@@ -6,6 +6,8 @@ import json
 
 import torch
 
+from .ops._attention_checks import alignment_index
+
 
 def _decode(text: torch.Tensor) -> dict:
     return json.loads(bytes(text.tolist()).decode())
@@ -32,6 +34,14 @@ def explain(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    causal_alignment: str = "top_left",
+    window_size: tuple[int, int] = (-1, -1),
+    prefix_length: int = 0,
+    key_lengths: torch.Tensor | None = None,
+    query_lengths: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> dict:
     """Tells how `attention` would run with these arguments, without running it.
 
@@ -40,6 +50,21 @@ def explain(
     """
     return _decode(
         torch.ops.attnjourney._explain(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            causal_alignment=alignment_index(causal_alignment),
+            window_size=window_size,
+            prefix_length=prefix_length,
+            key_lengths=key_lengths,
+            query_lengths=query_lengths,
+            softcap=softcap,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
         )
     )

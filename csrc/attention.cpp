@@ -76,17 +76,82 @@ void check_mask(AttentionCall& c, const Tensor& mask, const Tensor& query) {
   }
   c.params.mask = t == ScalarType::Bool ? MaskKind::boolean : MaskKind::floating;
   c.params.mask_fp32 = t == ScalarType::Float && query.scalar_type() != ScalarType::Float;
-  const auto stride = [&](int64_t from_end) {  // 0 where the mask broadcasts
-    const int64_t d = mask.dim() - from_end;
-    return d >= 0 && mask.size(d) != 1 ? mask.stride(d) : 0;
-  };
-  c.params.mask_col = stride(1);
-  c.params.mask_row = stride(2);
-  if (c.rank >= 3) c.mask.head_stride = stride(3);
-  for (int d = 0; d < c.batch_dims; d++) c.mask.batch_stride[d] = stride(c.rank - d);
+  c.mask = mask_map(c, mask, c.params.mask_row, c.params.mask_col);
+}
+
+bool is_index(const Tensor& t) { return t.scalar_type() == ScalarType::Int || t.scalar_type() == ScalarType::Long; }
+
+void check_lengths(const char* name, const OptionalTensor& t, int64_t count, const Tensor& query) {
+  if (!t) return;
+  check_runtime(is_index(*t), name, ": expected dtype torch.int64 or torch.int32, got ", dtype_text(t->scalar_type()));
+  check_value(t->dim() == 1 && t->size(0) == count, name, ": expected shape (", count, ",), one number for each ",
+              "sequence, got ", shape_text(*t));
+  check_same_device(name, *t, "query", query);
+}
+
+void check_per_head(const char* name, const OptionalTensor& t, const AttentionCall& c, const Tensor& query) {
+  if (!t) return;
+  const ScalarType own = t->scalar_type();
+  check_runtime(own == query.scalar_type() || own == ScalarType::Float, name, ": expected dtype ",
+                dtype_text(query.scalar_type()), " (query's) or torch.float32, got ", dtype_text(own));
+  const bool per_head = t->dim() == 1 && t->size(0) == c.q_heads;
+  const bool per_item = t->dim() == 2 && t->size(0) == c.batch && t->size(1) == c.q_heads;
+  check_value(per_head || per_item, name, ": expected shape (", c.q_heads, ",) or (", c.batch, ", ", c.q_heads,
+              ") (heads of query, or batch and heads), got ", shape_text(*t));
+  check_same_device(name, *t, "query", query);
+}
+
+void check_packed(AttentionCall& c, const AttentionOptions& o, const Tensor& query) {
+  check_value(!o.attn_mask, "attn_mask: packed sequences take none");
+  for (const auto& [name, t] : {std::pair{"cu_seqlens_q", o.cu_seqlens_q}, std::pair{"cu_seqlens_k", o.cu_seqlens_k}})
+    check_value(t->dim() == 1 && t->size(0) >= 1, name, ": expected shape (sequences + 1,), got ", shape_text(*t));
+  c.batch = o.cu_seqlens_q->size(0) - 1;
+  check_lengths("cu_seqlens_q", o.cu_seqlens_q, c.batch + 1, query);
+  check_value(o.cu_seqlens_k->size(0) == c.batch + 1, "cu_seqlens_k: expected the shape of cu_seqlens_q, (",
+              c.batch + 1, ",), got ", shape_text(*o.cu_seqlens_k));
+  check_lengths("cu_seqlens_k", o.cu_seqlens_k, c.batch + 1, query);
+  c.packed = true;
+}
+
+// which keys are visible, and what is done to the scores
+void check_scores(AttentionCall& c, const AttentionOptions& o, const Tensor& query) {
+  AttentionParams& p = c.params;
+  check_value(o.causal_alignment == 0 || o.causal_alignment == 1,
+              "causal_alignment: expected 0 (top-left) or 1 (bottom-right), got ", o.causal_alignment);
+  c.bottom_right = o.causal_alignment == 1;
+  const auto [left, right] = o.window;
+  check_value(left >= -1 && right >= -1, "window_size: expected two numbers from -1 (unbounded), got (", left, ", ",
+              right, ")");
+  check_value(o.prefix_length >= 0, "prefix_length: expected a number from 0, got ", o.prefix_length);
+  if (left >= 0) p.keys.left = std::min(left, KeyRanges::unbounded);
+  if (right >= 0) p.keys.right = std::min(right, KeyRanges::unbounded);
+  if (o.is_causal) p.keys.right = 0;
+  p.keys.prefix = std::min(o.prefix_length, p.kv_len);
+  p.keys.key_length = p.kv_len;
+  if (c.bottom_right) p.keys.offset = p.kv_len - p.q_len;
+  check_lengths("key_lengths", o.key_lengths, c.batch, query);
+  check_lengths("query_lengths", o.query_lengths, c.batch, query);
+  check_value(o.softcap >= 0 && std::isfinite(o.softcap), "softcap: expected a finite number from 0, got ", o.softcap);
+  p.softcap = o.softcap;
+  check_per_head("sinks", o.sinks, c, query);
+  check_per_head("alibi_slopes", o.alibi_slopes, c, query);
+  p.alibi = o.alibi_slopes.has_value();
 }
 
 }  // namespace
+
+HeadMap mask_map(const AttentionCall& c, const Tensor& mask, int64_t& row, int64_t& col) {
+  HeadMap m;
+  const auto stride = [&](int64_t from_end) {
+    const int64_t d = mask.dim() - from_end;
+    return d >= 0 && mask.size(d) != 1 ? mask.stride(d) : 0;
+  };
+  col = stride(1);
+  row = stride(2);
+  if (c.rank >= 3) m.head_stride = stride(3);
+  for (int d = 0; d < c.batch_dims; d++) m.batch_stride[d] = stride(c.rank - d);
+  return m;
+}
 
 std::vector<int64_t> AttentionCall::leading() const {
   std::vector<int64_t> s(batch_size, batch_size + batch_dims);
@@ -135,8 +200,8 @@ AttentionCall check_attention(const Tensor& query, const Tensor& key, const Tens
   check_dropout(options.dropout_p);
   p.scale = options.scale.value_or(1.0 / std::sqrt(static_cast<double>(p.head_dim)));
   check_value(std::isfinite(p.scale), "scale: expected a finite number, got ", p.scale);
-  p.keys.key_length = p.kv_len;
-  if (options.is_causal) p.keys.right = 0;
+  if (options.cu_seqlens_q) check_packed(c, options, query);
+  check_scores(c, options, query);
   if (options.dropout_p > 0) {
     check_value(options.dropout_seed.has_value(),
                 "dropout_seed: expected an int64 tensor when dropout_p > 0, got None");
@@ -160,18 +225,50 @@ AttentionCall check_attention(const Tensor& query, const Tensor& key, const Tens
 
 }  // namespace attnjourney
 
-// `need` is a bit set: 1 query, 2 key, 4 value, 8 attn_mask; a gradient not needed comes back with shape (0,).
+// `need` is a bit set: 1 query, 2 key, 4 value, 8 attn_mask, 16 sinks, 32 alibi_slopes; a gradient not needed comes
+// back with shape (0,).
+#define ATTNJOURNEY_VARLEN_OPTIONS                                                                      \
+  "int causal_alignment=0, SymInt[2] window_size=[-1, -1], SymInt prefix_length=0, float softcap=0.0, " \
+  "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? dropout_seed=None"
+#define ATTNJOURNEY_ATTENTION_OPTIONS                                                                          \
+  "int causal_alignment=0, SymInt[2] window_size=[-1, -1], SymInt prefix_length=0, Tensor? key_lengths=None, " \
+  "Tensor? query_lengths=None, float softcap=0.0, Tensor? sinks=None, Tensor? alibi_slopes=None, "             \
+  "Tensor? dropout_seed=None"
+
 STABLE_TORCH_LIBRARY(attnjourney, m) {
   m.def(
       "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, "
-      "bool is_causal=False, *, float? scale=None, bool enable_gqa=False) -> Tensor");
+      "bool is_causal=False, *, float? scale=None, bool enable_gqa=False, " ATTNJOURNEY_ATTENTION_OPTIONS
+      ") -> Tensor");
+  m.def(
+      "attention_with_lse(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, "
+      "bool is_causal=False, *, float? scale=None, bool enable_gqa=False, " ATTNJOURNEY_ATTENTION_OPTIONS
+      ") -> (Tensor out, Tensor lse)");
   m.def(
       "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, "
-      "bool is_causal=False, *, float? scale=None, bool enable_gqa=False, Tensor? dropout_seed=None) "
-      "-> (Tensor out, Tensor lse)");
+      "bool is_causal=False, *, float? scale=None, bool enable_gqa=False, " ATTNJOURNEY_ATTENTION_OPTIONS
+      ") -> (Tensor out, Tensor lse)");
   m.def(
       "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
       "Tensor? attn_mask, Tensor out, Tensor lse, float dropout_p=0.0, bool is_causal=False, *, float? scale=None, "
-      "bool enable_gqa=False, Tensor? dropout_seed=None, int need=15) "
-      "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_attn_mask)");
+      "bool enable_gqa=False, " ATTNJOURNEY_ATTENTION_OPTIONS
+      ", int need=63) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_attn_mask, "
+      "Tensor grad_sinks, Tensor grad_alibi_slopes)");
+  m.def(
+      "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+      "float dropout_p=0.0, bool is_causal=False, *, float? scale=None, " ATTNJOURNEY_VARLEN_OPTIONS ") -> Tensor");
+  m.def(
+      "varlen_attention_forward(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+      "float dropout_p=0.0, bool is_causal=False, *, float? scale=None, " ATTNJOURNEY_VARLEN_OPTIONS
+      ") -> (Tensor out, Tensor lse)");
+  m.def(
+      "varlen_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
+      "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor out, Tensor lse, float dropout_p=0.0, bool is_causal=False, *, "
+      "float? scale=None, " ATTNJOURNEY_VARLEN_OPTIONS
+      ", int need=31) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks, "
+      "Tensor grad_alibi_slopes)");
+  m.def(
+      "_attention_weights(Tensor query, Tensor key, Tensor lse, Tensor rows, Tensor heads, Tensor? attn_mask=None, "
+      "bool is_causal=False, *, float? scale=None, bool enable_gqa=False, " ATTNJOURNEY_ATTENTION_OPTIONS
+      ") -> Tensor");
 }

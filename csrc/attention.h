@@ -1,6 +1,7 @@
 // Scaled dot-product attention: softmax(scale * query key^T + mask) value, per head, in O(len) memory.
 // The operators `attention_forward` and `attention_backward`, their legal inputs, and what a device must supply.
 #pragma once
+#include <array>
 #include <optional>
 
 #include "aten.h"
@@ -15,7 +16,14 @@ struct AttentionOptions {
   bool is_causal = false;
   std::optional<double> scale;  // default 1 / sqrt(head_dim)
   bool enable_gqa = false;
-  OptionalTensor dropout_seed;  // int64 scalar; needed when dropout_p > 0
+  OptionalTensor dropout_seed;                // int64 scalar; needed when dropout_p > 0
+  int64_t causal_alignment = 0;               // of causal, window and ALiBi: 0 top-left, 1 bottom-right
+  std::array<int64_t, 2> window = {-1, -1};   // keys p - left .. p + right of row position p; -1 unbounded
+  int64_t prefix_length = 0;                  // the first keys, seen by every row
+  OptionalTensor key_lengths, query_lengths;  // (batch,) int32 or int64: what lies beyond does not exist
+  double softcap = 0;                         // score -> softcap * tanh(score / softcap), before any mask; 0 none
+  OptionalTensor sinks, alibi_slopes;         // (heads,) or (batch, heads)
+  OptionalTensor cu_seqlens_q, cu_seqlens_k;  // (sequences + 1,): packed sequences; tensors (heads, total, dim)
 };
 
 constexpr int max_batch_dims = 16;
@@ -36,6 +44,8 @@ struct AttentionCall {
   int64_t kv_heads = 1;  // key/value heads that differ; q_heads = group * kv_heads
   AttentionParams params;
   HeadMap query, key, value, mask;
+  bool bottom_right = false;
+  bool packed = false;  // batch counts sequences, and each has its part of the length dimension
   ScalarType dtype = ScalarType::Float, lse_dtype = ScalarType::Float;
 
   std::vector<int64_t> leading() const;  // (batch dims..., q_heads) as far as the rank has them
@@ -45,13 +55,18 @@ struct AttentionCall {
 AttentionCall check_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                               const AttentionOptions& options);
 
+// How attn_mask, or its gradient, is reached: strides of its rows and columns, 0 where it broadcasts.
+HeadMap mask_map(const AttentionCall& call, const Tensor& mask, int64_t& row, int64_t& col);
+
 // Fills in the strides of a tensor shaped (batch dims..., heads, len, dim), e.g. out or grad_out.
 HeadMap head_map(const AttentionCall& call, const Tensor& t, int64_t heads);
 
-// Gradients to be written, nullopt where none is wanted. Shapes are those of the inputs after broadcasting of batch and
-// head dimensions, the mask's too ((..., heads, q_len, kv_len)); the last dimension is dense.
+// Gradients to be written, nullopt where none is wanted. Query, key and value: shapes after broadcasting of batch and
+// head dimensions, the last one dense. The others are contiguous and summed over what their own shapes leave out:
+// attn_mask anything that broadcasts to (..., heads, q_len, kv_len); sinks and alibi_slopes (heads,) or (batch, heads).
 struct AttentionGradients {
-  OptionalTensor query, key, value, attn_mask;
+  OptionalTensor query, key, value, attn_mask, sinks, alibi_slopes;
+  bool any() const { return query || key || value || attn_mask || sinks || alibi_slopes; }
 };
 
 // What a device supplies. out (..., q_len, v_head_dim) may have any strides with a dense last dimension; lse is dense.

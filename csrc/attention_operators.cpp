@@ -37,6 +37,13 @@ Tensor reduce_heads(const AttentionCall& c, const Tensor& grad, const Tensor& li
   return reduce_to(aten::sum(torch::stable::view(grad, s), {c.rank - 2}), like);
 }
 
+// packed tensors are (total, heads, dim) in memory
+Tensor empty_like_inputs(const AttentionCall& c, const Tensor& query, const std::vector<int64_t>& shape) {
+  if (!c.packed) return aten::empty(query, shape);
+  Tensor t = aten::empty(query, {shape[1], shape[0], shape[2]});
+  return torch::stable::transpose(t, 0, 1);
+}
+
 }  // namespace
 
 std::tuple<Tensor, Tensor> attention_forward(const AttentionBackend& backend, const Tensor& query, const Tensor& key,
@@ -46,16 +53,15 @@ std::tuple<Tensor, Tensor> attention_forward(const AttentionBackend& backend, co
   shape.push_back(c.params.q_len);
   Tensor lse = aten::empty(query, shape, c.lse_dtype);
   shape.push_back(c.params.v_head_dim);
-  Tensor out = aten::empty(query, shape);
+  Tensor out = empty_like_inputs(c, query, shape);
   backend.forward(query, key, value, options, out, lse);
   return {out, lse};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(const AttentionBackend& backend, const Tensor& grad_out,
-                                                              const OptionalTensor& grad_lse, const Tensor& query,
-                                                              const Tensor& key, const Tensor& value,
-                                                              const AttentionOptions& options, const Tensor& out,
-                                                              const Tensor& lse, int64_t need) {
+AttentionGradientTuple attention_backward(const AttentionBackend& backend, const Tensor& grad_out,
+                                          const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,
+                                          const Tensor& value, const AttentionOptions& options, const Tensor& out,
+                                          const Tensor& lse, int64_t need) {
   const AttentionCall c = check_attention(query, key, value, options);
   const AttentionParams& p = c.params;
   const auto shape = [&](int64_t heads, std::initializer_list<int64_t> rest) {
@@ -79,20 +85,23 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(const AttentionBac
   out_like("out", out);
   lse_like("lse", lse);
   if (grad_lse) lse_like("grad_lse", *grad_lse);
-  check_value(need >= 0 && need < 16, "need: expected a bit set from 0 to 15, got ", need);
+  check_value(need >= 0 && need < 64, "need: expected a bit set from 0 to 63, got ", need);
 
+  const auto like = [](const Tensor& t) { return aten::empty(t, t.sizes()); };
   AttentionGradients g;
-  if (need & 1) g.query = aten::empty(query, shape(c.q_heads, {p.q_len, p.head_dim}));
-  if (need & 2) g.key = aten::empty(query, shape(c.kv_heads, {p.kv_len, p.head_dim}));
-  if (need & 4) g.value = aten::empty(query, shape(c.kv_heads, {p.kv_len, p.v_head_dim}));
-  if ((need & 8) && p.mask == MaskKind::floating)
-    g.attn_mask = aten::empty(*options.attn_mask, shape(c.q_heads, {p.q_len, p.kv_len}));
-  if (g.query || g.key || g.value || g.attn_mask)
-    backend.backward(grad_out, grad_lse, query, key, value, options, out, lse, g);
+  if (need & 1) g.query = empty_like_inputs(c, query, shape(c.q_heads, {p.q_len, p.head_dim}));
+  if (need & 2) g.key = empty_like_inputs(c, query, shape(c.kv_heads, {p.kv_len, p.head_dim}));
+  if (need & 4) g.value = empty_like_inputs(c, query, shape(c.kv_heads, {p.kv_len, p.v_head_dim}));
+  if ((need & 8) && p.mask == MaskKind::floating) g.attn_mask = like(*options.attn_mask);
+  if ((need & 16) && options.sinks) g.sinks = like(*options.sinks);
+  if ((need & 32) && options.alibi_slopes) g.alibi_slopes = like(*options.alibi_slopes);
+  if (g.any()) backend.backward(grad_out, grad_lse, query, key, value, options, out, lse, g);
   return {g.query ? reduce_to(*g.query, query) : aten::none(query),
           g.key ? reduce_heads(c, *g.key, key) : aten::none(query),
           g.value ? reduce_heads(c, *g.value, value) : aten::none(query),
-          g.attn_mask ? reduce_to(*g.attn_mask, *options.attn_mask) : aten::none(query)};
+          g.attn_mask.value_or(aten::none(query)),
+          g.sinks.value_or(aten::none(query)),
+          g.alibi_slopes.value_or(aten::none(query))};
 }
 
 }  // namespace attnjourney

@@ -9,11 +9,11 @@ namespace attnjourney {
 std::tuple<Tensor, Tensor> attention_forward(const AttentionBackend& backend, const Tensor& query, const Tensor& key,
                                              const Tensor& value, const AttentionOptions& options);
 
-// need: bit 0 query, 1 key, 2 value, 3 attn_mask. A gradient not needed has shape (0,).
-std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(const AttentionBackend& backend, const Tensor& grad_out,
-                                                              const OptionalTensor& grad_lse, const Tensor& query,
-                                                              const Tensor& key, const Tensor& value,
-                                                              const AttentionOptions& options, const Tensor& out,
-                                                              const Tensor& lse, int64_t need);
+// need: bit 0 query, 1 key, 2 value, 3 attn_mask, 4 sinks, 5 alibi_slopes. A gradient not needed has shape (0,).
+using AttentionGradientTuple = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+AttentionGradientTuple attention_backward(const AttentionBackend& backend, const Tensor& grad_out,
+                                          const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,
+                                          const Tensor& value, const AttentionOptions& options, const Tensor& out,
+                                          const Tensor& lse, int64_t need);
 
 }  // namespace attnjourney

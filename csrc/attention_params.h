@@ -22,6 +22,8 @@ struct AttentionParams {
   MaskKind mask = MaskKind::none;
   bool mask_fp32 = false;  // a floating mask in float32 beside 16-bit tensors; else it has their dtype
   int64_t mask_row = 0, mask_col = 0;
+  double softcap = 0;  // scores become softcap * tanh(score / softcap), before any mask; 0 leaves them
+  bool alibi = false;  // -slope * |row position - key| is added to the scores
 };
 
 // One query head of one batch item, with its key/value head.
@@ -35,6 +37,8 @@ struct HeadPointers {
   void* lse = nullptr;             // [q_len] dense, float (double for double); -inf marks a row that sees no key
   const void* grad_out = nullptr;  // [q_len, v_head_dim]
   const void* grad_lse = nullptr;  // [q_len] dense, like lse, or null
+  double sink = -__builtin_inf();  // a logit that joins the denominator; -inf: none
+  double slope = 0;                // of ALiBi
 };
 
 // Where the gradients of one query head go, and those of its key/value head; null where none is wanted.
@@ -42,8 +46,11 @@ struct HeadGradients {
   void* query = nullptr;  // [q_len, head_dim]
   void* key = nullptr;    // [kv_len, head_dim]; the same for all heads of a group
   void* value = nullptr;  // [kv_len, v_head_dim]
-  void* mask = nullptr;   // [q_len, kv_len] dense keys, in the mask's dtype
-  int64_t query_row = 0, key_row = 0, value_row = 0, mask_row = 0;
+  // [q_len, kv_len] in float (double for double), added to. A stride is 0 where the mask broadcasts; mask_col is 0
+  // or 1.
+  void* mask = nullptr;
+  double *sink = nullptr, *slope = nullptr;  // added to
+  int64_t query_row = 0, key_row = 0, value_row = 0, mask_row = 0, mask_col = 0;
 };
 
 }  // namespace attnjourney

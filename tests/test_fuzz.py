@@ -123,7 +123,7 @@ def test_valid_arguments_give_right_results(call, data):
     again = ops.attention_backward(
         grad_out, grad_lse, q, k, v, mask, data.draw(relaid(out)), data.draw(relaid(lse)), **options, need=need
     )
-    for bit, grad in enumerate(again):
+    for bit, grad in enumerate(again[:4]):
         full = (result.grad_query, result.grad_key, result.grad_value, result.grad_attn_mask)[bit]
         if need >> bit & 1 and full is not None:
             assert torch.equal(grad, full), describe(q, k, v, mask, **options)
@@ -242,7 +242,7 @@ def test_any_arguments_of_the_backward(arguments, data):
         out=data.draw(any_tensor(out_shape, dtype, 20)),
         lse=data.draw(any_tensor(out_shape[:-1], lse_dtype, 20)),
         dropout_seed=data.draw(any_tensor((), torch.int64) | st.none()),
-        need=data.draw(st.integers(0, 15) | st.integers(-2, 17)),
+        need=data.draw(st.integers(0, 63) | st.integers(-2, 65)),
     )
     if grads is not None:
         for name, grad in zip(("query", "key", "value", "attn_mask"), grads):

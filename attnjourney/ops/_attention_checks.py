@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
+
+ALIGNMENTS = ("top_left", "bottom_right")  # their indices are the operators' int
+
+
+def alignment_index(causal_alignment: str) -> int:
+    if causal_alignment not in ALIGNMENTS:
+        raise ValueError(f"causal_alignment: expected 'top_left' or 'bottom_right', got {causal_alignment!r}")
+    return ALIGNMENTS.index(causal_alignment)
 
 
 def check(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None, enable_gqa: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    scale: float | None,
+    enable_gqa: bool,
+    *,
+    window_size: Sequence[int] = (-1, -1),
+    key_lengths: Tensor | None = None,
+    query_lengths: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> list[int]:
     """Raises what the C++ operator raises; returns the leading dimensions of the result."""
     rank = query.dim()
@@ -43,7 +65,36 @@ def check(
             n == 1 or n == w for n, w in zip(reversed(attn_mask.shape), reversed(want))
         )
         _need(fits, f"attn_mask: expected a shape that broadcasts to {tuple(want)}", attn_mask)
+
+    batch, heads = math.prod(lead[:-1]), lead[-1] if lead else 1
+    check_scores(window_size, softcap)
+    for name, t in (("key_lengths", key_lengths), ("query_lengths", query_lengths)):
+        if t is not None:
+            check_index(name, t, batch)
+    for name, t in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        if t is not None:
+            check_per_head(name, t, query, batch, heads)
     return lead
+
+
+def check_scores(window_size: Sequence[int], softcap: float) -> None:
+    if len(window_size) != 2 or any(isinstance(w, int) and w < -1 for w in window_size):
+        raise ValueError(f"window_size: expected two numbers from -1 (unbounded), got {tuple(window_size)}")
+    if not 0 <= softcap < math.inf:
+        raise ValueError(f"softcap: expected a finite number from 0, got {softcap}")
+
+
+def check_index(name: str, t: Tensor, count: int) -> None:
+    if t.dtype not in (torch.int32, torch.int64):
+        raise RuntimeError(f"{name}: expected dtype torch.int64 or torch.int32, got {t.dtype}")
+    _need(t.dim() == 1 and t.shape[0] == count, f"{name}: expected shape ({count},)", t)
+
+
+def check_per_head(name: str, t: Tensor, query: Tensor, batch: int, heads: int) -> None:
+    if t.dtype not in (query.dtype, torch.float32):
+        raise RuntimeError(f"{name}: expected dtype {query.dtype} (query's) or torch.float32, got {t.dtype}")
+    fits = (t.dim() == 1 and t.shape[0] == heads) or (t.dim() == 2 and t.shape[0] == batch and t.shape[1] == heads)
+    _need(fits, f"{name}: expected shape ({heads},) or ({batch}, {heads})", t)
 
 
 def _need(ok: bool, expected: str, got: Tensor) -> None:

@@ -47,7 +47,9 @@ def backward_node(op: Operator, vmap_rule: Callable | None) -> type[Function]:
 def one_call_a_sample(signature: Signature, info, in_dims, flat: tuple) -> tuple[tuple, tuple]:
     """The batching rule of last resort."""
     samples = [
-        signature.call(tuple(x if d is None else x.select(d, i) for x, d in zip(flat, in_dims)))
+        signature.call(
+            tuple(x.select(d, i) if isinstance(x, torch.Tensor) and d is not None else x for x, d in zip(flat, in_dims))
+        )
         for i in range(info.batch_size)
     ]
     outputs = tuple(None if x[0] is None else torch.stack(x) for x in zip(*samples))

@@ -107,7 +107,8 @@ class Operator:
         self.dropout_index = 1 << 30 if keyword_dropout else names.index("dropout_p")
 
     def dropout_on(self, args: tuple, kwargs: dict) -> bool:
-        return (args[self.dropout_index] if len(args) > self.dropout_index else kwargs.get("dropout_p", 0.0)) > 0
+        p = args[self.dropout_index] if len(args) > self.dropout_index else kwargs.get("dropout_p", 0.0)
+        return p > 0 and kwargs.get("dropout_seed") is None
 
     def flat(self, args: tuple, kwargs: dict) -> tuple:
         """The arguments of the public operator as those of op_forward, a dropout seed drawn where one is needed."""

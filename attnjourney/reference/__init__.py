@@ -1,11 +1,23 @@
 """The operators in plain PyTorch, with the same signatures: slow, simple, differentiable to any order. In float64, the
 oracle of the tests."""
 
-from .attention import attention, dropout_keep_mask
+from .attention import attention, attention_weights, dropout_keep_mask, merge_states, varlen_attention
 from .decode import decode, mla_decode
 from .gpt_attention import gpt_attention
 from .gqa import gqa
 from .mha import mha
 from .mla import mla
 
-__all__ = ["attention", "decode", "dropout_keep_mask", "gpt_attention", "gqa", "mha", "mla", "mla_decode"]
+__all__ = [
+    "attention",
+    "attention_weights",
+    "decode",
+    "dropout_keep_mask",
+    "gpt_attention",
+    "gqa",
+    "merge_states",
+    "mha",
+    "mla",
+    "mla_decode",
+    "varlen_attention",
+]

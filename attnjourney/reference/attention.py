@@ -18,6 +18,15 @@ def attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    causal_alignment: str = "top_left",
+    window_size: tuple[int, int] = (-1, -1),
+    prefix_length: int = 0,
+    key_lengths: Tensor | None = None,
+    query_lengths: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_seed: Tensor | None = None,
     keep_mask: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -30,29 +39,121 @@ def attention(
             float64); -inf where a row sees no key.
     """
     query, key, value = _expand(query, key, value, enable_gqa)
-    visible = _visible(query, key, attn_mask, is_causal)
+    visible, distance = _visible(
+        query, key, attn_mask, is_causal, causal_alignment, window_size, prefix_length, key_lengths, query_lengths
+    )
     empty = ~visible.any(-1, keepdim=True)
 
     scores = _masked_scores(query, key, visible) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if softcap > 0:
+        scores = softcap * (scores / softcap).tanh()
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         scores = scores + attn_mask
-    scores = scores.masked_fill(~visible, -math.inf).masked_fill(empty, 0.0)  # softmax of -inf alone would be NaN
-    weights = scores.softmax(-1).masked_fill(~visible, 0.0).to(value.dtype)
+    if alibi_slopes is not None:
+        scores = scores - _per_head(alibi_slopes, query) * distance
+    scores = scores.masked_fill(~visible, -math.inf)
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    if sinks is None:
+        scores = scores.masked_fill(empty, 0.0)  # softmax of -inf alone would be NaN
+        weights = scores.softmax(-1)
+        lse = scores.to(wide).logsumexp(-1) if key.shape[-2] else scores.to(wide).sum(-1)
+        lse = lse.masked_fill(empty.squeeze(-1), -math.inf)
+    else:
+        logits = _per_head(sinks, query).expand(*scores.shape[:-1], 1)
+        real = logits > -math.inf  # a sink of -inf is none
+        alone = empty & ~real
+        logits = torch.cat([scores, logits.to(scores.dtype)], -1).masked_fill(alone, 0.0)
+        weights = logits.softmax(-1)[..., :-1]
+        lse = logits.to(wide).logsumexp(-1).masked_fill(alone.squeeze(-1), -math.inf)
+        if query_lengths is not None:
+            rows = torch.arange(query.shape[-2], device=query.device) < _per_item(query_lengths, query).squeeze(-1)
+            lse = lse.masked_fill(~rows, -math.inf)
+    weights = weights.masked_fill(~visible, 0.0).to(value.dtype)
 
     if dropout_p > 0:
         if keep_mask is None:
-            seed = torch.randint(1 << 62, (), dtype=torch.int64, device=query.device)
+            seed = dropout_seed
+            if seed is None:
+                seed = torch.randint(1 << 62, (), dtype=torch.int64, device=query.device)
             *batch, heads = weights.shape[:-2] or (1,)
             keep_mask = dropout_keep_mask(seed, math.prod(batch), heads, *weights.shape[-2:], dropout_p)
             keep_mask = keep_mask.reshape(weights.shape).to(query.device)
         weights = weights.masked_fill(~keep_mask, 0.0) * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
 
     out = _weighted_values(weights, value, visible)
-    if not return_lse:
-        return out
-    scores = scores.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
-    lse = scores.logsumexp(-1) if key.shape[-2] else scores.sum(-1)
-    return out, lse.masked_fill(empty.squeeze(-1), -math.inf)
+    return (out, lse) if return_lse else out
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    keep_masks: list[Tensor] | None = None,
+    return_lse: bool = False,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_seed: Tensor | None = None,
+    **options,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """attnjourney.varlen_attention as a loop over the sequences. keep_masks: what dropout keeps, (Hq, L, S) of each."""
+    outs, lses = [], []
+    q_ends, k_ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    if dropout_p > 0 and keep_masks is None:
+        if dropout_seed is None:
+            dropout_seed = torch.randint(1 << 62, (), dtype=torch.int64, device=query.device)
+        longest = [max((b - a for a, b in zip(x, x[1:])), default=0) for x in (q_ends, k_ends)]
+        keep_masks = dropout_keep_mask(dropout_seed, len(q_ends) - 1, query.shape[1], *longest, dropout_p)
+    for i, (q0, q1, k0, k1) in enumerate(zip(q_ends, q_ends[1:], k_ends, k_ends[1:])):
+        q, k, v = query[q0:q1].transpose(0, 1), key[k0:k1].transpose(0, 1), value[k0:k1].transpose(0, 1)
+        own = {
+            name: x if x is None or x.dim() == 1 else x[i]
+            for name, x in (("sinks", sinks), ("alibi_slopes", alibi_slopes))
+        }
+        keep = None if keep_masks is None else keep_masks[i][..., : q1 - q0, : k1 - k0].to(query.device)
+        out, lse = attention(
+            q, k, v, None, dropout_p, is_causal, enable_gqa=True, keep_mask=keep, return_lse=True, **own, **options
+        )
+        outs.append(out.transpose(0, 1))
+        lses.append(lse)
+    rest = query.shape[0] - q_ends[-1]
+    outs.append(query.new_zeros(rest, query.shape[1], value.shape[2]))
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    lses.append(query.new_full((query.shape[1], rest), -math.inf, dtype=wide))
+    out = torch.cat(outs)
+    return (out, torch.cat(lses, -1)) if return_lse else out
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    *,
+    rows: Tensor | None = None,
+    heads: Tensor | None = None,
+    **options,
+) -> Tensor:
+    """attnjourney.attention_weights as the result of attention over the identity matrix."""
+    eye = torch.eye(key.shape[-2], dtype=query.dtype, device=query.device)
+    value = eye.expand(*key.shape[:-2], *eye.shape)
+    weights = attention(query, key, value, attn_mask, 0.0, is_causal, **options)
+    if heads is not None:
+        weights = weights.index_select(-3, torch.as_tensor(heads))
+    return weights if rows is None else weights.index_select(-2, torch.as_tensor(rows))
+
+
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """attnjourney.merge_states by the definition: weights are the softmax of the two lse."""
+    lses = torch.stack([lse_a, lse_b], -1)
+    empty = (lses == -math.inf).all(-1, keepdim=True)
+    weights = lses.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0).unsqueeze(-2)
+    out = weights[..., 0] * out_a + weights[..., 1] * out_b
+    return out.to(out_a.dtype), lses.masked_fill(empty, 0.0).logsumexp(-1).masked_fill(empty.squeeze(-1), -math.inf)
 
 
 def _expand(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,14 +164,47 @@ def _expand(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tupl
     return tuple(x.expand(*lead, *x.shape[-2:]) for x in (query, key, value))
 
 
-def _visible(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-    """(..., Hq, L, S): True where the row may see the key."""
+def _per_item(x: Tensor, query: Tensor) -> Tensor:
+    """(B,) -> (batch dims..., 1, 1, 1), for the heads, rows and keys of each."""
+    return x.reshape(*query.shape[:-3], *(1,) * min(3, query.dim()))
+
+
+def _per_head(x: Tensor, query: Tensor) -> Tensor:
+    """(Hq,) or (B, Hq) -> (..., Hq, 1, 1)."""
+    if x.dim() == 1:
+        return x.reshape(*x.shape[: query.dim() - 2], 1, 1)
+    return x.reshape(*query.shape[:-2], 1, 1)
+
+
+def _visible(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    causal_alignment: str,
+    window_size: tuple[int, int],
+    prefix_length: int,
+    key_lengths: Tensor | None,
+    query_lengths: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """(..., Hq, L, S): True where the row may see the key; and |row position - key|."""
+    rows = torch.arange(query.shape[-2], device=query.device)[:, None]
+    keys = torch.arange(key.shape[-2], device=query.device)
+    q_len = query.shape[-2] if query_lengths is None else _per_item(query_lengths, query)
+    kv_len = key.shape[-2] if key_lengths is None else _per_item(key_lengths, query)
+    position = rows + (kv_len - q_len if causal_alignment == "bottom_right" else 0)  # top-left: key j <= row i
+    left, right = window_size
     visible = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device)
     if is_causal:
-        visible = visible.tril()  # top-left: key j <= row i
+        visible = visible & (keys <= position)
+    if left >= 0:
+        visible = visible & (keys >= position - left)
+    if right >= 0:
+        visible = visible & (keys <= position + right)
+    visible = (visible | (keys < prefix_length)) & (keys < kv_len) & (rows < q_len)
     if attn_mask is not None:
         visible = visible & (attn_mask if attn_mask.dtype == torch.bool else attn_mask != -math.inf)
-    return visible.expand(*query.shape[:-1], key.shape[-2])
+    return visible.expand(*query.shape[:-1], key.shape[-2]), (position - keys).abs()
 
 
 # A product with 0 still passes on NaN and infinity, so where there are any, every pair (row, key) gets vectors of its

@@ -23,6 +23,9 @@ struct AttentionKernels {
                    int64_t parts, void* partial_query, void* space);
   void (*sum_parts)(const AttentionParams&, const void* partial_query, int64_t part_stride, int64_t parts,
                     int64_t first_row, int64_t rows, const HeadGradients&);
+  // the weights of up to backward_tile rows; see kernels/attention_weights.h
+  int64_t (*weights_space)(const AttentionParams&);
+  void (*weights)(const AttentionParams&, const HeadPointers&, int64_t first_row, int64_t rows, void* space);
 };
 
 // Decoding in one dtype, see kernels/decode.h. Sizes are bytes; scratch and partials are 64-byte aligned.

@@ -4,6 +4,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <numeric>
 #include <string>
 
 #include "plan.h"
@@ -35,20 +36,30 @@ Tensor cpu_info() {
 }
 
 Tensor explain(const Tensor& query, const Tensor& key, const Tensor& value, OptionalTensor attn_mask, double dropout_p,
-               bool is_causal, std::optional<double> scale, bool enable_gqa) {
+               bool is_causal, std::optional<double> scale, bool enable_gqa, int64_t causal_alignment,
+               std::vector<int64_t> window_size, int64_t prefix_length, OptionalTensor key_lengths,
+               OptionalTensor query_lengths, double softcap, OptionalTensor sinks, OptionalTensor alibi_slopes) {
   OptionalTensor seed;
   if (dropout_p > 0) seed = torch::stable::full({}, 0, ScalarType::Long);
-  const AttentionCall c =
-      check_attention(query, key, value, {attn_mask, dropout_p, is_causal, scale, enable_gqa, seed});
-  const ForwardPlan f = plan_forward(c);
-  const BackwardPlan b = plan_backward(c);
+  check_value(window_size.size() == 2, "window_size: expected two numbers (left, right), got ", window_size.size());
+  const AttentionOptions options{attn_mask,     dropout_p,    is_causal,        scale,
+                                 enable_gqa,    seed,         causal_alignment, {window_size[0], window_size[1]},
+                                 prefix_length, key_lengths,  query_lengths,    softcap,
+                                 sinks,         alibi_slopes, std::nullopt,     std::nullopt};
+  const AttentionCall c = check_attention(query, key, value, options);
+  const Sequences sequences(c, options);
+  const ForwardPlan f = plan_forward(c, sequences);
+  std::vector<int64_t> heads(static_cast<size_t>(c.batch * c.kv_heads));
+  std::iota(heads.begin(), heads.end(), 0);
+  const BackwardPlan b = plan_backward(c, sequences, heads);
+  const int64_t whole = static_cast<int64_t>(heads.size()) - b.split;
   return json_tensor(text(
       "{\"isa\": ", quoted(kernels().isa), ", \"group\": ", c.params.group, ", \"forward\": {\"threads\": ", f.threads,
       ", \"query_tile\": ", f.kernel->forward_tile, ", \"key_block\": ", f.kernel->forward_key_block,
-      ", \"rows_per_item\": ", f.rows, ", \"items\": ", f.heads * f.blocks, ", \"scratch_bytes_per_thread\": ",
+      ", \"rows_per_item\": ", f.rows, ", \"items\": ", f.items, ", \"scratch_bytes_per_thread\": ",
       f.kernel->forward_space(c.params, std::min(f.rows, c.params.q_len)), "}, \"backward\": {\"threads\": ", b.threads,
       ", \"query_tile\": ", b.kernel->backward_tile, ", \"key_block\": ", b.kernel->backward_key_block,
-      ", \"heads_whole\": ", b.whole, ", \"heads_split\": ", b.items - b.whole, ", \"parts_per_split_head\": ", b.parts,
+      ", \"heads_whole\": ", whole, ", \"heads_split\": ", b.split, ", \"parts_per_split_head\": ", b.parts,
       ", \"scratch_bytes_per_thread\": ", b.kernel->backward_space(c.params), "}}"));
 }
 
@@ -59,7 +70,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(attnjourney, m) {
   m.def("_cpu_info() -> Tensor");
   m.def(
       "_explain(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, "
-      "bool is_causal=False, *, float? scale=None, bool enable_gqa=False) -> Tensor");
+      "bool is_causal=False, *, float? scale=None, bool enable_gqa=False, int causal_alignment=0, "
+      "int[2] window_size=[-1, -1], int prefix_length=0, Tensor? key_lengths=None, Tensor? query_lengths=None, "
+      "float softcap=0.0, Tensor? sinks=None, Tensor? alibi_slopes=None) -> Tensor");
 }
 STABLE_TORCH_LIBRARY_IMPL(attnjourney, CompositeExplicitAutograd, m) {
   m.impl("_cpu_info", TORCH_BOX(&attnjourney::cpu_info));

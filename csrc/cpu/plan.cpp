@@ -1,23 +1,22 @@
 #include "plan.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "threads.h"
 
 namespace attnjourney {
 namespace {
 
-// pairs of query and key that are computed, per head; an estimate for sharing out work
-double visible_pairs(const AttentionParams& p) {
-  const double all = static_cast<double>(p.q_len) * static_cast<double>(p.kv_len);
-  return p.keys.right < p.q_len ? all / 2 : all;
-}
-
-const AttentionKernels& kernels_for(const AttentionCall& c) {
-  return kernels().attention[static_cast<int>(kernel_dtype(c.dtype))];
-}
-
 int64_t pieces(int64_t n, int64_t of) { return (n + of - 1) / of; }
+
+// visible pairs of each batch item; one number where they are alike
+std::vector<double> pairs_of(const AttentionCall& c, const Sequences& s) {
+  if (s.alike()) return {visible_pairs(c.params)};
+  std::vector<double> pairs;
+  for (int64_t b = 0; b < c.batch; b++) pairs.push_back(visible_pairs(s.params(b)));
+  return pairs;
+}
 
 }  // namespace
 
@@ -34,36 +33,84 @@ DType kernel_dtype(ScalarType t) {
   }
 }
 
-ForwardPlan plan_forward(const AttentionCall& c) {
+const AttentionKernels& kernels_for(const AttentionCall& c) {
+  return kernels().attention[static_cast<int>(kernel_dtype(c.dtype))];
+}
+
+ForwardPlan plan_forward(const AttentionCall& c, const Sequences& s) {
   const AttentionParams& p = c.params;
   ForwardPlan plan;
   plan.kernel = &kernels_for(c);
-  plan.heads = c.batch * c.q_heads;
-  const int64_t tiles = pieces(p.q_len, plan.kernel->forward_tile);
-  const double flops = 2.0 * static_cast<double>(plan.heads * (p.head_dim + p.v_head_dim)) * visible_pairs(p);
-  plan.threads = thread_count(plan.heads * tiles, flops);
+  plan.heads = c.q_heads;
+  const int64_t tile = plan.kernel->forward_tile;
+  const std::vector<double> pairs = pairs_of(c, s);
+  double all_pairs = pairs[0] * static_cast<double>(c.batch);
+  int64_t tiles = pieces(p.q_len, tile), all_tiles = c.batch * tiles;
+  if (!s.alike()) {
+    all_pairs = std::accumulate(pairs.begin(), pairs.end(), 0.0);
+    all_tiles = tiles = 0;
+    for (int64_t b = 0; b < c.batch; b++) {
+      all_tiles += pieces(s.q_len(b), tile);
+      tiles = std::max(tiles, pieces(s.q_len(b), tile));
+    }
+  }
+  const double flops = 2.0 * static_cast<double>(c.q_heads * (p.head_dim + p.v_head_dim)) * all_pairs;
+  plan.threads = thread_count(c.q_heads * all_tiles, flops);
   // tiles of one item share converted keys and values; fewer where the threads would not be filled evenly
-  int64_t per = std::min(plan.kernel->forward_tiles, tiles);
-  while (per > 1 && plan.threads > 1 && plan.heads * pieces(tiles, per) < 6 * plan.threads) per = (per + 1) / 2;
-  plan.rows = per * plan.kernel->forward_tile;
+  int64_t per = std::max<int64_t>(1, std::min(plan.kernel->forward_tiles, tiles));
+  while (per > 1 && plan.threads > 1 && c.q_heads * pieces(all_tiles, per) < 6 * plan.threads) per = (per + 1) / 2;
+  plan.rows = per * tile;
   plan.blocks = pieces(p.q_len, plan.rows);
+  plan.items = c.batch * c.q_heads * plan.blocks;
+  if (s.alike()) return plan;
+  plan.order.resize(static_cast<size_t>(c.batch));
+  std::iota(plan.order.begin(), plan.order.end(), 0);
+  std::stable_sort(plan.order.begin(), plan.order.end(), [&](int64_t a, int64_t b) { return pairs[a] > pairs[b]; });
+  plan.items = 0;
+  for (int64_t b : plan.order) {
+    plan.first_item.push_back(plan.items);
+    plan.items += c.q_heads * pieces(s.q_len(b), plan.rows);
+  }
   return plan;
 }
 
-BackwardPlan plan_backward(const AttentionCall& c) {
+// head-major: a head's keys stay in cache. Last rows first: under a causal mask they cost most.
+ForwardPlan::Item ForwardPlan::at(int64_t item, const Sequences& sequences) const {
+  if (order.empty()) {
+    const int64_t bh = item / blocks;
+    return {bh / heads, bh % heads, blocks - 1 - item % blocks};
+  }
+  const int64_t place = std::upper_bound(first_item.begin(), first_item.end(), item) - first_item.begin() - 1;
+  const int64_t b = order[static_cast<size_t>(place)], n = pieces(sequences.q_len(b), rows);
+  item -= first_item[static_cast<size_t>(place)];
+  return {b, item / n, n - 1 - item % n};
+}
+
+BackwardPlan plan_backward(const AttentionCall& c, const Sequences& s, std::vector<int64_t> items) {
   const AttentionParams& p = c.params;
   BackwardPlan plan;
   plan.kernel = &kernels_for(c);
-  plan.items = c.batch * c.kv_heads;
-  const int64_t key_blocks = pieces(p.kv_len, plan.kernel->backward_key_block);
-  const double flops =
-      2.0 * static_cast<double>(plan.items * p.group * (3 * p.head_dim + 2 * p.v_head_dim)) * visible_pairs(p);
-  plan.threads = thread_count(plan.items * key_blocks, flops);
-  // whole heads fill the threads evenly; those left over are split by key blocks, each part with a dQ of its own
-  plan.whole = plan.items / plan.threads * plan.threads;
-  const int64_t left = plan.items - plan.whole;
-  plan.parts = left ? std::min(pieces(plan.threads, left), key_blocks) : 1;
-  if (plan.parts <= 1) plan.whole = plan.items, plan.parts = 1;
+  plan.items = std::move(items);
+  const int64_t n = static_cast<int64_t>(plan.items.size());
+  const std::vector<double> pairs = pairs_of(c, s);
+  const auto pairs_at = [&](int64_t item) { return s.alike() ? pairs[0] : pairs[item / c.kv_heads]; };
+  double total = 0, most = 0;
+  for (int64_t item : plan.items) total += pairs_at(item);
+  const double flops = 2.0 * static_cast<double>(p.group * (3 * p.head_dim + 2 * p.v_head_dim)) * total;
+  const int64_t key_blocks = pieces(s.largest().kv_len, plan.kernel->backward_key_block);
+  plan.threads = thread_count(n * key_blocks, flops);
+  plan.split = 0, plan.parts = 1;
+  if (n == 0 || plan.threads <= 1) return plan;
+  // Whole heads fill the threads evenly; those left over, and those above a thread's share, are split by key blocks,
+  // each part with a dQ of its own. The largest come first.
+  if (!s.alike())
+    std::stable_sort(plan.items.begin(), plan.items.end(),
+                     [&](int64_t a, int64_t b) { return pairs_at(a) > pairs_at(b); });
+  plan.split = n % plan.threads;
+  most = total / static_cast<double>(plan.threads) * 1.01;
+  while (plan.split < n && pairs_at(plan.items[plan.split]) > most) plan.split++;
+  if (plan.split) plan.parts = std::min(pieces(plan.threads, plan.split), key_blocks);
+  if (plan.parts <= 1) plan.split = 0, plan.parts = 1;
   return plan;
 }
 

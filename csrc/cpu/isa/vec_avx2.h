@@ -70,6 +70,8 @@ ATTN_INLINE Vf operator-(Vf a, Vf b) { return {_mm256_sub_ps(a.v, b.v)}; }
 ATTN_INLINE Vd operator-(Vd a, Vd b) { return {_mm256_sub_pd(a.v, b.v)}; }
 ATTN_INLINE Vf operator*(Vf a, Vf b) { return {_mm256_mul_ps(a.v, b.v)}; }
 ATTN_INLINE Vd operator*(Vd a, Vd b) { return {_mm256_mul_pd(a.v, b.v)}; }
+ATTN_INLINE Vf operator/(Vf a, Vf b) { return {_mm256_div_ps(a.v, b.v)}; }
+ATTN_INLINE Vd operator/(Vd a, Vd b) { return {_mm256_div_pd(a.v, b.v)}; }
 // the second operand where either is a NaN
 ATTN_INLINE Vf max(Vf a, Vf b) { return {_mm256_max_ps(a.v, b.v)}; }
 ATTN_INLINE Vd max(Vd a, Vd b) { return {_mm256_max_pd(a.v, b.v)}; }

@@ -46,6 +46,10 @@ template <class C>
 ATTN_INLINE Vec<C> operator*(Vec<C> a, Vec<C> b) {
   return {a.v * b.v};
 }
+template <class C>
+ATTN_INLINE Vec<C> operator/(Vec<C> a, Vec<C> b) {
+  return {a.v / b.v};
+}
 // as x86's maxps: the second operand where either is a NaN
 template <class C>
 ATTN_INLINE Vec<C> max(Vec<C> a, Vec<C> b) {

@@ -9,6 +9,7 @@
 #include "exp2.h"
 #include "mask_tile.h"
 #include "pack.h"
+#include "softcap.h"
 #include "tile.h"
 
 namespace attnjourney {
@@ -40,12 +41,13 @@ struct Backward {
 
   // scratch, in numbers
   struct Space {
-    int64_t chunk, P, dS, key, value, grad_key, grad_value, total;
+    int64_t chunk, P, dS, cap_slope, key, value, grad_key, grad_value, total;
     explicit Space(const AttentionParams& p) {
       chunk = 0;
       P = chunk + chunk_tiles(p) * tile_numbers(p);
       dS = P + key_block * tile;
-      key = dS + key_block * tile;
+      cap_slope = dS + key_block * tile;
+      key = cap_slope + (p.softcap > 0 ? key_block * tile : 0);
       value = key + key_block * key_ld(p);
       grad_key = value + key_block * value_ld(p);
       grad_value = grad_key + p.kv_len * round_up(p.head_dim, line);
@@ -54,9 +56,9 @@ struct Backward {
   };
 
   struct QueryTile {
-    C *query_t, *grad_t;  // panels [dim][panel]; query_t holds scale * log2(e) * Q, grad_t dO / (1 - dropout_p)
-    C *query, *grad;      // [tile][ld]
-    C* grad_query;        // [tile][ld], sum of dS K
+    C *query_t, *grad_t;           // panels [dim][panel]; query_t holds query_factor * Q, grad_t dO / (1 - dropout_p)
+    C *query, *grad;               // [tile][ld]
+    C* grad_query;                 // [tile][ld], sum of dS K
     C *minus_lse, *minus_lse_low;  // [tile]; their sum is -lse in log2 units, beyond the precision of one number
     C* minus_delta;                // [tile]
     const HeadPointers* head;
@@ -78,9 +80,18 @@ struct Backward {
     return t;
   }
 
+  // -lse of row r in log2 units, as two numbers; 0 where no key is visible: the masks make P zero
+  static double split_lse(C lse, QueryTile& t, int64_t r) {
+    double l = lse != -C(__builtin_inff()) ? double(lse) * log2_e : 0;
+    if (l < double(MaskValue<C>::lowest)) l = double(MaskValue<C>::lowest);
+    t.minus_lse[r] = C(-l);
+    t.minus_lse_low[r] = C(-l - double(C(-l)));
+    return l;
+  }
+
   template <class T>
   static ATTN_NOINLINE void prepare(const AttentionParams& p, const HeadPointers& h, int64_t first, int64_t count,
-                                    QueryTile& t) {
+                                    QueryTile& t, double* grad_sink) {
     const int64_t D = p.head_dim, Dv = p.v_head_dim;
     const T* q = static_cast<const T*>(h.query) + first * p.q_row;
     const T* g = static_cast<const T*>(h.grad_out) + first * p.grad_out_row;
@@ -90,14 +101,13 @@ struct Backward {
     t.first = first;
     t.count = count;
     t.vectors_used = (count + W - 1) / W;
-    pack_transposed(q, p.q_row, count, D, Times<C>{C(p.scale * log2_e)}, t.query_t, panel, panel * D, panel);
+    pack_transposed(q, p.q_row, count, D, Times<C>{query_factor<C>(p)}, t.query_t, panel, panel * D, panel);
     pack_transposed(g, p.grad_out_row, count, Dv, Times<C>{C(p.dropout.keep_scale)}, t.grad_t, panel, panel * Dv,
                     panel);
     t.query_finite = pack_rows(q, p.q_row, count, D, t.query, key_ld(p), round_up(D, W));
     t.grad_finite = pack_rows(g, p.grad_out_row, count, Dv, t.grad, value_ld(p), round_up(Dv, W));
     for (int64_t r = 0; r < tile; r++) {
       C delta = 0;
-      double l = 0;  // stays 0 where no key is visible: the masks make P zero
       if (r < count) {
         Vec<C> s = Vec<C>::zero();
         int64_t d = 0;
@@ -105,11 +115,10 @@ struct Backward {
         delta = sum(s);
         for (; d < Dv; d++) delta += C(load_one(o + r * p.out_row + d)) * t.grad[r * value_ld(p) + d];
         if (h.grad_lse) delta -= static_cast<const C*>(h.grad_lse)[first + r];
-        if (lse[r] != -C(__builtin_inff())) l = double(lse[r]) * log2_e;
-        if (l < double(MaskValue<C>::lowest)) l = double(MaskValue<C>::lowest);
       }
-      t.minus_lse[r] = C(-l);
-      t.minus_lse_low[r] = C(-l - double(C(-l)));
+      const double l = split_lse(r < count ? lse[r] : C(0), t, r);
+      if (grad_sink && r < count && h.sink != -__builtin_inf())
+        *grad_sink -= __builtin_exp2(h.sink * log2_e - l) * double(delta);
       t.minus_delta[r] = -delta;
     }
     memset(t.grad_query, 0, size_t(tile * key_ld(p)) * sizeof(C));
@@ -120,9 +129,21 @@ struct Backward {
     const AttentionParams* params;
     const QueryTile* t;
     C* P;
+    C* cap_slope;  // [key][tile]: with softcap, the derivative of a score by what was capped; or null
+    template <int M, int N>
+    ATTN_INLINE void capped(C* x, int64_t at) const {
+      const C cap = C(params->softcap * log2_e);
+      if (!cap_slope) return cap_scores(x, M * N, cap);
+      alignas(64) C slope[M * N * W];
+      cap_scores(x, M * N, cap, slope);
+      ATTN_UNROLL for (int r = 0; r < M; r++) ATTN_UNROLL for (int j = 0; j < N; j++)
+          store(cap_slope + at + r * tile + W * j, load(slope + (r * N + j) * W));
+    }
     template <Hidden H, int M, int N>
     ATTN_INLINE void finish(Tile<C, M, N>& x, int64_t lane0, int64_t key, int64_t k) const {
       C* out = P + k * tile + lane0;
+      if (params->softcap > 0) [[unlikely]]
+        x.through([&](C* scores) { capped<M, N>(scores, k * tile + lane0); });
       LaneRange<C> range[M];
       if constexpr (H == Hidden::by_range)
         for (int r = 0; r < M; r++) range[r] = lane_range<C>(params->keys, t->first + lane0, key + r);
@@ -208,10 +229,10 @@ struct Backward {
   }
   struct Wanted {
     bool query, key, value;
-    void* mask;  // [q_len][kv_len] of this head, or null
-    int64_t mask_row;
-    bool mask_fp32;
-    bool scores() const { return query || key || mask; }  // dS is needed
+    C* mask;  // [q_len][kv_len] of this head, or null
+    int64_t mask_row, mask_col;
+    double* slope;                                                 // of ALiBi, or null
+    bool scores() const { return query || key || mask || slope; }  // dS is needed
   };
 
   // S and dS of keys [begin, end), seen by some rows only. Vectors of rows that see none of a group get zeros.
@@ -311,49 +332,73 @@ struct Backward {
     });
   }
 
-  template <class T>
+  // Rows past the last one and hidden keys have dS 0.
   static ATTN_NOINLINE void mask_gradient(const QueryTile& t, const Wanted& w, const C* dS, int64_t k0,
                                           const TileKeys& seen, C* buffer) {
     const int64_t n = seen.end - seen.begin, ld = round_up(n, W);
-    for (int64_t r = 0; r < t.count; r += W) {  // W rows at a time through the buffer [W][key_block]
+    dS += seen.begin * tile;
+    C* mask = w.mask + t.first * w.mask_row + (k0 + seen.begin) * w.mask_col;
+    if (w.mask_row == 0) {  // one value for all rows
+      for (int64_t k = 0; k < n; k++) {
+        Vec<C> s = Vec<C>::zero();
+        for (int64_t i = 0; i < t.vectors_used; i++) s = s + load(dS + k * tile + i * W);
+        mask[k * w.mask_col] += sum(s);
+      }
+      return;
+    }
+    for (int64_t r = 0; r < t.count; r += W) {
       const int64_t m = min_of(W, t.count - r);
-      pack_transposed(dS + seen.begin * tile + r, tile, n, m, Times<C>{C(1)}, buffer, W, W, ld);
-      const int64_t at = (t.first + r) * w.mask_row + k0 + seen.begin;
-      if (w.mask_fp32)
-        unpack_any(buffer, ld, m, n, static_cast<float*>(w.mask) + at, w.mask_row);
-      else
-        unpack_any(buffer, ld, m, n, static_cast<T*>(w.mask) + at, w.mask_row);
+      if (w.mask_col == 0) {  // one value for all keys
+        Vec<C> s = Vec<C>::zero();
+        for (int64_t k = 0; k < n; k++) s = s + load(dS + k * tile + r);
+        store(buffer, s);
+        for (int64_t i = 0; i < m; i++) mask[(r + i) * w.mask_row] += buffer[i];
+        continue;
+      }
+      pack_transposed(dS + r, tile, n, m, Times<C>{C(1)}, buffer, W, W, ld);  // W rows at a time: [W][ld]
+      for (int64_t i = 0; i < m; i++) {
+        C* row = mask + (r + i) * w.mask_row;
+        int64_t k = 0;
+        for (; k + W <= n; k += W) store(row + k, load(row + k) + load(buffer + i * ld + k));
+        for (; k < n; k++) row[k] += buffer[i * ld + k];
+      }
     }
   }
-  template <class O>
-  static void unpack_any(const C* X, int64_t ld, int64_t n, int64_t cols, O* Y, int64_t ldy) {
-    if constexpr (sizeof(Compute<O>) == sizeof(C))
-      unpack_rows<O>(X, ld, n, cols, C(1), Y, ldy);
-    else
-      for (int64_t i = 0; i < n; i++)
-        for (int64_t d = 0; d < cols; d++) store_one(Y + i * ldy + d, Compute<O>(X[i * ld + d]));
+  static ATTN_NOINLINE double slope_gradient(const AttentionParams& p, const QueryTile& t, const C* dS, int64_t k0,
+                                             const TileKeys& seen) {
+    Vec<C> total = Vec<C>::zero();
+    for (int64_t k = seen.begin; k < seen.end; k++) {
+      const Vec<C> shift = Vec<C>::set(C(t.first + p.keys.offset - k0 - k));
+      for (int64_t i = 0; i < t.vectors_used; i++) {
+        const Vec<C> d = Vec<C>::iota() + Vec<C>::set(C(i * W)) + shift;
+        total = fma(load(dS + k * tile + i * W), max(d, Vec<C>::zero() - d), total);
+      }
+    }
+    return -double(sum(total));
+  }
+  // dS by the capped scores -> dS by the scores; a hidden NaN stays hidden
+  static ATTN_NOINLINE void through_softcap(const QueryTile& t, const C* cap_slope, const TileKeys& seen, C* dS) {
+    const Vec<C> zero = Vec<C>::zero();
+    for (int64_t k = seen.begin; k < seen.end; k++)
+      for (int64_t i = 0; i < t.vectors_used; i++) {
+        C* x = dS + k * tile + i * W;
+        const Vec<C> s = load(x);
+        store(x, select(eq(s, zero), zero, s * load(cap_slope + k * tile + i * W)));
+      }
   }
 
   // One query tile against one key block.
   template <class T, bool DropoutOn>
   static void tile_step(const AttentionParams& p, const QueryTile& t, const Wanted& w, const C* K, const C* V,
-                        bool key_finite, int64_t k0, int64_t block, C* P, C* dS, C* grad_key, C* grad_value) {
-    TileKeys seen = tile_keys(p.keys, t.first, t.first + t.count - 1, k0, block);
+                        bool key_finite, int64_t k0, int64_t block, C* P, C* dS, C* cap_slope, C* grad_key,
+                        C* grad_value) {
+    const TileKeys seen = tile_keys(p.keys, t.first, t.first + t.count - 1, k0, block);
     if (seen.empty()) return;
     MaskBlock masked = MaskBlock::all_visible;
-    if (p.mask != MaskKind::none) {
-      masked = load_mask<T>(p, t.head->mask, t.first, t.count, k0 + seen.begin, seen.end - seen.begin,
-                            P + seen.begin * tile, tile);
-      if (masked == MaskBlock::all_hidden) return;
-      if (masked != MaskBlock::all_visible) {
-        hide_by_range(p.keys, t.first, t.count, k0 + seen.begin, seen.all_begin - seen.begin, P + seen.begin * tile,
-                      tile);
-        hide_by_range(p.keys, t.first, t.count, k0 + seen.all_end, seen.end - seen.all_end, P + seen.all_end * tile,
-                      tile);
-      }
-    }
+    if (p.mask != MaskKind::none || p.alibi) masked = load_bias<T>(p, *t.head, t.first, t.count, k0, seen, P, tile);
+    if (masked == MaskBlock::all_hidden) return;
     const bool bias = masked == MaskBlock::some_hidden || masked == MaskBlock::added;
-    const ScoreStep score{&p, &t, P};
+    const ScoreStep score{&p, &t, P, w.scores() ? cap_slope : nullptr};
     const GradientStep<DropoutOn, true> careful{&t, P, dS};
     border(p, K, V, t, score, careful, w, bias, k0, seen.begin, seen.all_begin);
     border(p, K, V, t, score, careful, w, bias, k0, seen.all_end, seen.end);
@@ -372,7 +417,9 @@ struct Backward {
     const bool some_hidden = bias || a > seen.begin || z < seen.end;
     if (w.value)
       key_gradient(p, t, P, t.grad, value_ld(p), some_hidden && !t.grad_finite, k0, seen, p.v_head_dim, grad_value);
-    if (w.mask) mask_gradient<T>(t, w, dS, k0, seen, P);
+    if (w.slope) *w.slope += slope_gradient(p, t, dS, k0, seen);
+    if (w.mask) mask_gradient(t, w, dS, k0, seen, P);  // P has served
+    if (p.softcap > 0 && (w.key || w.query)) through_softcap(t, cap_slope, seen, dS);
     if (w.key)
       key_gradient(p, t, dS, t.query, key_ld(p), some_hidden && !t.query_finite, k0, seen, p.head_dim, grad_key);
     if (w.query) query_gradient(p, t, dS, K, some_hidden && !key_finite, k0, seen, block);
@@ -392,7 +439,8 @@ struct Backward {
                   int64_t parts, void* partial_query, void* space_) {
     C* space = static_cast<C*>(space_);
     const Space at(p);
-    C *P = space + at.P, *dS = space + at.dS, *Kb = space + at.key, *Vb = space + at.value;
+    C *P = space + at.P, *dS = space + at.dS, *cap_slope = space + at.cap_slope, *Kb = space + at.key,
+      *Vb = space + at.value;
     C *grad_key = space + at.grad_key, *grad_value = space + at.grad_value;
     const int64_t D = p.head_dim, Dv = p.v_head_dim, ldgk = round_up(D, line), ldgv = round_up(Dv, line);
     const int64_t per_head = tiles_per_head(p), all_tiles = p.group * per_head, chunk = chunk_tiles(p);
@@ -408,7 +456,8 @@ struct Backward {
       for (int64_t i = 0; i < n_tiles; i++) {
         const int64_t head = (c0 + i) / per_head, first = (c0 + i) % per_head * tile;
         tiles_[i] = tile_at(i);
-        prepare<T>(p, heads[head], first, min_of(tile, p.q_len - first), tiles_[i]);
+        prepare<T>(p, heads[head], first, min_of(tile, p.q_len - first), tiles_[i],
+                   part == 0 ? gradients[head].sink : nullptr);
       }
       for (int64_t k0 = 0, block_index = 0; k0 < p.keys.key_length; k0 += key_block, block_index++) {
         if (!owns(block_index, part, parts)) continue;
@@ -424,14 +473,15 @@ struct Backward {
           const Wanted w{g.query != nullptr || partial_query != nullptr,
                          g0.key != nullptr,
                          g0.value != nullptr,
-                         g.mask,
+                         static_cast<C*>(g.mask),
                          g.mask_row,
-                         p.mask_fp32};
+                         g.mask_col,
+                         g.slope};
           C *gk = grad_key + k0 * ldgk, *gv = grad_value + k0 * ldgv;
           if (p.dropout.on())
-            tile_step<T, true>(p, tiles_[i], w, Kb, Vb, key_finite, k0, block, P, dS, gk, gv);
+            tile_step<T, true>(p, tiles_[i], w, Kb, Vb, key_finite, k0, block, P, dS, cap_slope, gk, gv);
           else
-            tile_step<T, false>(p, tiles_[i], w, Kb, Vb, key_finite, k0, block, P, dS, gk, gv);
+            tile_step<T, false>(p, tiles_[i], w, Kb, Vb, key_finite, k0, block, P, dS, cap_slope, gk, gv);
         }
       }
       for (int64_t i = 0; i < n_tiles; i++) {

@@ -11,6 +11,7 @@
 #include "exp2.h"
 #include "mask_tile.h"
 #include "pack.h"
+#include "softcap.h"
 #include "tile.h"
 
 namespace attnjourney {
@@ -23,6 +24,23 @@ ATTN_INLINE C natural_lse(C reference, C sum) {
   if (reference <= MaskValue<C>::lowest * C(0.999))
     return sizeof(C) == 4 ? C(-3.4028234663852886e38) : C(-1.7976931348623157e308);
   return C(double(reference) * ln_2 + __builtin_log(double(sum)));
+}
+
+// What a sink adds to a row: 1 / sum and the lse. `reference` in log2 units, `sum` of the visible keys against it.
+template <class C>
+ATTN_NOINLINE void add_sink(double sink, C reference, C sum, C& inverse, C& lse) {
+  const double s = sink * log2_e, above = s - double(reference);
+  if (sum == C(0)) {  // no key is visible
+    lse = C(sink);
+  } else if (above < 60) {
+    const C whole = sum + C(__builtin_exp2(above));
+    inverse = C(1) / whole;
+    lse = natural_lse(reference, whole);
+  } else {  // the sink is the larger by far: it is the reference
+    const double weight = __builtin_exp2(-above), whole = 1 + double(sum) * weight;
+    inverse = C(weight / whole);
+    lse = C(s * ln_2 + __builtin_log(whole));
+  }
 }
 
 template <class C>
@@ -44,6 +62,7 @@ struct Forward {
     int64_t head_dim, vectors_used;
     const KeyRanges* keys;
     int64_t first_row;
+    C cap;  // softcap in log2 units, 0 for none
   };
 
   // M keys against N vectors of panel p, from vector v on
@@ -53,6 +72,8 @@ struct Forward {
     Tile<C, M, N> t;
     t.clear();
     t.add_rows(K, ldk, s.query + p * panel * s.head_dim + v * W, panel, s.head_dim);
+    if (s.cap != C(0)) [[unlikely]]
+      t.through([&](C* x) { cap_scores(x, M * N, s.cap); });
     const int64_t lane0 = p * panel + v * W;
     C* P = s.P + k * tile + lane0;
     LaneRange<C> range[M];
@@ -239,7 +260,7 @@ struct Forward {
 
     for (int64_t t = 0; t < tiles_used; t++) {
       const int64_t n = min_of(tile, count - t * tile);
-      pack_transposed(Q + (first + t * tile) * p.q_row, p.q_row, n, D, Times<C>{C(p.scale * log2_e)},
+      pack_transposed(Q + (first + t * tile) * p.q_row, p.q_row, n, D, Times<C>{query_factor<C>(p)},
                       query + t * tile * D, panel, panel * D, panel);
       for (int64_t i = 0; i < tile; i++) {
         reference[t * tile + i] = total[t * tile + i] = C(0);
@@ -254,6 +275,8 @@ struct Forward {
       const int64_t block = max_of(0, min_of(key_block, whole.end - k0));
       const C *Kb = key_copy, *Vb = value_copy;
       int64_t ldk = at.ldk, ldv = at.ldv;
+      // between the prefix and the window
+      if (k0 > k_first && tile_keys(p.keys, first, first + count - 1, k0, block).empty()) continue;
       bool value_checked = false, value_finite = true;
       if (key_direct)
         Kb = reinterpret_cast<const C*>(K + k0 * p.k_row), ldk = p.k_row;
@@ -275,19 +298,14 @@ struct Forward {
         C *ref = reference + t * tile, *O = output + t * tile * at.ldv;
         Vec<C> tops[tile / W], totals[tile / W];
         MaskBlock masked = MaskBlock::all_visible;
-        const auto load_bias = [&] {
-          if (p.mask == MaskKind::none || seen.empty()) return;
-          masked = load_mask<T>(p, h.mask, row, n, k0 + seen.begin, seen.end - seen.begin, P + seen.begin * tile, tile);
-          if (masked == MaskBlock::all_hidden)
-            seen = {0, 0, 0, 0};
-          else if (masked != MaskBlock::all_visible) {
-            hide_by_range(p.keys, row, n, k0 + seen.begin, seen.all_begin - seen.begin, P + seen.begin * tile, tile);
-            hide_by_range(p.keys, row, n, k0 + seen.all_end, seen.end - seen.all_end, P + seen.all_end * tile, tile);
-          }
+        const bool has_bias = p.mask != MaskKind::none || p.alibi;
+        const auto bias_again = [&] {
+          if (has_bias && !seen.empty()) masked = load_bias<T>(p, h, row, n, k0, seen, P, tile);
+          if (masked == MaskBlock::all_hidden) seen = {0, 0, 0, 0};
         };
-        load_bias();
+        bias_again();
         const bool bias = masked == MaskBlock::some_hidden || masked == MaskBlock::added;
-        const Scores s{query + t * tile * D, ref, P, tops, totals, D, used, &p.keys, row};
+        const Scores s{query + t * tile * D, ref, P, tops, totals, D, used, &p.keys, row, C(p.softcap * log2_e)};
         for (int tries = 0; !seen.empty(); tries++) {  // again if the reference moves; bounded, for a NaN never settles
           for (int64_t j = 0; j < used; j++) {
             tops[j] = load(top + t * tile + j * W) + load(ref + j * W);
@@ -302,7 +320,7 @@ struct Forward {
           if (tries == 2 ||
               !move_reference(used, tops, reinterpret_cast<Vec<C>*>(total + t * tile), ref, O, at.ldv, started[t]))
             break;
-          if (bias) load_bias();
+          if (bias) bias_again();
         }
         if (!seen.empty())
           for (int64_t j = 0; j < used; j++) {
@@ -318,6 +336,10 @@ struct Forward {
             const C sum = total[t * tile + i];
             inverse[i] = sum == C(0) ? C(0) : keep / sum;  // 0: the row sees no key
             lse[row + i] = natural_lse(-ref[i], sum);
+            if (h.sink != -__builtin_inf()) {
+              add_sink(h.sink, -ref[i], sum, inverse[i], lse[row + i]);
+              if (sum != C(0)) inverse[i] *= keep;
+            }
           }
         }
         const bool border = bias || seen.all_begin > seen.begin || seen.all_end < seen.end;

@@ -43,6 +43,8 @@ struct ForwardDot {
     int64_t pairs, vectors_used;
     const KeyRanges* keys;
     int64_t first_row;
+    Vf factor;  // query_factor, and
+    float cap;  // softcap in log2 units; 0 for none, and else scale is 1
   };
 
   // M keys (the first one at an even place) against N vectors from lane0 on; a last single key is paired with weight 0
@@ -59,6 +61,14 @@ struct ForwardDot {
         const Pairs b = broadcast_pair(K + r * ldk + 2 * x);
         ATTN_UNROLL for (int j = 0; j < N; j++) a[r][j] = dot(a[r][j], b, q[j]);
       }
+    }
+    if (s.cap != 0) [[unlikely]] {
+      alignas(64) float x[M * N * W];
+      ATTN_UNROLL for (int r = 0; r < M; r++) ATTN_UNROLL for (int j = 0; j < N; j++)
+          store(x + (r * N + j) * W, a[r][j] * s.factor);
+      cap_scores(x, M * N, s.cap);
+      ATTN_UNROLL for (int r = 0; r < M; r++) ATTN_UNROLL for (int j = 0; j < N; j++) a[r][j] =
+          load(x + (r * N + j) * W);
     }
     LaneRange<float> range[M];
     if constexpr (H == Hidden::by_range)
@@ -249,7 +259,7 @@ struct ForwardDot {
       output = rows16 + tile * ldk * 2;
       P = output + t * tile * ldv * 4;
       bias = P + key_block / 2 * tile * 4;
-      key = bias + (p.mask == MaskKind::none ? 0 : key_block * tile * 4);
+      key = bias + (p.mask == MaskKind::none && !p.alibi ? 0 : key_block * tile * 4);
       value = key + key_block * ldk * 2;
       state = value + key_block / 2 * ldv * 4;
       total = state + (4 * t + 1) * tile * 4;
@@ -290,6 +300,8 @@ struct ForwardDot {
     const int64_t k_first = whole.empty() ? 0 : whole.begin / key_block * key_block;
     for (int64_t k0 = k_first; k0 == k_first || k0 < whole.end; k0 += key_block) {
       const int64_t block = max_of(0, min_of(key_block, whole.end - k0));
+      // between the prefix and the window
+      if (k0 > k_first && tile_keys(p.keys, first, first + count - 1, k0, block).empty()) continue;
       const bf16* Kb = K + k0 * p.k_row;
       int64_t ldk = p.k_row;
       if (!key_direct) copy_rows(Kb, ldk, block, D, key_copy, at.ldk), Kb = key_copy, ldk = at.ldk;
@@ -309,19 +321,25 @@ struct ForwardDot {
         float *ref = reference + t * tile, *O = output + t * tile * at.ldv;
         Vf tops[tile / W], totals[tile / W], rounds[tile / W];
         MaskBlock masked = MaskBlock::all_visible;
-        if (p.mask != MaskKind::none && !seen.empty()) {
-          masked = load_mask<bf16>(p, h.mask, row, n, k0 + seen.begin, seen.end - seen.begin, bias + seen.begin * tile,
-                                   tile);
-          if (masked == MaskBlock::all_hidden)
-            seen = {0, 0, 0, 0};
-          else if (masked != MaskBlock::all_visible) {
-            hide_by_range(p.keys, row, n, k0 + seen.begin, seen.all_begin - seen.begin, bias + seen.begin * tile, tile);
-            hide_by_range(p.keys, row, n, k0 + seen.all_end, seen.end - seen.all_end, bias + seen.all_end * tile, tile);
-          }
+        if ((p.mask != MaskKind::none || p.alibi) && !seen.empty()) {
+          masked = load_bias<bf16>(p, h, row, n, k0, seen, bias, tile);
+          if (masked == MaskBlock::all_hidden) seen = {0, 0, 0, 0};
         }
         const bool biased = masked == MaskBlock::some_hidden || masked == MaskBlock::added;
-        const Scores s{query + t * tile * pairs,         ref,   bias, P,       tops, totals, rounds,
-                       Vf::set(float(p.scale * log2_e)), pairs, used, &p.keys, row};
+        const Scores s{query + t * tile * pairs,
+                       ref,
+                       bias,
+                       P,
+                       tops,
+                       totals,
+                       rounds,
+                       Vf::set(p.softcap > 0 ? 1 : float(p.scale * log2_e)),
+                       pairs,
+                       used,
+                       &p.keys,
+                       row,
+                       Vf::set(query_factor<float>(p)),
+                       float(p.softcap * log2_e)};
         for (int tries = 0; !seen.empty(); tries++) {
           for (int64_t j = 0; j < used; j++) {
             tops[j] = load(top + t * tile + j * W) + load(ref + j * W);
@@ -356,6 +374,12 @@ struct ForwardDot {
             const float sum = rounded[t * tile + i];
             inverse[i] = sum == 0 ? 0 : float(p.dropout.keep_scale) / sum;
             lse[row + i] = natural_lse(-ref[i], total[t * tile + i]);
+            if (h.sink != -__builtin_inf()) {
+              float unused = 0;
+              add_sink(h.sink, -ref[i], sum, inverse[i], unused);
+              add_sink(h.sink, -ref[i], total[t * tile + i], unused, lse[row + i]);
+              if (sum != 0) inverse[i] *= float(p.dropout.keep_scale);
+            }
           }
         const bool border = biased || seen.all_begin > seen.begin || seen.all_end < seen.end;
         const bool guarded = border && !value_finite;

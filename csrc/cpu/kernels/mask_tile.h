@@ -26,23 +26,20 @@ ATTN_INLINE LaneRange<C> lane_range(const KeyRanges& keys, int64_t first_row, in
   return {C(max_of(-far, min_of(far, p - keys.right))), C(max_of(-far, min_of(far, p + keys.left)))};
 }
 
-// What rows [first, last] see of the keys [k0, k0 + n), relative to k0: [begin, end) holds all any row sees (with a
-// prefix also what lies between it and the window), [all_begin, all_end) is seen whole by every row.
+// What rows [first, last] see of the keys [k0, k0 + n), relative to k0: [begin, end) holds all any row sees (and, where
+// prefix and window share the block, what lies between them), [all_begin, all_end) is seen whole by every row.
 struct TileKeys {
   int64_t begin, all_begin, all_end, end;
   bool empty() const { return begin >= end; }
 };
 ATTN_INLINE TileKeys tile_keys(const KeyRanges& keys, int64_t first, int64_t last, int64_t k0, int64_t n) {
   KeyRange any = keys.any(first, last), all = keys.all(first, last);
-  const int64_t prefix = min_of(keys.prefix, keys.key_length);
-  if (prefix > 0) {
-    if (all.empty() || all.begin > prefix)
-      all = {0, prefix};
-    else
-      all.begin = 0, all.end = max_of(all.end, prefix);
-    any = {0, any.empty() ? prefix : max_of(any.end, prefix)};
+  const int64_t k1 = k0 + n, prefix = min_of(keys.prefix, keys.key_length);
+  if (prefix > k0) {
+    const bool window = max_of(any.begin, k0) < min_of(any.end, k1);
+    any = {k0, window ? max_of(any.end, prefix) : prefix};
+    all = {k0, all.empty() || all.begin > prefix ? prefix : max_of(all.end, prefix)};
   }
-  const int64_t k1 = k0 + n;
   TileKeys t;
   t.begin = max_of(any.begin, k0) - k0;
   t.end = min_of(any.end, k1) - k0;
@@ -150,6 +147,44 @@ ATTN_NOINLINE void hide_by_range(const KeyRanges& keys, int64_t first, int64_t r
       store(B + k * ldb + i, select(visible, load(B + k * ldb + i), Vec<C>::set(-C(__builtin_inff()))));
     }
   }
+}
+
+// Adds the bias of ALiBi, -slope * |first + offset + lane - key|, to B (`fresh`: B holds nothing yet). Lanes past the
+// last row get 0, so that nothing overflows there.
+template <class C>
+ATTN_NOINLINE void add_alibi(const KeyRanges& keys, double slope, int64_t first, int64_t rows, int64_t k0, int64_t n,
+                             bool fresh, C* B, int64_t ldb) {
+  constexpr int W = Vec<C>::width;
+  const Vec<C> factor = Vec<C>::set(C(-slope * log2_e)), last = Vec<C>::set(C(rows - 1)), zero = Vec<C>::zero();
+  for (int64_t k = 0; k < n; k++) {
+    const Vec<C> shift = Vec<C>::set(C(first + keys.offset - k0 - k));
+    for (int64_t i = 0; i < rows; i += W) {
+      const Vec<C> lane = Vec<C>::iota() + Vec<C>::set(C(i)), distance = lane + shift;
+      const Vec<C> bias = select(ge(last, lane), factor * max(distance, zero - distance), zero);
+      store(B + k * ldb + i, fresh ? bias : load(B + k * ldb + i) + bias);
+    }
+  }
+}
+
+// The additive block of a tile: mask tensor, ALiBi and, unless nothing is hidden or added, the key ranges.
+// B points at key k0 of the block; `seen` is relative to k0.
+template <class T, class C>
+ATTN_INLINE MaskBlock load_bias(const AttentionParams& p, const HeadPointers& h, int64_t first, int64_t rows,
+                                int64_t k0, const TileKeys& seen, C* B, int64_t ldb) {
+  MaskBlock masked = MaskBlock::all_visible;
+  const int64_t n = seen.end - seen.begin;
+  if (p.mask != MaskKind::none)
+    masked = load_mask<T>(p, h.mask, first, rows, k0 + seen.begin, n, B + seen.begin * ldb, ldb);
+  if (masked == MaskBlock::all_hidden) return masked;
+  if (p.alibi) {
+    add_alibi(p.keys, h.slope, first, rows, k0 + seen.begin, n, p.mask == MaskKind::none, B + seen.begin * ldb, ldb);
+    masked = MaskBlock::added;
+  }
+  if (masked != MaskBlock::all_visible) {
+    hide_by_range(p.keys, first, rows, k0 + seen.begin, seen.all_begin - seen.begin, B + seen.begin * ldb, ldb);
+    hide_by_range(p.keys, first, rows, k0 + seen.all_end, seen.end - seen.all_end, B + seen.all_end * ldb, ldb);
+  }
+  return masked;
 }
 
 }  // namespace

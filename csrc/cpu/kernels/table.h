@@ -3,6 +3,7 @@
 #include "../dispatch.h"
 #include "attention_backward.h"
 #include "attention_forward.h"
+#include "attention_weights.h"
 #include "decode.h"
 
 namespace attnjourney {
@@ -13,6 +14,7 @@ constexpr AttentionKernels attention_kernels() {
   using C = Compute<T>;
   using F = Forward<C>;
   using B = Backward<C>;
+  using P = Weights<C>;
   return {
       F::tile,
       F::key_block,
@@ -29,6 +31,10 @@ constexpr AttentionKernels attention_kernels() {
          void* space) { B::template run<T>(p, heads, gradients, part, parts, partial, space); },
       [](const AttentionParams& p, const void* partial, int64_t stride, int64_t parts, int64_t first, int64_t rows,
          const HeadGradients& g) { B::template sum_parts<T>(p, partial, stride, parts, first, rows, g); },
+      [](const AttentionParams& p) { return typename P::Space(p).total * int64_t(sizeof(C)); },
+      [](const AttentionParams& p, const HeadPointers& h, int64_t first, int64_t rows, void* space) {
+        P::template run<T>(p, h, first, rows, static_cast<C*>(space));
+      },
   };
 }
 

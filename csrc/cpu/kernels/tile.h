@@ -22,6 +22,15 @@ struct Tile {
     ATTN_UNROLL for (int r = 0; r < M; r++) ATTN_UNROLL for (int j = 0; j < N; j++)
         store(c + r * ld + Vec<C>::width * j, a[r][j]);
   }
+  // the numbers through f(C (&x)[M * N * W]), in memory; x[(r * N + j) * W + lane]
+  template <class F>
+  ATTN_INLINE void through(const F& f) {
+    constexpr int W = Vec<C>::width;
+    alignas(64) C x[M * N * W];
+    ATTN_UNROLL for (int r = 0; r < M; r++) ATTN_UNROLL for (int j = 0; j < N; j++) store(x + (r * N + j) * W, a[r][j]);
+    f(x);
+    ATTN_UNROLL for (int r = 0; r < M; r++) ATTN_UNROLL for (int j = 0; j < N; j++) a[r][j] = load(x + (r * N + j) * W);
+  }
   // a[r][j] += sum_x A[r * lda + x] * B[x * ldb + W j]: rows of A broadcast, x along them
   ATTN_INLINE void add_rows(const C* A, int64_t lda, const C* B, int64_t ldb, int64_t n) {
     _Pragma("GCC unroll 4") for (int64_t x = 0; x < n; x++, B += ldb) {

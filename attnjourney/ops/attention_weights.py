@@ -1,0 +1,118 @@
+"""The weights of attention, for chosen rows and heads: exp(score - lse), a tile at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ._attention_checks import alignment_index
+from ._registration import LIBRARY
+from .attention import attention
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    *,
+    lse: Tensor | None = None,
+    rows: Tensor | Sequence[int] | None = None,
+    heads: Tensor | Sequence[int] | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    causal_alignment: str = "top_left",
+    window_size: tuple[int, int] = (-1, -1),
+    prefix_length: int = 0,
+    key_lengths: Tensor | None = None,
+    query_lengths: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> Tensor:
+    """What attnjourney.attention multiplies the values with, before dropout: O(rows * S) memory.
+
+    Args:
+        lse: of the same call, as attention(..., return_lse=True) gives it; computed where missing.
+        rows: the query rows wanted, all by default.
+        heads: the query heads wanted, all by default.
+        the others: as in attnjourney.attention.
+
+    Returns:
+        (..., heads, rows, S) in query's dtype. Rows sum to 1 (with a sink: to less), or to 0 where no key is visible.
+
+    Raises as attnjourney.attention. The result is not differentiable: its backward raises NotImplementedError.
+    """
+    options = dict(
+        scale=scale,
+        enable_gqa=enable_gqa,
+        window_size=window_size,
+        prefix_length=prefix_length,
+        key_lengths=key_lengths,
+        query_lengths=query_lengths,
+        softcap=softcap,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+    )
+    if lse is None:
+        with torch.no_grad():
+            value = key[..., :1]  # any: lse does not depend on it
+            _, lse = attention(
+                query,
+                key,
+                value,
+                attn_mask,
+                0.0,
+                is_causal,
+                causal_alignment=causal_alignment,
+                return_lse=True,
+                **options,
+            )
+
+    def indices(name: str, x: Tensor | Sequence[int] | None, size: int) -> Tensor:
+        return torch.arange(size) if x is None else torch.as_tensor(x, dtype=torch.int64)
+
+    n_heads = lse.shape[-2] if query.dim() >= 3 else 1
+    return torch.ops.attnjourney._attention_weights(
+        query,
+        key,
+        lse,
+        indices("rows", rows, query.shape[-2]),
+        indices("heads", heads, n_heads),
+        attn_mask,
+        is_causal,
+        causal_alignment=alignment_index(causal_alignment),
+        **options,
+    )
+
+
+class _NotDifferentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weights, *inputs):
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise NotImplementedError("attention_weights: its result is not differentiable")
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError("attention_weights: its result is not differentiable")
+
+
+def _autograd(*args, **kwargs):
+    with torch._C._AutoDispatchBelowAutograd():
+        weights = torch.ops.attnjourney._attention_weights.default(*args, **kwargs)
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.requires_grad]
+    return _NotDifferentiable.apply(weights, *tensors) if tensors and torch.is_grad_enabled() else weights
+
+
+def _fake(query, key, lse, rows, heads, *args, **kwargs):
+    lead = [*lse.shape[:-2], heads.shape[0]] if query.dim() >= 3 else []
+    return query.new_empty((*lead, rows.shape[0], key.shape[-2]))
+
+
+LIBRARY.impl("_attention_weights", _autograd, "Autograd")
+torch.library.register_fake("attnjourney::_attention_weights", _fake, lib=LIBRARY)

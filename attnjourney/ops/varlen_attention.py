@@ -1,0 +1,97 @@
+"""Attention over packed sequences of different lengths: torch.ops.attnjourney.varlen_attention."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ._attention_checks import alignment_index, check_index, check_per_head, check_scores
+from ._operator import draw_seed
+from ._registration import register
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    causal_alignment: str = "top_left",
+    window_size: tuple[int, int] = (-1, -1),
+    prefix_length: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_seed: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """attnjourney.attention for each of B sequences that lie packed one after the other, without padding.
+
+    Args:
+        query: (total_q, Hq, E). float32, float64, bfloat16 or float16.
+        key, value: (total_k, Hk, E) and (total_k, Hk, Ev); Hq is a multiple of Hk.
+        cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 or int64: sequence b has the rows cu_seqlens_q[b] ..
+            cu_seqlens_q[b + 1] - 1 and the keys alike. They begin with 0; a sequence may be empty.
+        sinks, alibi_slopes: (Hq,) or (B, Hq).
+        the others: as in attnjourney.attention; alignment, window and prefix are each sequence's own. There is no
+            attn_mask.
+
+    Returns:
+        (total_q, Hq, Ev); rows past cu_seqlens_q[-1] are 0. With return_lse also (Hq, total_q), float32 (float64 for
+        float64), -inf where a row sees no key.
+
+    Raises: as attnjourney.attention.
+    """
+    options = dict(
+        scale=scale,
+        causal_alignment=alignment_index(causal_alignment),
+        window_size=window_size,
+        prefix_length=prefix_length,
+        softcap=softcap,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        dropout_seed=dropout_seed,
+    )
+    if not return_lse:
+        return _varlen_attention(query, key, value, cu_seqlens_q, cu_seqlens_k, dropout_p, is_causal, **options)
+    if dropout_p > 0 and dropout_seed is None:
+        options["dropout_seed"] = draw_seed(query)
+    return torch.ops.attnjourney.varlen_attention_forward.default(
+        query, key, value, cu_seqlens_q, cu_seqlens_k, dropout_p, is_causal, **options
+    )
+
+
+def _fake(*, query, key, value, cu_seqlens_q, cu_seqlens_k, scale, window_size, softcap, sinks, alibi_slopes, **_):
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        if t.dim() != 3:
+            raise ValueError(f"{name}: expected 3 dimensions, got shape {tuple(t.shape)}")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number, got {scale}")
+    check_scores(window_size, softcap)
+    batch, heads = cu_seqlens_q.shape[0] - 1, query.shape[1]
+    check_index("cu_seqlens_q", cu_seqlens_q, batch + 1)
+    check_index("cu_seqlens_k", cu_seqlens_k, batch + 1)
+    for name, t in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        if t is not None:
+            check_per_head(name, t, query, batch, heads)
+    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    out = query.new_empty((query.shape[0], heads, value.shape[2]))
+    return out, query.new_empty((heads, query.shape[0]), dtype=lse_dtype)
+
+
+def _one_call_a_sample(info, in_dims, *arguments):
+    return None
+
+
+_varlen_attention = register(
+    "varlen_attention",
+    fake=_fake,
+    vmap=(_one_call_a_sample, _one_call_a_sample),
+    autocast=("query", "key", "value"),
+)
