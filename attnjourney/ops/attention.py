@@ -76,7 +76,7 @@ def attention(
         RuntimeError: a dtype or a device that does not fit.
         NotImplementedError: differentiated twice, or in forward mode.
     """
-    options = {"scale": scale, "enable_gqa": enable_gqa}
+    options = {"scale": scale, "enable_gqa": enable_gqa}  # and what is not the default: each one costs time
     if causal_alignment != "top_left":
         options["causal_alignment"] = alignment_index(causal_alignment)
     if window_size is not UNBOUNDED:
@@ -85,15 +85,16 @@ def attention(
         options["prefix_length"] = prefix_length
     if softcap != 0.0:
         options["softcap"] = softcap
-    for name, x in (
-        ("key_lengths", key_lengths),
-        ("query_lengths", query_lengths),
-        ("sinks", sinks),
-        ("alibi_slopes", alibi_slopes),
-        ("dropout_seed", dropout_seed),
-    ):
-        if x is not None:
-            options[name] = x
+    if key_lengths is not None:
+        options["key_lengths"] = key_lengths
+    if query_lengths is not None:
+        options["query_lengths"] = query_lengths
+    if sinks is not None:
+        options["sinks"] = sinks
+    if alibi_slopes is not None:
+        options["alibi_slopes"] = alibi_slopes
+    if dropout_seed is not None:
+        options["dropout_seed"] = dropout_seed
     operator = _attention_with_lse if return_lse else _attention
     return operator(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
