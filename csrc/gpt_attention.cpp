@@ -75,7 +75,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gpt_attention_backward(
 
   if (need_x || need_qkv_weight || need_qkv_bias) {
     const Tensor qkv_rows = layer::rows(qkv), grad_qkv = layer::empty_rows(x, s.batch * s.seq, 3 * s.embed);
-    AttentionGradients gradients{heads(s, grad_qkv, 0), heads(s, grad_qkv, 1), heads(s, grad_qkv, 2), std::nullopt};
+    AttentionGradients gradients;
+    gradients.query = heads(s, grad_qkv, 0);
+    gradients.key = heads(s, grad_qkv, 1);
+    gradients.value = heads(s, grad_qkv, 2);
     backend.backward(heads(s, layer::input_grad(grad_rows, out_weight)), std::nullopt, heads(s, qkv_rows, 0),
                      heads(s, qkv_rows, 1), heads(s, qkv_rows, 2), causal(dropout_p, std::move(dropout_seed)),
                      heads(s, attn_rows), lse, gradients);

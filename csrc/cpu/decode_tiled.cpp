@@ -79,7 +79,8 @@ void decode_tiled(const DecodeCall& c, const DecodeInputs& in, const Tensor& que
   std::vector<AttentionParams> params(static_cast<size_t>(c.batch), shared);
   shared.keys.key_length = shared.kv_len;
   int64_t space = 0;
-  const ForwardPlan plan = plan_forward(call);
+  const Sequences alike(call, {});
+  const ForwardPlan plan = plan_forward(call, alike);
   for (int64_t b = 0; b < c.batch; b++) {  // counted from the first key seen
     AttentionParams& p = params[static_cast<size_t>(b)];
     const KeyRange range = seen[static_cast<size_t>(b)];
@@ -92,9 +93,9 @@ void decode_tiled(const DecodeCall& c, const DecodeInputs& in, const Tensor& que
   const int64_t item = bytes_of(query.scalar_type()), lse_item = bytes_of(lse.scalar_type());
   const char* const q = static_cast<const char*>(query.const_data_ptr());
   char *const o = static_cast<char*>(out.mutable_data_ptr()), *const l = static_cast<char*>(lse.mutable_data_ptr());
-  run_queue(plan.heads * plan.blocks, plan.threads, space, [&](int64_t i, void* scratch) {
-    const int64_t bh = i / plan.blocks, first = (plan.blocks - 1 - i % plan.blocks) * plan.rows;
-    const int64_t b = bh / c.q_heads, head = bh % c.q_heads;
+  run_queue(plan.items, plan.threads, space, [&](int64_t i, void* scratch) {
+    const auto [b, head, block] = plan.at(i, alike);
+    const int64_t bh = b * c.q_heads + head, first = block * plan.rows;
     HeadPointers h;
     h.index = static_cast<uint32_t>(bh);
     h.query = q + (b * query.stride(0) + head * query.stride(1)) * item;
