@@ -5,7 +5,7 @@ import subprocess
 import pytest
 import torch
 from emulator import build, faults, run
-from testing import assert_close_to_reference, plain_run, random_tensor, reference_run
+from testing import GRADIENT_FACTOR, assert_close_to_reference, plain_run, random_tensor, reference_run
 
 pytestmark = pytest.mark.skipif(build.unsupported() is not None, reason=str(build.unsupported()))
 
@@ -49,10 +49,26 @@ FAULTY_FORWARD = [("sm80-64-bf16", *fault) for fault in faults.SM80_FORWARD]
 FAULTY_FORWARD += [("sm90-64-bf16", *fault) for fault in faults.SM90_FORWARD]
 
 
-def inputs_of(shape, dtype, head_dim, v_head_dim):
+BACKWARD = {  # kernel: (program, dtype, head_dim, deterministic)
+    "sm80-64-bf16": (("backward", ("KERNEL=Sm80Backward<Bf16,64,128,128,false>",)), torch.bfloat16, 64, False),
+    "sm80-128-fp16": (("backward", ("KERNEL=Sm80Backward<Half,128,64,128,false>",)), torch.float16, 128, False),
+    "sm80-128-deterministic": (("backward", ("KERNEL=Sm80Backward<Bf16,128,64,128,true>",)), torch.bfloat16, 128, True),
+    "sm90-64-fp16": (("backward", ("SHAPE=Sm90BackwardShape<Half,64,128,false>",)), torch.float16, 64, False),
+    "sm90-128-bf16": (("backward", ("SHAPE=Sm90BackwardShape<Bf16,128,64,false>",)), torch.bfloat16, 128, False),
+    "sm90-64-deterministic": (("backward", ("SHAPE=Sm90BackwardShape<Bf16,64,128,true>",)), torch.bfloat16, 64, True),
+    "sm90-128-deterministic": (("backward", ("SHAPE=Sm90BackwardShape<Half,128,64,true>",)), torch.float16, 128, True),
+}
+BACKWARD_FAULT_SHAPES = [(1, 1, 1, 400, 130, 0, None), (1, 2, 1, 150, 65, 0, -85), (1, 2, 1, 300, 200, 0, 0)]
+FAULTY_BACKWARD = [("sm80-128-fp16", *fault) for fault in faults.SM80_BACKWARD]
+FAULTY_BACKWARD += [("sm90-128-bf16", *fault) for fault in faults.SM90_BACKWARD]
+
+
+def inputs_of(shape, dtype, head_dim, v_head_dim, outliers=True):
     batch, q_heads, kv_heads, q_len, kv_len, less, offset = shape
     sizes = [(q_heads, q_len, head_dim), (kv_heads, kv_len, head_dim), (kv_heads, kv_len, v_head_dim)]
-    qkv = [random_tensor((batch, h, n, d - less), dtype, seed) for seed, (h, n, d) in enumerate(sizes)]
+    qkv = [
+        random_tensor((batch, h, n, d - less), dtype, seed, outliers=outliers) for seed, (h, n, d) in enumerate(sizes)
+    ]
     mask = None if offset is None else torch.ones(q_len, kv_len, dtype=torch.bool).tril(offset)
     return qkv, mask
 
@@ -62,6 +78,8 @@ def programs():
     """Everything built, side by side."""
     requests = [entry[0] for entry in FORWARD.values()]
     requests += [(*FORWARD[k][0], build.faulty_sources(*edit)) for k, _, *edit in FAULTY_FORWARD]
+    requests += [entry[0] for entry in BACKWARD.values()]
+    requests += [(*BACKWARD[k][0], build.faulty_sources(*edit)) for k, _, *edit in FAULTY_BACKWARD]
     build.build_all([("self_test",), *requests])
 
 
@@ -114,6 +132,43 @@ def test_faulty_forward_is_found(programs, kernel, what, file, old, new):
         for order in run.ORDER_NAMES:
             try:
                 check_forward(program, kernel, shape, order, counter=1, grid=2)
+            except (AssertionError, run.EmulatorError) as found:
+                print(f"{what}: {order}: {str(found)[:200]}")
+                return
+    pytest.fail(f"nothing noticed: {what}")
+
+
+def check_backward(program, kernel, shape, order, rows_first=False):
+    _, dtype, head_dim, deterministic = BACKWARD[kernel]
+    inputs, mask = inputs_of(shape, dtype, head_dim, head_dim, outliers=False)
+    grad_out = random_tensor((*inputs[0].shape[:3], inputs[2].shape[3]), dtype, 4, outliers=False)
+    grad_lse = random_tensor(inputs[0].shape[:3], torch.float32, 5, outliers=False)
+    out, lse, *expected = reference_run((*inputs, mask), grad_out, grad_lse, enable_gqa=True)
+    plain, rounding = plain_run((*inputs, mask), grad_out, grad_lse, enable_gqa=True)
+    given = (out.detach().to(dtype), lse.detach().float(), grad_out, grad_lse)
+    results = run.backward(program, inputs, *given, shape[-1], order, rows_first, deterministic=deterministic)
+    for i, name in enumerate(("grad_query", "grad_key", "grad_value")):
+        assert_close_to_reference(results[i], plain[2 + i], expected[i], GRADIENT_FACTOR, name, rounding[2 + i])
+
+
+@pytest.mark.parametrize("kernel", BACKWARD)
+def test_backward(programs, kernel):
+    first = list(BACKWARD).index(kernel)
+    for i, shape in enumerate(SHAPES):
+        order = run.ORDER_NAMES[(i + first) % len(run.ORDER_NAMES)]
+        try:
+            check_backward(build.program(*BACKWARD[kernel][0]), kernel, shape, order, (i + first) % 2 == 1)
+        except (AssertionError, run.EmulatorError) as error:
+            raise AssertionError(f"{shape}, order {order}: {error}") from None
+
+
+@pytest.mark.parametrize("kernel,what,file,old,new", FAULTY_BACKWARD, ids=[f"{f[0]}-{f[1]}" for f in FAULTY_BACKWARD])
+def test_faulty_backward_is_found(programs, kernel, what, file, old, new):
+    program = build.program(*BACKWARD[kernel][0], build.faulty_sources(file, old, new))
+    for shape in BACKWARD_FAULT_SHAPES:
+        for order in run.ORDER_NAMES:
+            try:
+                check_backward(program, kernel, shape, order)
             except (AssertionError, run.EmulatorError) as found:
                 print(f"{what}: {order}: {str(found)[:200]}")
                 return

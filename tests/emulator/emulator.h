@@ -27,7 +27,8 @@ struct Error : std::runtime_error {
 };
 
 // forward, reverse: each warp runs as far as it can before the next one starts. random: warps and lanes interleave.
-// starve: one warpgroup, seed modulo their number, runs only when no other can, and then one thread's step at a time.
+// starve: one warpgroup, seed modulo their number, runs only when no other can and no copy is on its way, and then one
+// thread's step at a time.
 enum class Order { forward, reverse, random, starve };
 struct Options {
   Order order = Order::forward;

@@ -113,3 +113,65 @@ SM90_FORWARD = [
         "head_k = t.head % (p.q_heads / p.group)",
     ),
 ]
+
+# Leaving out the wait for a free Q stage alone is no fault: the wait for dO's stage implies it.
+SM90_BACKWARD = [
+    ("dS read without a proxy fence", "sm90_backward.cuh", "df[kk]);\n    ptx::fence_proxy_async();", "df[kk]);"),
+    (
+        "no wait for the other warpgroup's dS",
+        "sm90_backward.cuh",
+        "ptx::bar_sync(4 + 2 * (it & 1) + (group ^ 1), 256);",
+        "",
+    ),
+    ("one pair of barriers for dS", "sm90_backward.cuh", "every 4 + 2 * (it & 1)", "4"),
+    ("dO refilled without waiting", "sm90_backward.cuh", "ptx::mbarrier_wait(m.do_empty + 8 * ds, dop);", ""),
+    (
+        "dO released before its products are done",
+        "sm90_backward.cuh",
+        "ptx::wgmma_wait<0>();  // dV, dK",
+        "ptx::wgmma_wait<2>();  // dV, dK",
+    ),
+    (
+        "dO always waited for in phase 0",
+        "sm90_backward.cuh",
+        "ptx::mbarrier_wait(m.do_full + 8 * ds, dop);",
+        "ptx::mbarrier_wait(m.do_full + 8 * ds, 0);",
+    ),
+    ("one dS tile instead of two", "sm90_backward.cuh", "m.ds + (it & 1) * S::kScoreBytes", "m.ds"),
+    ("mask off by one", "sm90_backward.cuh", "n > row + p.offset)) s[i]", "n > row + p.offset + 1)) s[i]"),
+    ("K and V used before they landed", "sm90_backward.cuh", "ptx::mbarrier_wait(m.kv_full, 0);", ""),
+    ("rows without a key not marked", "backward_passes.cuh", "lse == -INFINITY ? INFINITY", "false ? INFINITY"),
+    (
+        "transaction count without the statistics",
+        "sm90_backward.cuh",
+        "(bar, S::kQueryBytes + S::kRows * 4)",
+        "(bar, S::kQueryBytes)",
+    ),
+    (
+        "stage released while others still read it",
+        "sm90_backward.cuh",
+        "    __syncwarp();\n    if (lane == 0) ptx::mbarrier_arrive(bar);",
+        "    if (lane == 0) ptx::mbarrier_arrive(bar);",
+    ),
+    (
+        "halves of dS exchanged in dQ",
+        "sm90_backward.cuh",
+        "group * (S::kKeyPanel / 16) : 0",
+        "(group ^ 1) * (S::kKeyPanel / 16) : 0",
+    ),
+]
+
+SM80_BACKWARD = [
+    ("gradient of lse forgotten", "backward_passes.cuh", "sum -= p.grad_lse[stat]", "sum -= 0"),
+    ("stage read before its copy landed", "sm80_backward.cuh", "ptx::cp_async_wait<0>();", ""),
+    ("P and dS read before they are complete", "sm80_backward.cuh", "__syncthreads();  // P and dS", "//"),
+    ("stage refilled while others read it", "sm80_backward.cuh", "__syncthreads();  // this stage", "//"),
+    ("mask off by one", "sm80_backward.cuh", "n > m + p.offset)) s[i]", "n > m + p.offset + 1)) s[i]"),
+    (
+        "first query tile left out",
+        "backward_task.cuh",
+        "t.key_tile * Keys - p.offset) / Rows",
+        "t.key_tile * Keys + Keys - p.offset) / Rows",
+    ),
+    ("delta left out", "sm80_backward.cuh", "(dp[i][j][e] - (e & 1 ? delta.y : delta.x))", "dp[i][j][e]"),
+]

@@ -168,8 +168,8 @@ void run_block() {
     bool progress = run_warps(order, lanes, starved);
     if (random && rng() % 4 == 0) progress |= land_one_copy();
     if (progress || !alive) continue;
-    if (starved >= 0 && run_starved(starved)) continue;
-    if (!land_one_copy()) report_deadlock();
+    if (land_one_copy()) continue;
+    if (starved < 0 || !run_starved(starved)) report_deadlock();
   }
   counts.blocks++;
 }

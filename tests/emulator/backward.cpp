@@ -1,0 +1,97 @@
+// Runs one backward kernel with its passes, named by -DKERNEL=... (an Sm80Backward) or -DSHAPE=... (an
+// Sm90BackwardShape). stdin: query, key, value, out, grad_out, lse, grad_lse; stdout: grad_query, grad_key, grad_value.
+#include "driver.h"
+#ifdef SHAPE
+#include "cuda/kernels/sm90_backward.cuh"
+#else
+#include "cuda/kernels/sm80_backward.cuh"
+#endif
+
+using namespace attnjourney;
+#ifdef SHAPE
+using Kernel = SHAPE;
+#else
+using Kernel = KERNEL;
+#endif
+using Element = Kernel::T;
+
+template <bool Causal>
+void launch_main(const BackwardTask& p, const driver::Shape& q, const driver::Shape& k, const driver::Shape& v,
+                 const driver::Shape& o, emulator::Options options) {
+  const int blocks = p.key_tiles * (p.key_value_sum ? p.q_heads : p.kv_heads) * p.batch;
+#ifdef SHAPE
+  const auto map = [](const driver::Shape& s, const void* x, int rows) {
+    return s.map(static_cast<const Element*>(x), rows);
+  };
+  const Sm90BackwardMaps maps{map(q, p.query, Kernel::kRows), map(k, p.key, Kernel::kKeys),
+                              map(v, p.value, Kernel::kKeys), map(o, p.grad_out, Kernel::kRows)};
+  emulator::launch(sm90_backward<Kernel, Causal>, dim3(blocks), dim3(Kernel::kThreads), Kernel::kSmemBytes, options,
+                   maps, p);
+#else
+  (void)q, (void)k, (void)v, (void)o;
+  emulator::launch(sm80_backward<Kernel, Causal>, dim3(blocks), dim3(Kernel::kThreads), Kernel::kSmemBytes, options, p);
+#endif
+}
+
+int main(int argc, char** argv) {
+  return driver::run(argc, argv, [](const driver::Arguments& a) {
+    const bool rows_first = a["rows_first"];
+    const driver::Shape q{a["batch"], a["q_heads"], a["q_len"], a["head_dim"], rows_first};
+    const driver::Shape k{q.batch, a["kv_heads"], a["kv_len"], q.dim, rows_first};
+    const driver::Shape v{q.batch, k.heads, k.length, a["v_head_dim"], rows_first};
+    const driver::Shape o{q.batch, q.heads, q.length, v.dim, rows_first};
+    const auto input = [](const driver::Shape& s, const char* name) {
+      return std::make_unique<emulator::Buffer<Element>>(driver::read<Element>(s.size()), name);
+    };
+    const auto query = input(q, "query"), key = input(k, "key"), value = input(v, "value");
+    const auto out = input(o, "out"), grad_out = input(o, "grad_out");
+    const size_t stats = o.size() / o.dim, pairs = static_cast<size_t>(q.batch) * q.heads;
+    emulator::Buffer<float> lse(driver::read<float>(stats), "lse"), grad_lse(driver::read<float>(stats), "grad_lse");
+    emulator::Buffer<Element> grad_query(q.size(), "grad_query"), grad_key(k.size(), "grad_key");
+    emulator::Buffer<Element> grad_value(v.size(), "grad_value");
+
+    const bool deterministic = a["deterministic"];
+    BackwardTask p{};
+    p.query = query->data, p.key = key->data, p.value = value->data, p.out = out->data, p.grad_out = grad_out->data;
+    p.lse = lse.data, p.grad_lse = grad_lse.data;
+    p.grad_query = grad_query.data, p.grad_key = grad_key.data, p.grad_value = grad_value.data;
+    p.query_strides = p.grad_query_strides = q.strides<Strides>();
+    p.key_strides = p.grad_key_strides = k.strides<Strides>();
+    p.value_strides = p.grad_value_strides = v.strides<Strides>();
+    p.out_strides = p.grad_out_strides = o.strides<Strides>();
+    p.batch = q.batch, p.q_heads = q.heads, p.kv_heads = k.heads, p.group = q.heads / k.heads;
+    p.q_len = q.length, p.kv_len = k.length, p.head_dim = q.dim, p.v_head_dim = v.dim, p.offset = a["offset"];
+    p.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(q.dim)));
+    p.scale_log2 = static_cast<float>(1.4426950408889634 / std::sqrt(static_cast<double>(q.dim)));
+    p.rows = (q.length + Kernel::kRows - 1) / Kernel::kRows * Kernel::kRows;
+    p.key_tiles = (k.length + Kernel::kKeys - 1) / Kernel::kKeys;
+    const size_t rows = pairs * p.rows, tile = static_cast<size_t>(Kernel::kKeys) * Kernel::kD;
+    emulator::Buffer<float> lse2(rows, "lse2"), delta(rows, "delta"), query_sum(rows * Kernel::kD, "query_sum");
+    emulator::Buffer<int> turn(std::vector<int>(2 * rows / Kernel::kRows, 0), "turn");
+    const std::vector<float> zeros(2 * tile * p.key_tiles * k.batch * k.heads, 0.f);
+    emulator::Buffer<float> key_value_sum(zeros, "key_value_sum");
+    p.lse2 = lse2.data, p.delta = delta.data, p.query_sum = query_sum.data, p.turn = turn.data;
+#ifdef SHAPE
+    if (p.group > 1 && !deterministic) p.key_value_sum = key_value_sum.data;
+#endif
+    p.span = a["span"] ? a["span"] : backward_span(p, Kernel::kD, a["causal"], deterministic);
+
+    const auto options = a.options();
+    const auto pass = [&](auto kernel, int64_t length, size_t count) {
+      const dim3 grid(static_cast<unsigned>(pass_blocks(length, Kernel::kD, static_cast<int64_t>(count))));
+      emulator::launch(kernel, grid, dim3(kPassThreads), 0, options, p);
+    };
+    pass(backward_prepare<Element, Kernel::kD>, p.rows, pairs);
+    if (a["causal"])
+      launch_main<true>(p, q, k, v, o, options);
+    else
+      launch_main<false>(p, q, k, v, o, options);
+    pass(backward_query<Kernel>, p.rows, pairs);
+#ifdef SHAPE
+    if (p.key_value_sum) pass(backward_key_value<Kernel>, p.key_tiles * Kernel::kKeys, 2u * k.batch * k.heads);
+#endif
+    driver::write(grad_query);
+    driver::write(grad_key);
+    driver::write(grad_value);
+  });
+}
