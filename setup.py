@@ -6,7 +6,8 @@ version of Python or torch. A file is compiled again when it, a header it includ
 
 Environment:
   CXX, CXXFLAGS           the compiler (g++), and flags put after all others
-  CUDA_HOME               where bin/nvcc is, if not on PATH; without nvcc, or without csrc/cuda, there is no _C_cuda.so
+  CUDA_HOME               where bin/nvcc is, if not on PATH; without nvcc there is no _C_cuda.so
+  ATTNJOURNEY_CUDA=1, 0   build _C_cuda.so or not, whatever torch is installed (default: if that torch has CUDA)
   MAX_JOBS                compilers running at once (default: the number of cores)
   ATTNJOURNEY_SANITIZE=1  address and undefined-behaviour sanitizers, objects in build/sanitize
 """
@@ -45,7 +46,11 @@ ISAS = {
     "avx512": (X86, AVX512),
     "avx512_bf16": (X86, [*AVX512, "-mavx512bf16"]),
 }
-CUDA_ARCHS = ["arch=compute_80,code=sm_80", "arch=compute_90a,code=sm_90a"]
+# csrc/cuda/inst/<arch>_*.cu: what is compiled for it; sm_80's PTX serves every later GPU. Files without kernels: sm_80.
+CUDA_ARCHS = {
+    "sm80": ["arch=compute_80,code=[sm_80,compute_80]"],
+    "sm90": ["arch=compute_90a,code=sm_90a"],
+}
 
 SANITIZE = os.environ.get("ATTNJOURNEY_SANITIZE", "0") not in ("", "0")
 BUILD = Path("build", "sanitize" if SANITIZE else "release")
@@ -67,7 +72,8 @@ COMMON = ["-std=c++20", TORCH_TARGET, "-Icsrc", *(["-DATTNJOURNEY_X86=1"] if X86
 CXX_FLAGS = [*COMMON, *OPTIMIZE, "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]
 CXX_FLAGS += ["-ffp-contract=off"]  # fused products are written as such; a*b + c rounds twice, on every machine
 CXX_FLAGS += ["-Wall", "-Wextra"]
-NVCC_FLAGS = [*COMMON, "-O3", "-DNDEBUG", "-DUSE_CUDA", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+# ptxas reports registers and spills of each kernel; tests/test_cuda_build.py reads them from the .log files
+NVCC_FLAGS = [*COMMON, "-O3", "-DNDEBUG", "-DUSE_CUDA", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v"]
 
 
 def dotted(version: tuple[int, ...]) -> str:
@@ -91,6 +97,17 @@ def find_torch() -> Path:
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < MINIMUM_TORCH:
         raise PlatformError(f"attnjourney needs torch >= {dotted(MINIMUM_TORCH)}, found {version} in {torch}")
     return torch
+
+
+def wants_cuda() -> bool:
+    wanted = os.environ.get("ATTNJOURNEY_CUDA")
+    if wanted:
+        return wanted != "0"
+    try:
+        version = (find_torch() / "version.py").read_text()
+    except PlatformError:  # said again when there is something to compile
+        return False
+    return re.search(r"^cuda\b[^=]*= '", version, re.MULTILINE) is not None
 
 
 def find_nvcc() -> str | None:
@@ -119,7 +136,7 @@ def cpu_sources() -> list[Path]:
 def extensions() -> list[Extension]:
     found = [Extension("attnjourney._C_cpu", [str(s) for s in cpu_sources()])]
     cuda = sources("csrc/cuda/**/*.cu")
-    if cuda and find_nvcc() and not SANITIZE:
+    if cuda and find_nvcc() and wants_cuda() and not SANITIZE:
         found.append(Extension("attnjourney._C_cuda", [str(s) for s in cuda]))
     return found
 
@@ -150,7 +167,9 @@ class Step:
         self.output.parent.mkdir(parents=True, exist_ok=True)
         self.record.unlink(missing_ok=True)
         result = subprocess.run(self.command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        print(f"{self.output}\n{result.stdout}".rstrip(), flush=True)
+        self.output.with_name(self.output.name + ".log").write_text(result.stdout)
+        printed = re.sub(r"(?m)^(ptxas info .*|    \d+ bytes stack frame.*|\s*)\n", "", result.stdout)
+        print(f"{self.output}\n{printed}".rstrip(), flush=True)
         if result.returncode != 0:
             raise CompileError(f"this command failed with status {result.returncode}:\n{shlex.join(self.command)}")
         self.record.write_text(shlex.join(self.command))
@@ -181,7 +200,8 @@ class BuildLibraries(build_ext):
         for source in map(Path, extension.sources):
             output = BUILD / source.with_suffix(".o")
             if cuda:
-                archs = [flag for arch in CUDA_ARCHS for flag in ("-gencode", arch)]
+                arch = CUDA_ARCHS.get(source.name.split("_")[0], ["arch=compute_80,code=sm_80"])
+                archs = [flag for target in arch for flag in ("-gencode", target)]
                 command = [find_nvcc(), "-ccbin", CXX[0], *NVCC_FLAGS, *archs, *headers]
             else:
                 isa = ISAS[isa_of(source)][1] if source.parent.name == "isa" else []

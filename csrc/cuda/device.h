@@ -1,0 +1,62 @@
+// The device and stream of a call, through what torch offers at run time: the library loads without CUDA.
+#pragma once
+#include <dlfcn.h>
+
+#include <map>
+#include <mutex>
+
+#include "../aten.h"
+#include "../checks.h"
+#include "launch.h"
+
+namespace attnjourney {
+
+inline Device current_device(const Tensor& query) {
+  Device d{query.get_device_index(), 0, 0};
+  const auto attribute = [&](cudaDeviceAttr a) {
+    int value = 0;
+    cuda_check(cudaDeviceGetAttribute(&value, a, d.index), "cudaDeviceGetAttribute");
+    return value;
+  };
+  d.capability = attribute(cudaDevAttrComputeCapabilityMajor) * 10 + attribute(cudaDevAttrComputeCapabilityMinor);
+  d.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
+  check_runtime(d.capability >= 80, "attention: expected a GPU of compute capability 8.0 or later, got ",
+                d.capability / 10, ".", d.capability % 10);
+  return d;
+}
+
+inline cudaStream_t current_stream(int device) {
+  using Function = int32_t (*)(int32_t, void**);
+  static const auto get = [] {
+    void* torch_cuda = dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_LAZY);
+    void* function = torch_cuda ? dlsym(torch_cuda, "aoti_torch_get_current_cuda_stream") : nullptr;
+    check_runtime(function != nullptr, "attention: this torch has no CUDA");
+    return reinterpret_cast<Function>(function);
+  }();
+  void* stream = nullptr;
+  check_runtime(get(device, &stream) == 0, "attention: torch gave no current CUDA stream");
+  return static_cast<cudaStream_t>(stream);
+}
+
+// Two zeros for the persistent forward, which leaves them so: one pair for each stream; under graph capture one for
+// each call, since graphs may run side by side. Holds the memory in `keep` where it is this call's own.
+inline uint32_t* tile_counter(const Tensor& like, int device, cudaStream_t stream, OptionalTensor& keep) {
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  cuda_check(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
+  if (capture != cudaStreamCaptureStatusNone) {
+    keep = aten::empty(like, {2}, ScalarType::Int);
+    cuda_check(cudaMemsetAsync(keep->data_ptr(), 0, 8, stream), "cudaMemsetAsync");
+    return static_cast<uint32_t*>(keep->data_ptr());
+  }
+  static std::mutex mutex;
+  static std::map<std::pair<int, cudaStream_t>, uint32_t*> counters;
+  const std::lock_guard lock(mutex);
+  uint32_t*& counter = counters[{device, stream}];
+  if (!counter) {
+    cuda_check(cudaMalloc(&counter, 8), "cudaMalloc");
+    cuda_check(cudaMemsetAsync(counter, 0, 8, stream), "cudaMemsetAsync");
+  }
+  return counter;
+}
+
+}  // namespace attnjourney

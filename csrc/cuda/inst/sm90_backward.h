@@ -1,0 +1,31 @@
+// The launch function of the Hopper backward for one dtype.
+#pragma once
+#include "../kernels/sm90_backward.cuh"
+#include "../tensor_map.h"
+#include "backward_passes.h"
+
+namespace attnjourney {
+
+template <class T>
+void launch_sm90_backward(const BackwardTask& p, bool causal, cudaStream_t stream) {
+  const auto go = [&]<class S>() {
+    launch_backward<S>(p, stream, [&] {
+      if (p.key_tiles == 0) return;
+      constexpr bool bf16 = ptx::is_bf16<T>;
+      const Sm90BackwardMaps maps{
+          tensor_map(p.query, p.query_strides, p.batch, p.q_heads, p.q_len, p.head_dim, S::kRows, bf16),
+          tensor_map(p.key, p.key_strides, p.batch, p.kv_heads, p.kv_len, p.head_dim, S::kKeys, bf16),
+          tensor_map(p.value, p.value_strides, p.batch, p.kv_heads, p.kv_len, p.v_head_dim, S::kKeys, bf16),
+          tensor_map(p.grad_out, p.grad_out_strides, p.batch, p.q_heads, p.q_len, p.v_head_dim, S::kRows, bf16)};
+      launch(causal ? sm90_backward<S, true> : sm90_backward<S, false>,
+             int64_t{p.key_tiles} * (p.key_value_sum ? p.q_heads : p.kv_heads) * p.batch, S::kThreads, S::kSmemBytes,
+             stream, maps, p);
+    });
+  };
+  if (backward_size(p.head_dim, p.v_head_dim) == 64)
+    go.template operator()<Sm90BackwardShape<T, 64, 128, false>>();
+  else
+    go.template operator()<Sm90BackwardShape<T, 128, 64, false>>();
+}
+
+}  // namespace attnjourney

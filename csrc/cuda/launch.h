@@ -1,0 +1,62 @@
+// From an entry file to the kernels: one function per path and dtype, defined in inst/, which picks the kernel by
+// head_dim and launches it.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "kernels/backward_task.cuh"
+
+namespace attnjourney {
+
+struct Device {
+  int index, capability;  // 80, 90, ...
+  int multiprocessors;
+};
+
+inline void cuda_check(cudaError_t e, const char* what) {
+  if (e != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(e));
+}
+
+// The smallest kernel that takes these head dims, as Dqk * 1000 + Dv; 0: none.
+inline int forward_size(int head_dim, int v_head_dim) {
+  if (head_dim <= 64 && v_head_dim <= 64) return 64064;
+  if (head_dim <= 128 && v_head_dim <= 128) return 128128;
+  return head_dim <= 192 && v_head_dim <= 128 ? 192128 : 0;
+}
+// 64, 128; 0: none
+inline int backward_size(int head_dim, int v_head_dim) {
+  const int d = head_dim > v_head_dim ? head_dim : v_head_dim;
+  return d <= 64 ? 64 : d <= 128 ? 128 : 0;
+}
+// query and key tiles of the backward kernel of that size
+inline int backward_rows(int size) { return size == 64 ? 128 : 64; }
+constexpr int backward_keys = 128;
+
+using ForwardLaunch = void (*)(ForwardTask, bool causal, const Device&, cudaStream_t);
+void sm80_forward_bf16(ForwardTask, bool causal, const Device&, cudaStream_t);
+void sm80_forward_fp16(ForwardTask, bool causal, const Device&, cudaStream_t);
+void sm90_forward_bf16(ForwardTask, bool causal, const Device&, cudaStream_t);
+void sm90_forward_fp16(ForwardTask, bool causal, const Device&, cudaStream_t);
+
+using BackwardLaunch = void (*)(BackwardTask, bool causal, const Device&, cudaStream_t);
+void sm80_backward_bf16(BackwardTask, bool causal, const Device&, cudaStream_t);
+void sm80_backward_fp16(BackwardTask, bool causal, const Device&, cudaStream_t);
+void sm90_backward_bf16(BackwardTask, bool causal, const Device&, cudaStream_t);
+void sm90_backward_fp16(BackwardTask, bool causal, const Device&, cudaStream_t);
+
+// Allows a kernel its shared memory (a driver call of a microsecond or less) and launches it.
+template <class Kernel, class... Args>
+void launch(Kernel kernel, int64_t blocks, int threads, int shared_bytes, cudaStream_t stream, Args... args) {
+  if (blocks == 0) return;
+  if (blocks > 0x7fffffff) throw std::invalid_argument("query: too many tiles for one CUDA grid");
+  if (shared_bytes > 48 * 1024) {
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+               "cudaFuncSetAttribute");
+  }
+  kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream>>>(args...);
+  cuda_check(cudaGetLastError(), "kernel launch");
+}
+
+}  // namespace attnjourney

@@ -1,0 +1,101 @@
+"""attention on a CUDA device: values against float64, layouts, streams, graphs, and what is refused."""
+
+import pytest
+import torch
+from testing import GRADIENT_FACTOR, assert_close_to_reference, plain_run, random_tensor, reference_run
+
+import attnjourney  # noqa: F401  (registers the operators)
+
+pytestmark = pytest.mark.cuda
+SHAPES = [  # batch, query heads, key heads, q_len, kv_len, head_dim, v_head_dim, causal
+    (2, 4, 2, 300, 300, 64, 64, True),
+    (1, 4, 4, 130, 517, 128, 128, False),
+    (2, 6, 1, 257, 129, 80, 72, True),
+    (1, 2, 2, 77, 65, 33, 20, False),
+    (1, 2, 2, 1, 1, 8, 8, True),
+    (2, 2, 2, 5, 0, 64, 64, False),
+]
+
+
+def operands(shape, dtype, layout="contiguous"):
+    batch, q_heads, kv_heads, q_len, kv_len, head_dim, v_head_dim, _ = shape
+    sizes = [(q_heads, q_len, head_dim), (kv_heads, kv_len, head_dim), (kv_heads, kv_len, v_head_dim)]
+    return [random_tensor((batch, *size), dtype, seed, layout) for seed, size in enumerate(sizes)]
+
+
+def on_device(x):
+    """x on the device with the strides it has."""
+    y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
+    return y.copy_(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "offset", "stepped_rows"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values(shape, layout, dtype):
+    inputs = operands(shape, dtype, layout)
+    options = {"is_causal": shape[-1], "enable_gqa": True}
+    grad_out = random_tensor((*inputs[0].shape[:3], inputs[2].shape[3]), dtype, 4)
+    grad_lse = random_tensor(inputs[0].shape[:3], torch.float32, 5)
+    expected = reference_run((*inputs, None), grad_out, grad_lse, **options)
+    plain, rounding = plain_run((*inputs, None), grad_out, grad_lse, **options)
+    device = [on_device(x) for x in inputs]
+    out, lse = torch.ops.attnjourney.attention_forward(*device, **options)
+    backward = torch.ops.attnjourney.attention_backward
+    grads = backward(grad_out.cuda(), grad_lse.cuda(), *device, None, out, lse, need=7, **options)[:3]
+    for i, got in enumerate((out, lse, *grads)):
+        factor = {} if i < 2 else {"factor": GRADIENT_FACTOR}
+        assert_close_to_reference(got.cpu(), plain[i], expected[i], rounding=rounding[i], **factor)
+
+
+def test_192_128_forward():
+    shape = (1, 4, 4, 200, 300, 192, 128, True)
+    inputs = operands(shape, torch.bfloat16)
+    out, lse = torch.ops.attnjourney.attention_forward(*[x.cuda() for x in inputs], is_causal=True)
+    grad_out = torch.zeros(out.shape, dtype=out.dtype)
+    expected = reference_run((*inputs, None), grad_out, is_causal=True)
+    plain, rounding = plain_run((*inputs, None), grad_out, is_causal=True)
+    for i, got in enumerate((out, lse)):
+        assert_close_to_reference(got.cpu(), plain[i], expected[i], rounding=rounding[i])
+
+
+def test_streams_and_graph():
+    shape = (2, 4, 4, 600, 600, 64, 64, True)
+    inputs = [x.cuda() for x in operands(shape, torch.bfloat16)]
+    forward = torch.ops.attnjourney.attention_forward
+    expected = forward(*inputs, is_causal=True)[0]
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    results = []
+    torch.cuda.synchronize()
+    for stream in streams * 8:
+        with torch.cuda.stream(stream):
+            results.append(forward(*inputs, is_causal=True)[0])
+    torch.cuda.synchronize()
+    assert all(torch.equal(r, expected) for r in results)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = forward(*inputs, is_causal=True)[0]
+    for _ in range(3):
+        out.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"dtype": torch.float32}, "query: expected dtype torch.bfloat16 or torch.float16 on CUDA, got torch.float32"),
+        ({"dropout_p": 0.5}, "dropout_p: expected 0 on CUDA"),
+        ({"mask": True}, "attn_mask: expected None on CUDA"),
+        ({"scale": -1.0}, "scale: expected a positive number on CUDA"),
+    ],
+)
+def test_what_is_not_served_raises(change, message):
+    x = torch.zeros(1, 1, 4, 8, device="cuda", dtype=change.get("dtype", torch.bfloat16))
+    mask = torch.ones(4, 4, dtype=torch.bool, device="cuda") if "mask" in change else None
+    seed = torch.zeros((), dtype=torch.int64, device="cuda")
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.attnjourney.attention_forward(
+            x, x, x, mask, change.get("dropout_p", 0.0), scale=change.get("scale"), dropout_seed=seed
+        )
