@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 
 MINIMUM_TORCH = (2, 11)
+_FRAGMENT = torch.library.Library("attnjourney", "FRAGMENT")
+_CUDA = torch.library.Library("attnjourney", "IMPL", "CUDA")
 
 
 def directory() -> Path:
@@ -29,6 +31,27 @@ def load() -> None:
     _load(cpu)
     if torch.version.cuda is not None and cuda.exists():
         _load(cuda)
+    _FRAGMENT.define("_deterministic_algorithms() -> bool")
+    _FRAGMENT.impl("_deterministic_algorithms", torch.are_deterministic_algorithms_enabled, "CompositeExplicitAutograd")
+    _refuse_cuda(cuda)
+
+
+def _refuse_cuda(library: Path) -> None:
+    """Operators without a CUDA kernel say so, instead of the dispatcher's list of all its keys."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    served = has("attnjourney::attention_forward", "CUDA")
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("attnjourney::") and has(name, "CPU") and not has(name, "CUDA"):
+            short = name.removeprefix("attnjourney::")
+            why = "it has no CUDA kernel yet" if served else f"attnjourney's CUDA library is not there (no {library})"
+            _CUDA.impl(short, _refusal(f"{short}: expected tensors on the CPU, got CUDA tensors: {why}"))
+
+
+def _refusal(message: str):
+    def refuse(*args, **kwargs):
+        raise NotImplementedError(message)
+
+    return refuse
 
 
 def _load(path: Path) -> None:

@@ -1,88 +1,15 @@
 // CPU registration of the attention operators.
-#include "../attention_operators.h"
+#include "../attention_boxed.h"
 
 namespace attnjourney {
 namespace {
-
-std::array<int64_t, 2> window_of(const std::vector<int64_t>& w) {
-  check_value(w.size() == 2, "window_size: expected two numbers (left, right), got ", w.size());
-  return {w[0], w[1]};
+using Operators = AttentionOperators<cpu_attention>;
 }
-
-std::tuple<Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const Tensor& value,
-                                   OptionalTensor attn_mask, double dropout_p, bool is_causal,
-                                   std::optional<double> scale, bool enable_gqa, int64_t causal_alignment,
-                                   std::vector<int64_t> window_size, int64_t prefix_length, OptionalTensor key_lengths,
-                                   OptionalTensor query_lengths, double softcap, OptionalTensor sinks,
-                                   OptionalTensor alibi_slopes, OptionalTensor dropout_seed) {
-  return attention_forward(
-      cpu_attention, query, key, value,
-      {attn_mask, dropout_p, is_causal, scale, enable_gqa, dropout_seed, causal_alignment, window_of(window_size),
-       prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes, std::nullopt, std::nullopt});
-}
-
-AttentionGradientTuple backward(const Tensor& grad_out, OptionalTensor grad_lse, const Tensor& query, const Tensor& key,
-                                const Tensor& value, OptionalTensor attn_mask, const Tensor& out, const Tensor& lse,
-                                double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa,
-                                int64_t causal_alignment, std::vector<int64_t> window_size, int64_t prefix_length,
-                                OptionalTensor key_lengths, OptionalTensor query_lengths, double softcap,
-                                OptionalTensor sinks, OptionalTensor alibi_slopes, OptionalTensor dropout_seed,
-                                int64_t need) {
-  return attention_backward(
-      cpu_attention, grad_out, grad_lse, query, key, value,
-      {attn_mask, dropout_p, is_causal, scale, enable_gqa, dropout_seed, causal_alignment, window_of(window_size),
-       prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes, std::nullopt, std::nullopt},
-      out, lse, need);
-}
-
-// Packed tensors (total, heads, dim) are seen as (heads, total, dim).
-Tensor swapped(const Tensor& t) { return torch::stable::transpose(t, 0, 1); }
-
-void check_packed_rank(const Tensor& query, const Tensor& key, const Tensor& value) {
-  check_dim("query", query, 3);
-  check_dim("key", key, 3);
-  check_dim("value", value, 3);
-}
-
-std::tuple<Tensor, Tensor> varlen_forward(const Tensor& query, const Tensor& key, const Tensor& value,
-                                          const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, double dropout_p,
-                                          bool is_causal, std::optional<double> scale, int64_t causal_alignment,
-                                          std::vector<int64_t> window_size, int64_t prefix_length, double softcap,
-                                          OptionalTensor sinks, OptionalTensor alibi_slopes,
-                                          OptionalTensor dropout_seed) {
-  check_packed_rank(query, key, value);
-  auto [out, lse] = attention_forward(
-      cpu_attention, swapped(query), swapped(key), swapped(value),
-      {std::nullopt, dropout_p, is_causal, scale, true, dropout_seed, causal_alignment, window_of(window_size),
-       prefix_length, std::nullopt, std::nullopt, softcap, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k});
-  return {swapped(out), lse};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> varlen_backward(
-    const Tensor& grad_out, OptionalTensor grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
-    const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, const Tensor& out, const Tensor& lse, double dropout_p,
-    bool is_causal, std::optional<double> scale, int64_t causal_alignment, std::vector<int64_t> window_size,
-    int64_t prefix_length, double softcap, OptionalTensor sinks, OptionalTensor alibi_slopes,
-    OptionalTensor dropout_seed, int64_t need) {
-  check_packed_rank(query, key, value);
-  check_dim("grad_out", grad_out, 3);
-  check_dim("out", out, 3);
-  check_value(need >= 0 && need < 32, "need: expected a bit set from 0 to 31, got ", need);
-  const auto [grad_query, grad_key, grad_value, mask, grad_sinks, grad_slopes] = attention_backward(
-      cpu_attention, swapped(grad_out), grad_lse, swapped(query), swapped(key), swapped(value),
-      {std::nullopt, dropout_p, is_causal, scale, true, dropout_seed, causal_alignment, window_of(window_size),
-       prefix_length, std::nullopt, std::nullopt, softcap, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k},
-      swapped(out), lse, (need & 7) | (need & 24) << 1);
-  const auto packed = [](const Tensor& t) { return t.dim() == 3 ? swapped(t) : t; };
-  return {packed(grad_query), packed(grad_key), packed(grad_value), grad_sinks, grad_slopes};
-}
-
-}  // namespace
 }  // namespace attnjourney
 
 STABLE_TORCH_LIBRARY_IMPL(attnjourney, CPU, m) {
-  m.impl("attention_forward", TORCH_BOX(&attnjourney::forward));
-  m.impl("attention_backward", TORCH_BOX(&attnjourney::backward));
-  m.impl("varlen_attention_forward", TORCH_BOX(&attnjourney::varlen_forward));
-  m.impl("varlen_attention_backward", TORCH_BOX(&attnjourney::varlen_backward));
+  m.impl("attention_forward", TORCH_BOX(&attnjourney::Operators::forward));
+  m.impl("attention_backward", TORCH_BOX(&attnjourney::Operators::backward));
+  m.impl("varlen_attention_forward", TORCH_BOX(&attnjourney::Operators::varlen_forward));
+  m.impl("varlen_attention_backward", TORCH_BOX(&attnjourney::Operators::varlen_backward));
 }

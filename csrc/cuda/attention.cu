@@ -1,42 +1,15 @@
-// CUDA entry of attention: what is served, the launches, and the registration.
+// CUDA entry of attention: from tensors to launches. The operators around it are in operators.cu.
 #include <torch/csrc/stable/accelerator.h>
 
 #include <cmath>
 
-#include "../attention_operators.h"
+#include "attention_cuda.h"
 #include "device.h"
 #include "layout.h"
+#include "served.h"
 
 namespace attnjourney {
 namespace {
-
-void check_served(const AttentionCall& c, const AttentionOptions& options, bool backward) {
-  const auto unserved = [](const char* name, const char* what) {
-    check_runtime(false, name, ": expected ", what, " on CUDA: no kernel serves anything else there yet");
-  };
-  if (c.dtype != ScalarType::BFloat16 && c.dtype != ScalarType::Half)
-    check_runtime(false, "query: expected dtype torch.bfloat16 or torch.float16 on CUDA, got ", dtype_text(c.dtype));
-  if (options.attn_mask) unserved("attn_mask", "None");
-  if (options.dropout_p > 0) unserved("dropout_p", "0");
-  if (!(c.params.scale > 0)) unserved("scale", "a positive number");
-  const KeyRanges& keys = c.params.keys;
-  if (keys.left < KeyRanges::unbounded || keys.prefix || keys.key_length != c.params.kv_len ||
-      (keys.right != 0 && keys.right < KeyRanges::unbounded))
-    unserved("attn_mask", "is_causal or all keys");
-  const auto head_dim = static_cast<int>(std::min<int64_t>(c.params.head_dim, 1 << 20));
-  const auto v_head_dim = static_cast<int>(std::min<int64_t>(c.params.v_head_dim, 1 << 20));
-  if (backward)
-    check_value(backward_size(head_dim, v_head_dim) != 0,
-                "query: expected head dimensions of at most 128 in the backward on CUDA, got ", head_dim,
-                " (value: ", v_head_dim, ")");
-  else
-    check_value(forward_size(head_dim, v_head_dim) != 0,
-                "query: expected a head_dim of at most 192 and value's of at most 128 on CUDA, got ", head_dim, " and ",
-                v_head_dim);
-  const int64_t limit = 1 << 30;
-  check_value(c.params.q_len < limit && c.params.kv_len < limit && c.batch * c.q_heads < limit,
-              "query: expected fewer than 2^30 rows, keys and heads on CUDA");
-}
 
 template <class Task>
 void describe(Task& p, const AttentionCall& c, const View& q, const View& k, const View& v) {
@@ -116,6 +89,7 @@ void backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tens
 
   const int size = backward_size(p.head_dim, p.v_head_dim), rows = backward_rows(size);
   const bool bf16 = c.dtype == ScalarType::BFloat16, hopper = device.capability == 90;
+  const bool deterministic = deterministic_algorithms();
   p.kv_heads = static_cast<int>(c.kv_heads), p.scale = static_cast<float>(c.params.scale);
   p.rows = (p.q_len + rows - 1) / rows * rows;
   p.key_tiles = (p.kv_len + backward_keys - 1) / backward_keys;
@@ -124,15 +98,19 @@ void backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tens
   const Tensor stats = aten::empty(query, {2, pairs, p.rows}, ScalarType::Float);
   p.query_sum = static_cast<float*>(sum.data_ptr());
   p.lse2 = static_cast<float*>(stats.data_ptr()), p.delta = p.lse2 + pairs * p.rows;
-  OptionalTensor key_value_sum;
-  if (hopper && p.group > 1 && (p.grad_key || p.grad_value)) {
+  OptionalTensor key_value_sum, turn;
+  if (deterministic) {
+    turn = aten::empty(query, {pairs, p.rows / rows, 2}, ScalarType::Int);
+    torch::stable::zero_(*turn);
+    p.turn = static_cast<int*>(turn->data_ptr());
+  } else if (hopper && p.group > 1 && (p.grad_key || p.grad_value)) {
     key_value_sum =
         aten::empty(query, {2, c.batch * c.kv_heads, int64_t{p.key_tiles} * backward_keys, size}, ScalarType::Float);
     torch::stable::zero_(*key_value_sum);
     p.key_value_sum = static_cast<float*>(key_value_sum->data_ptr());
   }
   const bool causal = c.params.keys.right == 0;
-  p.span = backward_span(p, size, causal, false);
+  p.span = backward_span(p, size, causal, deterministic);
   const BackwardLaunch launch =
       hopper ? (bf16 ? sm90_backward_bf16 : sm90_backward_fp16) : (bf16 ? sm80_backward_bf16 : sm80_backward_fp16);
   launch(p, causal, device, stream);
@@ -140,28 +118,8 @@ void backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tens
     if (*g) (*g)->finish();
 }
 
+}  // namespace
+
 const AttentionBackend cuda_attention{forward, backward};
 
-std::tuple<Tensor, Tensor> forward_operator(const Tensor& query, const Tensor& key, const Tensor& value,
-                                            OptionalTensor attn_mask, double dropout_p, bool is_causal,
-                                            std::optional<double> scale, bool enable_gqa, OptionalTensor dropout_seed) {
-  return attention_forward(cuda_attention, query, key, value,
-                           {std::move(attn_mask), dropout_p, is_causal, scale, enable_gqa, std::move(dropout_seed)});
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward_operator(
-    const Tensor& grad_out, OptionalTensor grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
-    OptionalTensor attn_mask, const Tensor& out, const Tensor& lse, double dropout_p, bool is_causal,
-    std::optional<double> scale, bool enable_gqa, OptionalTensor dropout_seed, int64_t need) {
-  return attention_backward(cuda_attention, grad_out, grad_lse, query, key, value,
-                            {std::move(attn_mask), dropout_p, is_causal, scale, enable_gqa, std::move(dropout_seed)},
-                            out, lse, need);
-}
-
-}  // namespace
 }  // namespace attnjourney
-
-STABLE_TORCH_LIBRARY_IMPL(attnjourney, CUDA, m) {
-  m.impl("attention_forward", TORCH_BOX(&attnjourney::forward_operator));
-  m.impl("attention_backward", TORCH_BOX(&attnjourney::backward_operator));
-}

@@ -38,6 +38,14 @@ inline cudaStream_t current_stream(int device) {
   return static_cast<cudaStream_t>(stream);
 }
 
+// torch.are_deterministic_algorithms_enabled(), an operator that the Python package defines
+inline bool deterministic_algorithms() {
+  StableIValue result{};
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("attnjourney::_deterministic_algorithms", "", &result, TORCH_ABI_VERSION));
+  return torch::stable::detail::to<bool>(result);
+}
+
 // Two zeros for the persistent forward, which leaves them so: one pair for each stream; under graph capture one for
 // each call, since graphs may run side by side. Holds the memory in `keep` where it is this call's own.
 inline uint32_t* tile_counter(const Tensor& like, int device, cudaStream_t stream, OptionalTensor& keep) {

@@ -13,10 +13,16 @@ void launch_sm80_backward(const BackwardTask& p, bool causal, cudaStream_t strea
              K::kThreads, K::kSmemBytes, stream, p);
     });
   };
-  if (backward_size(p.head_dim, p.v_head_dim) == 64)
-    go.template operator()<Sm80Backward<T, 64, 128, backward_keys, false>>();
+  const auto pick = [&]<bool Deterministic>() {
+    if (backward_size(p.head_dim, p.v_head_dim) == 64)
+      go.template operator()<Sm80Backward<T, 64, 128, backward_keys, Deterministic>>();
+    else
+      go.template operator()<Sm80Backward<T, 128, 64, backward_keys, Deterministic>>();
+  };
+  if (p.turn)
+    pick.template operator()<true>();
   else
-    go.template operator()<Sm80Backward<T, 128, 64, backward_keys, false>>();
+    pick.template operator()<false>();
 }
 
 }  // namespace attnjourney

@@ -22,10 +22,16 @@ void launch_sm90_backward(const BackwardTask& p, bool causal, cudaStream_t strea
              stream, maps, p);
     });
   };
-  if (backward_size(p.head_dim, p.v_head_dim) == 64)
-    go.template operator()<Sm90BackwardShape<T, 64, 128, false>>();
+  const auto pick = [&]<bool Deterministic>() {
+    if (backward_size(p.head_dim, p.v_head_dim) == 64)
+      go.template operator()<Sm90BackwardShape<T, 64, 128, Deterministic>>();
+    else
+      go.template operator()<Sm90BackwardShape<T, 128, 64, Deterministic>>();
+  };
+  if (p.turn)
+    pick.template operator()<true>();
   else
-    go.template operator()<Sm90BackwardShape<T, 128, 64, false>>();
+    pick.template operator()<false>();
 }
 
 }  // namespace attnjourney

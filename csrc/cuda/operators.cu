@@ -1,0 +1,16 @@
+// CUDA registration of the attention operators.
+#include "../attention_boxed.h"
+#include "attention_cuda.h"
+
+namespace attnjourney {
+namespace {
+using Operators = AttentionOperators<cuda_attention>;
+}
+}  // namespace attnjourney
+
+STABLE_TORCH_LIBRARY_IMPL(attnjourney, CUDA, m) {
+  m.impl("attention_forward", TORCH_BOX(&attnjourney::Operators::forward));
+  m.impl("attention_backward", TORCH_BOX(&attnjourney::Operators::backward));
+  m.impl("varlen_attention_forward", TORCH_BOX(&attnjourney::Operators::varlen_forward));
+  m.impl("varlen_attention_backward", TORCH_BOX(&attnjourney::Operators::varlen_backward));
+}

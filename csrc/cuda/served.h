@@ -1,0 +1,46 @@
+// What the CUDA kernels serve: everything else is refused, by name.
+#pragma once
+#include "../attention.h"
+#include "launch.h"
+
+namespace attnjourney {
+
+inline void check_served(const AttentionCall& c, const AttentionOptions& options, bool backward) {
+  // A field added to the options does not compile here before it is looked at.
+  const auto& [attn_mask, dropout_p, is_causal, scale, enable_gqa, dropout_seed, causal_alignment, window,
+               prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k] =
+      options;
+  (void)is_causal, (void)scale, (void)enable_gqa, (void)dropout_seed;  // served, whatever they are
+  const auto need = [](bool ok, const char* name, const char* what) {
+    check_runtime(ok, name, ": expected ", what, " on CUDA, where no kernel serves anything else yet");
+  };
+  if (c.dtype != ScalarType::BFloat16 && c.dtype != ScalarType::Half)
+    check_runtime(false, "query: expected dtype torch.bfloat16 or torch.float16 on CUDA, got ", dtype_text(c.dtype));
+  need(!attn_mask, "attn_mask", "None");
+  need(dropout_p == 0, "dropout_p", "0");
+  need(causal_alignment == 0, "causal_alignment", "0 (top-left)");
+  need(window[0] < 0 && window[1] < 0, "window_size", "(-1, -1)");
+  need(prefix_length == 0, "prefix_length", "0");
+  need(!key_lengths, "key_lengths", "None");
+  need(!query_lengths, "query_lengths", "None");
+  need(softcap == 0, "softcap", "0");
+  need(!sinks, "sinks", "None");
+  need(!alibi_slopes, "alibi_slopes", "None");
+  need(!cu_seqlens_q && !cu_seqlens_k, "cu_seqlens_q", "no packed sequences");
+  need(c.params.scale > 0, "scale", "a positive number");
+  const auto head_dim = static_cast<int>(std::min<int64_t>(c.params.head_dim, 1 << 20));
+  const auto v_head_dim = static_cast<int>(std::min<int64_t>(c.params.v_head_dim, 1 << 20));
+  if (backward)
+    check_value(backward_size(head_dim, v_head_dim) != 0,
+                "query: expected head dimensions of at most 128 in the backward on CUDA, got ", head_dim,
+                " (value: ", v_head_dim, ")");
+  else
+    check_value(forward_size(head_dim, v_head_dim) != 0,
+                "query: expected a head_dim of at most 192 and value's of at most 128 on CUDA, got ", head_dim, " and ",
+                v_head_dim);
+  const int64_t limit = 1 << 30;
+  check_value(c.params.q_len < limit && c.params.kv_len < limit && c.batch * c.q_heads < limit,
+              "query: expected fewer than 2^30 rows, keys and heads on CUDA");
+}
+
+}  // namespace attnjourney

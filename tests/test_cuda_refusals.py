@@ -1,0 +1,99 @@
+"""What CUDA kernels do not serve is refused by name: the checks of a CUDA call run on CPU tensors, without a GPU."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from test_cuda_build import LIBRARIES, built  # noqa: F401  (a fixture)
+
+import attnjourney  # noqa: F401  (registers the operators)
+
+PROGRAM = f"""
+import json, sys, torch
+for name in ("_C_cpu.so", "_C_cuda.so"):
+    torch.ops.load_library("{LIBRARIES}/" + name)
+tensors = {{
+    "two": torch.zeros(2, 2, 4, 8, dtype=torch.bfloat16),
+    "float": torch.zeros(2, 2, 4, 8),
+    "wide": torch.zeros(2, 2, 4, 1000, dtype=torch.bfloat16),
+    "mask": torch.ones(4, 4, dtype=torch.bool),
+    "lengths": torch.tensor([3, 4]),
+    "heads": torch.zeros(2),
+    "seed": torch.tensor(0),
+}}
+messages = []
+for name, options in json.load(sys.stdin):
+    x = tensors[options.pop("x", "two")]
+    options = {{k: tensors.get(v, v) if isinstance(v, str) else v for k, v in options.items()}}
+    try:
+        getattr(torch.ops.attnjourney, name)(x, x, x, **options)
+        messages.append("served")
+    except Exception as error:
+        messages.append(f"{{type(error).__name__}}: {{str(error).splitlines()[0]}}")
+print(json.dumps(messages))
+"""
+NOT_YET = " on CUDA, where no kernel serves anything else yet"
+REFUSED = [
+    ({"x": "float"}, "query: expected dtype torch.bfloat16 or torch.float16 on CUDA, got torch.float32"),
+    ({"attn_mask": "mask"}, "attn_mask: expected None" + NOT_YET),
+    ({"dropout_p": 0.5, "dropout_seed": "seed"}, "dropout_p: expected 0" + NOT_YET),
+    ({"causal_alignment": 1, "is_causal": True}, "causal_alignment: expected 0 (top-left)" + NOT_YET),
+    ({"window_size": [2, -1]}, "window_size: expected (-1, -1)" + NOT_YET),
+    ({"window_size": [-1, 0]}, "window_size: expected (-1, -1)" + NOT_YET),
+    ({"prefix_length": 2, "is_causal": True}, "prefix_length: expected 0" + NOT_YET),
+    ({"key_lengths": "lengths"}, "key_lengths: expected None" + NOT_YET),
+    ({"query_lengths": "lengths"}, "query_lengths: expected None" + NOT_YET),
+    ({"softcap": 2.0}, "softcap: expected 0" + NOT_YET),
+    ({"sinks": "heads"}, "sinks: expected None" + NOT_YET),
+    ({"alibi_slopes": "heads"}, "alibi_slopes: expected None" + NOT_YET),
+    ({"scale": -1.0}, "scale: expected a positive number" + NOT_YET),
+    ({"x": "wide"}, "query: expected a head_dim"),
+]
+SERVED = [{}, {"is_causal": True}, {"scale": 2.0, "enable_gqa": True}]
+
+
+def run(calls):
+    done = subprocess.run([sys.executable, "-c", PROGRAM], input=json.dumps(calls), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_what_is_not_served_is_refused_by_name(built):  # noqa: F811
+    forward = run([("_cuda_forward_check", options) for options, _ in REFUSED])
+    backward = run([("_cuda_backward_check", options) for options, _ in REFUSED])
+    for (options, message), a, b in zip(REFUSED, forward, backward):
+        assert message in a, options
+        assert message.replace("a head_dim", "head dimensions") in b, options
+    for name in ("_cuda_forward_check", "_cuda_backward_check"):
+        assert run([(name, options) for options in SERVED]) == ["served"] * len(SERVED)
+
+
+def test_every_option_of_the_operator_is_tried():
+    """A new argument of attention_forward needs an entry above: whether CUDA serves it or refuses it."""
+    schema = torch.ops.attnjourney.attention_forward.default._schema
+    options = {a.name for a in schema.arguments} - {"query", "key", "value"}
+    assert {name for entry, _ in REFUSED for name in entry} | {n for entry in SERVED for n in entry} >= options
+
+
+@pytest.mark.parametrize("operator", ["attention_forward", "attention_backward", "decode", "gqa_forward"])
+def test_cuda_tensors_without_a_kernel(operator):
+    if torch.version.cuda is not None:
+        pytest.skip("this torch has CUDA: the library may be there")
+    overload = getattr(torch.ops.attnjourney, operator).default
+    some = {"Tensor": torch.zeros(1), "Optional[Tensor]": None, "int": 1}
+    required = [some[str(a.type)] for a in overload._schema.arguments if not a.has_default_value()]
+    with pytest.raises(NotImplementedError, match=rf"^{operator}: expected tensors on the CPU, got CUDA tensors: "):
+        overload._op_dk(torch._C.DispatchKey.CUDA, *required)
+
+
+def test_deterministic_mode_is_seen():
+    """What the CUDA backward asks before it picks a kernel."""
+    asked = torch.ops.attnjourney._deterministic_algorithms
+    assert asked() is False
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        assert asked() is True
+    finally:
+        torch.use_deterministic_algorithms(False)
