@@ -24,13 +24,13 @@ ATTN_INLINE Vf dot(Vf sum, Pairs a, Pairs b) {
 }
 // rounded to nearest even
 ATTN_INLINE Pairs round_pairs(Vf low, Vf high) {
-  const auto round16 = [](Vf x) { return _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v))); };
-  return {_mm512_or_si512(round16(low), _mm512_slli_epi32(round16(high), 16))};
+  const __m512i side_by_side = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high.v, low.v));
+  const __m512i zipped = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                          5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return {_mm512_permutexvar_epi16(zipped, side_by_side)};
 }
-ATTN_INLINE Vf low_of(Pairs a) { return {_mm512_castsi512_ps(_mm512_slli_epi32(a.v, 16))}; }
-ATTN_INLINE Vf high_of(Pairs a) {
-  return {_mm512_castsi512_ps(_mm512_and_si512(a.v, _mm512_set1_epi32(int(0xffff0000u))))};
-}
+// sum + a.low + a.high
+ATTN_INLINE Vf add_pairs(Vf sum, Pairs a) { return dot(sum, a, {_mm512_set1_epi32(0x3f803f80)}); }
 // rows a and b, 16 columns of each -> (a[d], b[d])
 ATTN_INLINE Pairs zip(const bf16* a, const bf16* b) {
   const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(a)));

@@ -30,7 +30,7 @@ struct ForwardDot {
   static constexpr int W = Vf::width;
   static constexpr int rows = Tuning::rows, vectors = Tuning::vectors;  // rows even: keys go in pairs
   static constexpr int64_t panel = vectors * W, tile = Tuning::forward_panels * panel;
-  static constexpr int64_t key_block = Tuning::forward_keys, tiles = Tuning::forward_tiles;
+  static constexpr int64_t key_block = Tuning::dot_forward_keys, tiles = Tuning::forward_tiles;
   static_assert(rows % 2 == 0 && key_block % 2 == 0);
 
   struct Scores {
@@ -79,7 +79,7 @@ struct ForwardDot {
       const Vf reference = load(s.reference + lane0 + W * j), lane = Vf::iota() + Vf::set(float(W * j));
       const auto weight = [&](int r) {
         // rounded twice, as the maximum that the reference came from: a fused sum would show the product's rounding
-        Vf x = a[r][j] * s.scale + reference, w;
+        Vf x = fma(a[r][j], s.scale, reference), w;
         if constexpr (H == Hidden::by_bias) {
           const Vf bias = load(s.bias + (k + r) * tile + lane0 + W * j);
           const auto gone = eq(bias, hidden);
@@ -99,13 +99,70 @@ struct ForwardDot {
         const Vf low = weight(r), high = r + 1 < M ? weight(r + 1) : Vf::zero();
         const Pairs w = round_pairs(low, high);
         total = total + (low + high);
-        rounded = rounded + (low_of(w) + high_of(w));
+        rounded = add_pairs(rounded, w);
         store_pairs(s.P + (k + r) / 2 * tile + lane0 + W * j, w);
       }
       s.top[lane0 / W + j] = top;
       s.total[lane0 / W + j] = total;
       s.rounded[lane0 / W + j] = rounded;
     }
+  }
+
+  // Scores of a tile on their way to weights, [key pair][vector][low, high][W].
+  struct Pending {
+    const float* x;
+    uint32_t* P;
+    int vector, left;  // pairs of vectors
+  };
+  // one pair of vectors: two keys for W queries
+  template <int N>
+  static ATTN_INLINE void weigh(Pending& w, const Scores& s, int64_t lane0) {
+    const int64_t j = lane0 / W + w.vector;
+    const Vf reference = load(s.reference + lane0 + W * w.vector);
+    const Vf x = fma(load(w.x), s.scale, reference), y = fma(load(w.x + W), s.scale, reference);
+    const Vf low = exp2_short(x), high = exp2_short(y);
+    const Pairs pair = round_pairs(low, high);
+    s.top[j] = max(s.top[j], max(x, y));
+    s.total[j] = s.total[j] + (low + high);
+    s.rounded[j] = add_pairs(s.rounded[j], pair);
+    store_pairs(w.P + W * w.vector, pair);
+    w.x += 2 * W;
+    w.left--;
+    if (++w.vector == N) w.vector = 0, w.P += tile;
+  }
+  // n tiles of `rows` keys, seen by every row: the weights of a tile are computed between the products of the next, for
+  // the two need different units of the processor
+  template <int N>
+  static ATTN_NOINLINE void score_stream(const bf16* K, int64_t ldk, const Scores& s, int64_t lane0, int64_t k,
+                                         int64_t n) {
+    alignas(64) float x[rows * N * W];
+    const uint32_t* Q = s.query + lane0 / panel * panel * s.pairs + lane0 % panel;
+    Pending pending{x, s.P + k / 2 * tile + lane0, 0, 0};
+    for (int64_t i = 0; i < n; i++, K += rows * ldk) {
+      Vf a[rows][N];
+      ATTN_UNROLL for (int r = 0; r < rows; r++) ATTN_UNROLL for (int j = 0; j < N; j++) a[r][j] = Vf::zero();
+      const auto products = [&](int64_t at) {
+        Pairs q[N];
+        ATTN_UNROLL for (int j = 0; j < N; j++) q[j] = load_pairs(Q + at * panel + W * j);
+        ATTN_UNROLL for (int r = 0; r < rows; r++) {
+          const Pairs b = broadcast_pair(K + r * ldk + 2 * at);
+          ATTN_UNROLL for (int j = 0; j < N; j++) a[r][j] = dot(a[r][j], b, q[j]);
+        }
+      };
+      int64_t at = 0;
+      for (; at + 2 <= s.pairs && pending.left > 0; at += 2) {
+        products(at);
+        products(at + 1);
+        weigh<N>(pending, s, lane0);
+      }
+      _Pragma("GCC unroll 2") for (; at < s.pairs; at++) products(at);
+      while (pending.left > 0) weigh<N>(pending, s, lane0);
+      pending.x = x;
+      pending.left = rows / 2 * N;
+      ATTN_UNROLL for (int r = 0; r < rows; r++) ATTN_UNROLL for (int j = 0; j < N; j++)
+          store(x + ((r / 2 * N + j) * 2 + r % 2) * W, a[r][j]);
+    }
+    while (pending.left > 0) weigh<N>(pending, s, lane0);
   }
 
   template <Hidden H, int M>
@@ -130,6 +187,14 @@ struct ForwardDot {
   template <Hidden H>
   static ATTN_NOINLINE void score_inner(const bf16* K, int64_t ldk, const Scores& s, int64_t k0, int64_t begin,
                                         int64_t end) {
+    if (H == Hidden::no && s.cap == 0) {
+      const int64_t n = (end - begin) / rows;
+      for (int64_t v = 0; v < s.vectors_used; v += vectors)
+        with_rows<vectors>(s.vectors_used - v, [&](auto m) {
+          score_stream<m.count>(K + begin * ldk, ldk, s, v * W, begin, n);
+        });
+      begin += n * rows;
+    }
     split_keys(begin, end, [&](int64_t k, auto m) { score_rows<H, m.count>(K + k * ldk, ldk, s, k0 + k, k); });
   }
   static ATTN_NOINLINE void score_border(const bf16* K, int64_t ldk, const Scores& s, int64_t k0, int64_t begin,
