@@ -25,8 +25,8 @@ ATTN_INLINE Vf dot(Vf sum, Pairs a, Pairs b) {
 // rounded to nearest even
 ATTN_INLINE Pairs round_pairs(Vf low, Vf high) {
   const __m512i side_by_side = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high.v, low.v));
-  const __m512i zipped = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
-                                          5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i zipped = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                          21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   return {_mm512_permutexvar_epi16(zipped, side_by_side)};
 }
 // sum + a.low + a.high

@@ -79,7 +79,7 @@ struct ForwardDot {
       const Vf reference = load(s.reference + lane0 + W * j), lane = Vf::iota() + Vf::set(float(W * j));
       const auto weight = [&](int r) {
         // rounded twice, as the maximum that the reference came from: a fused sum would show the product's rounding
-        Vf x = fma(a[r][j], s.scale, reference), w;
+        Vf x = a[r][j] * s.scale + reference, w;
         if constexpr (H == Hidden::by_bias) {
           const Vf bias = load(s.bias + (k + r) * tile + lane0 + W * j);
           const auto gone = eq(bias, hidden);
@@ -119,7 +119,8 @@ struct ForwardDot {
   static ATTN_INLINE void weigh(Pending& w, const Scores& s, int64_t lane0) {
     const int64_t j = lane0 / W + w.vector;
     const Vf reference = load(s.reference + lane0 + W * w.vector);
-    const Vf x = fma(load(w.x), s.scale, reference), y = fma(load(w.x + W), s.scale, reference);
+    // rounded twice, as in score_tile
+    const Vf x = load(w.x) * s.scale + reference, y = load(w.x + W) * s.scale + reference;
     const Vf low = exp2_short(x), high = exp2_short(y);
     const Pairs pair = round_pairs(low, high);
     s.top[j] = max(s.top[j], max(x, y));
@@ -190,9 +191,8 @@ struct ForwardDot {
     if (H == Hidden::no && s.cap == 0) {
       const int64_t n = (end - begin) / rows;
       for (int64_t v = 0; v < s.vectors_used; v += vectors)
-        with_rows<vectors>(s.vectors_used - v, [&](auto m) {
-          score_stream<m.count>(K + begin * ldk, ldk, s, v * W, begin, n);
-        });
+        with_rows<vectors>(s.vectors_used - v,
+                           [&](auto m) { score_stream<m.count>(K + begin * ldk, ldk, s, v * W, begin, n); });
       begin += n * rows;
     }
     split_keys(begin, end, [&](int64_t k, auto m) { score_rows<H, m.count>(K + k * ldk, ldk, s, k0 + k, k); });
