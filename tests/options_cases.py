@@ -1,17 +1,21 @@
 """Every option of attention by name, and the check of a call with any of them against the fp64 reference."""
 
+import math
+
 import torch
 from testing import (
-    FLOOR_ULPS,
     GRADIENT_FACTOR,
     LSE_DTYPE,
     OUTPUT_FACTOR,
+    ULPS,
     assert_close_to_reference,
+    plain_run,
     random_tensor,
 )
 
 import attnjourney
 from attnjourney import reference
+from attnjourney.reference.attention import dropout_keep_mask
 
 SEED = 5
 TRAINED = ("attn_mask", "sinks", "alibi_slopes")  # options with a gradient, beside query, key and value
@@ -81,32 +85,38 @@ def leaves_of(tensors, arguments, dtype=None):
 
 
 def run(function, tensors, arguments, dtype=None, grad_seed=20):
-    """{name: out, lse or gradient} of a loss over out and lse."""
+    """({name: out, lse or gradient}, (grad_out, grad_lse)) of a loss over out and lse."""
     tensors, arguments, leaves = leaves_of(tensors, arguments, dtype)
     out, lse = function(*tensors, return_lse=True, **arguments)
-    finite = lse.isfinite()
     grad_out = random_tensor(out.shape, torch.float64, grad_seed, outliers=False).to(tensors[0].dtype)
     grad_lse = random_tensor(lse.shape, torch.float64, grad_seed + 1, outliers=False).to(lse.dtype)
-    loss = (out * grad_out).sum() + torch.where(finite, lse * grad_lse, 0.0).sum()
+    grad_lse = grad_lse.masked_fill(~lse.isfinite(), 0.0)
+    loss = (out * grad_out).sum() + torch.where(lse.isfinite(), lse, 0.0).mul(grad_lse).sum()
     grads = torch.autograd.grad(loss, list(leaves.values()))
-    return {"out": out.detach(), "lse": lse.detach(), **{f"grad_{n}": g for n, g in zip(leaves, grads)}}
+    results = {"out": out.detach(), "lse": lse.detach(), **{f"grad_{n}": g for n, g in zip(leaves, grads)}}
+    return results, (grad_out, grad_lse)
 
 
-def check(tensors, arguments, ours=attnjourney.attention, theirs=reference.attention, label=""):
-    """Asserts the tolerance rule for out, lse and every gradient."""
+def plain_attention(tensors, arguments, gradients, ulps):
+    """plain_run of attention's arguments."""
+    arguments = dict(arguments)
+    keep, seed = None, arguments.pop("dropout_seed", None)
+    if seed is not None:
+        *batch, heads, q_len, _ = tensors[0].shape
+        sizes = (math.prod(batch), heads, q_len, tensors[1].size(-2))
+        keep = dropout_keep_mask(seed, *sizes, arguments["dropout_p"]).view(*batch, *sizes[1:])
+    return plain_run((*tensors, arguments.pop("attn_mask", None)), *gradients, keep, ulps, **arguments)
+
+
+def check(tensors, arguments, ours=attnjourney.attention, theirs=reference.attention, plain=plain_attention, label=""):
+    """Asserts the rule of testing.py for out, lse and every gradient of a call through autograd."""
     __tracebackhide__ = True
-    actual = run(ours, tensors, arguments)
-    plain = run(theirs, tensors, arguments)
-    exact = run(theirs, tensors, arguments, torch.float64)
-    for name, x in actual.items():
-        expected = LSE_DTYPE.get(tensors[0].dtype, torch.float32) if name == "lse" else plain[name].dtype
+    actual, gradients = run(ours, tensors, arguments)
+    exact, _ = run(theirs, tensors, arguments, torch.float64)
+    values, roundings = plain(tensors, arguments, gradients, ULPS)
+    for (name, x), same_dtype, rounding in zip(actual.items(), values, roundings, strict=True):
+        expected = LSE_DTYPE.get(tensors[0].dtype, torch.float32) if name == "lse" else same_dtype.dtype
         assert x.dtype == expected, f"{label} {name}: {x.dtype}"
-        size = torch.where(exact[name].isfinite(), exact[name], 0.0).abs().max() if x.numel() else 0
-        # float64: the plain run is the reference, whose own error counts as none
-        ulps = (16 if x.dtype == torch.float64 else 2) * FLOOR_ULPS
-        if name in ("grad_sinks", "grad_alibi_slopes"):
-            ulps *= 4  # sums over all rows, and of terms times distances, that cancel
-        rounding = torch.full_like(exact[name], ulps * torch.finfo(x.dtype).eps * max(1.0, float(size)))
         factor = OUTPUT_FACTOR if name in ("out", "lse") else GRADIENT_FACTOR
-        assert_close_to_reference(x, plain[name], exact[name], factor, f"{label} {name}", rounding)
+        assert_close_to_reference(x, same_dtype, exact[name], factor, f"{label} {name}", rounding)
     return actual

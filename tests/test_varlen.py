@@ -6,10 +6,11 @@ import math
 import pytest
 import torch
 from options_cases import check, leaves_of
-from testing import DTYPES, pairs, poison_memory, random_tensor, row_id, threads
+from testing import DTYPES, LSE_DTYPE, pairs, plain_run, poison_memory, random_tensor, row_id, threads
 
 import attnjourney
 from attnjourney import reference
+from attnjourney.reference.attention import dropout_keep_mask
 
 Q_LENGTHS, K_LENGTHS = (5, 0, 17, 1, 40), (9, 3, 17, 0, 70)
 
@@ -25,8 +26,41 @@ def packed(dtype, q_lengths=Q_LENGTHS, k_lengths=K_LENGTHS, q_heads=4, kv_heads=
     return (q, k, v), dict(cu_seqlens_q=offsets(q_lengths), cu_seqlens_k=offsets(k_lengths))
 
 
+def plain_varlen(tensors, arguments, gradients, ulps):
+    """plain_run of each sequence; gradients of what they share are added up."""
+    arguments = dict(arguments)
+    q_ends, k_ends = (arguments.pop(f"cu_seqlens_{n}").tolist() for n in "qk")
+    longest = [max((b - a for a, b in zip(x, x[1:])), default=0) for x in (q_ends, k_ends)]
+    seed, (q, k, v), (grad_out, grad_lse) = arguments.pop("dropout_seed", None), tensors, gradients
+    keep = [None] * len(q_ends)
+    if seed is not None:
+        keep = dropout_keep_mask(seed, len(q_ends) - 1, q.size(1), *longest, arguments["dropout_p"])
+    shared = [n for n in ("sinks", "alibi_slopes") if arguments.get(n) is not None]
+    shapes = [(*q.shape[:2], v.size(2)), q.shape[:2], q.shape, k.shape, v.shape, *(arguments[n].shape for n in shared)]
+    wide = LSE_DTYPE.get(q.dtype, torch.float32)
+    dtypes = [q.dtype, wide, *[q.dtype] * 3, *(arguments[n].dtype for n in shared)]
+    values = [torch.zeros(s, dtype=t) for s, t in zip(shapes, dtypes)]
+    values[1] -= math.inf
+    variances = [torch.zeros(s, dtype=torch.float64) for s in shapes]
+    for i, (q0, q1, k0, k1) in enumerate(zip(q_ends, q_ends[1:], k_ends, k_ends[1:])):
+        own_keep = None if keep[i] is None else keep[i][:, : q1 - q0, : k1 - k0]
+        own = (q[q0:q1].transpose(0, 1), k[k0:k1].transpose(0, 1), v[k0:k1].transpose(0, 1), None)
+        sides = (grad_out[q0:q1].transpose(0, 1), grad_lse[:, q0:q1])
+        x, roundings = plain_run(own, *sides, own_keep, ulps, enable_gqa=True, **arguments)
+        rows = [slice(q0, q1)] * 3 + [slice(k0, k1)] * 2
+        for j, (value, rounding) in enumerate(zip(x, roundings)):
+            if j < 5:
+                values[j][rows[j]] = value.transpose(0, 1)
+                variances[j][rows[j]] = rounding.transpose(0, 1).square()
+            else:
+                values[j] += value
+                variances[j] += rounding.square()
+    values[1], variances[1] = values[1].mT, variances[1].mT
+    return values, [x.sqrt() for x in variances]
+
+
 def check_varlen(tensors, arguments, label=""):
-    return check(tensors, arguments, attnjourney.varlen_attention, reference.varlen_attention, label)
+    return check(tensors, arguments, attnjourney.varlen_attention, reference.varlen_attention, plain_varlen, label)
 
 
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])

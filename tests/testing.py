@@ -2,7 +2,8 @@
 
 The rule: inputs are rounded to their dtype first; the reference is computed from the rounded inputs in float64; our
 error against it is at most `factor` times that of the same formula in plain PyTorch in the inputs' own dtype (2 for
-results, 3 for gradients). Where plain PyTorch happens to be exact, what rounding cannot avoid is allowed.
+results, 3 for gradients). Where plain PyTorch happens to be exact, what rounding cannot avoid is allowed; for attention
+with any of its options that is derived in plain.py, term by term, and no test has a bound of its own.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from plain import LSE_DTYPE, ULPS, expand_heads, is_float, plain_run
 
 from attnjourney import reference
 
@@ -18,7 +20,6 @@ OUTPUT_FACTOR = 2.0
 GRADIENT_FACTOR = 3.0
 FLOOR_ULPS = 4
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-LSE_DTYPE = {torch.float64: torch.float64}  # float32 for every other dtype
 
 # ---------------------------------------------------------------------------------------------------- the rule
 
@@ -63,24 +64,6 @@ def assert_close_to_reference(
 # ---------------------------------------------------------------------------------------------------- the oracle
 
 
-def _expand(query, key, value, enable_gqa):
-    """Query, key and value with the batch and head dimensions of the call."""
-    if query.dim() >= 3 and enable_gqa:
-        key, value = (t.repeat_interleave(query.size(-3) // max(1, t.size(-3)), -3) for t in (key, value))
-    lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
-    return [t.expand(*lead, *t.shape[-2:]) for t in (query, key, value)]
-
-
-def visible_keys(query, key, attn_mask=None, is_causal=False):
-    """Bool, broadcastable to (..., q_len, kv_len): which keys a row may see. Causal: key j <= row i."""
-    visible = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool)
-    if is_causal:
-        visible = visible.tril()
-    if attn_mask is not None:
-        visible = visible & (attn_mask if attn_mask.dtype == torch.bool else attn_mask != -math.inf)
-    return visible
-
-
 def reference_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, keep=None, **options):
     """(out, lse) of the shipped reference; `keep` (bool, (..., q_len, kv_len)) is what dropout keeps."""
     return reference.attention(
@@ -89,98 +72,18 @@ def reference_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_cau
 
 
 def reference_run(inputs, grad_out, grad_lse=None, keep=None, **options):
-    """(out, lse, gradients of query, key, value, float mask) in float64, by autograd."""
-    leaves = [t if t is None or t.dtype == torch.bool else t.detach().double().requires_grad_() for t in inputs]
-    out, lse = reference_attention(*leaves, keep=keep, **options)
+    """(out, lse, gradients of query, key, value, float mask, sinks, slopes) in float64, by autograd."""
+    leaves = [t.detach().double().requires_grad_() if is_float(t) else t for t in inputs]
+    for name in ("sinks", "alibi_slopes"):
+        if options.get(name) is not None:
+            options[name] = options[name].detach().double().requires_grad_()
+            leaves.append(options[name])
+    out, lse = reference_attention(*leaves[:4], keep=keep, **options)
     loss = (out * grad_out.double()).sum()
     if grad_lse is not None:
         loss = loss + torch.where(lse.isfinite(), lse * grad_lse.double(), 0.0).sum()
-    wanted = [t for t in leaves if t is not None and t.requires_grad]
+    wanted = [t for t in leaves if is_float(t)]
     return [out, lse, *torch.autograd.grad(loss, wanted)]
-
-
-def plain_run(
-    inputs,
-    grad_out,
-    grad_lse=None,
-    keep=None,
-    ulps=FLOOR_ULPS,
-    dropout_p=0.0,
-    is_causal=False,
-    scale=None,
-    enable_gqa=False,
-):
-    """(results, roundings): out, lse and gradients by our own formula, untiled, in plain PyTorch in the inputs' dtype.
-
-    The backward recomputes the weights from lse, as the operator does. 16-bit inputs: products of 16-bit matrices,
-    scores and softmax in float32. The roundings are float64 estimates of what cannot be avoided: `ulps` of the summed
-    terms; 1 ulp of lse and sqrt(head_dim) / 2 ulp of score (a sum of head_dim terms) enter exp(score - lse) with their
-    size. lse of 16-bit inputs: an exponential as exact as 16 bits need is enough.
-    """
-    query, key, value, mask = (t if t is None or t.dtype == torch.bool else t.detach().requires_grad_() for t in inputs)
-    sources = [query, key, value]
-    targets = _expand(query, key, value, enable_gqa)
-    dtype, wide = query.dtype, LSE_DTYPE.get(query.dtype, torch.float32)
-    scale = query.size(-1) ** -0.5 if scale is None else scale
-    with torch.no_grad():
-        q, k, v = targets
-        visible = visible_keys(q, k, mask, is_causal)
-        # head_dim from the end: in float64 too, this is not the reference's order of summation
-        scores = q.flip(-1).to(wide) @ k.flip(-1).to(wide).transpose(-1, -2) * scale
-        if mask is not None and mask.dtype != torch.bool:
-            scores = scores + mask.to(wide)
-        scores = scores.masked_fill(~visible, -math.inf)
-        peak = (
-            scores.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
-            if k.size(-2)
-            else scores.new_zeros((*scores.shape[:-1], 1))
-        )
-        total = (scores - peak).exp().sum(-1, keepdim=True)
-        dropped = 1 if keep is None else keep * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
-        out = ((scores - peak).exp() / total.clamp_min(torch.finfo(wide).tiny) * dropped).to(dtype) @ v
-        lse = torch.where(total > 0, peak + total.log(), -math.inf)
-
-        p = (scores - lse.nan_to_num(neginf=0.0)).exp()
-        delta = (grad_out.to(wide) * out.to(wide)).sum(-1, keepdim=True)
-        if grad_lse is not None:
-            delta = delta - grad_lse.unsqueeze(-1)
-        ds = p * ((grad_out @ v.transpose(-1, -2)).to(wide) * dropped - delta)
-        pt, dst = ((p * dropped).to(dtype).transpose(-1, -2), ds.to(dtype).transpose(-1, -2))
-        terms = [dst.transpose(-1, -2) @ k * scale, dst @ q * scale, pt @ grad_out]
-
-        eps, eps_wide = ulps * torch.finfo(dtype).eps, torch.finfo(wide).eps
-        q, k, v, g, p = (t.double().abs() for t in (q, k, v, grad_out, p))
-        score_size = torch.where(visible, scores, 0.0).double().abs() * max(1.0, query.size(-1) ** 0.5 / 2)
-        score_size = score_size + lse.double().nan_to_num(neginf=0.0).abs()
-        p_error = p * (eps + eps_wide * score_size)
-        out_error = p_error * dropped @ v
-        dp = g @ v.transpose(-1, -2) * dropped
-        delta = (p * dp).sum(-1, keepdim=True) + (0 if grad_lse is None else grad_lse.double().abs().unsqueeze(-1))
-        ds_error = p_error * (dp + delta) + p * (g * out_error).sum(-1, keepdim=True)
-        lse_error = (
-            (eps / 1024 if dtype.itemsize == 2 else 0) / eps_wide
-            + (p * score_size).sum(-1)
-            + 4 * lse.double().nan_to_num(neginf=0.0).abs().clamp_min(1.0).squeeze(-1)
-        )
-        errors = [abs(scale) * ds_error @ k, abs(scale) * ds_error.transpose(-1, -2) @ q]
-        errors.append((p_error * dropped).transpose(-1, -2) @ g)
-    if mask is not None and mask.dtype != torch.bool:
-        sources.append(mask)
-        targets.append(mask.expand(ds.shape))
-        terms.append(ds)
-        errors.append(ds_error + ulps * torch.finfo(mask.dtype).eps * p * (dp + delta))
-
-    def reduce(terms, target, source):  # sums what broadcasting and grouping repeated
-        return torch.autograd.grad(target, source, terms.to(target.dtype), retain_graph=True)[0]
-
-    grads = [reduce(*args) for args in zip(terms, targets, sources)]
-    wide_sources = [t.detach().double().requires_grad_() for t in sources]
-    wide_targets = _expand(*wide_sources[:3], enable_gqa) + [t.expand(ds.shape) for t in wide_sources[3:]]
-    return [out, lse.squeeze(-1), *grads], [
-        out_error,
-        eps_wide * lse_error,
-        *(reduce(*args) for args in zip(errors, wide_targets, wide_sources)),
-    ]
 
 
 # ---------------------------------------------------------------------------------------------------- the check
@@ -196,6 +99,8 @@ class Result:
     grad_key: torch.Tensor
     grad_value: torch.Tensor
     grad_attn_mask: torch.Tensor | None
+    grad_sinks: torch.Tensor | None
+    grad_alibi_slopes: torch.Tensor | None
 
 
 def describe(query, key, value, attn_mask=None, **options):
@@ -212,7 +117,7 @@ def describe(query, key, value, attn_mask=None, **options):
 
 def random_grad_out(query, key, value, enable_gqa=False, seed=1):
     """A gradient for the output, in its shape and dtype."""
-    q, _, v = _expand(query, key, value, enable_gqa)
+    q, _, v = expand_heads(query, key, value, enable_gqa)
     return random_tensor((*q.shape[:-1], v.size(-1)), query.dtype, seed=seed)
 
 
@@ -226,8 +131,8 @@ def attention_and_gradients(
     with torch.no_grad():
         out, lse = ops.attention_forward(query, key, value, attn_mask, **options, **seed)
         grads = ops.attention_backward(grad_out, grad_lse, query, key, value, attn_mask, out, lse, **options, **seed)
-    has_mask_gradient = attn_mask is not None and attn_mask.dtype != torch.bool
-    return Result(out, lse, *grads[:3], grads[3] if has_mask_gradient else None)
+    optional = (attn_mask, options.get("sinks"), options.get("alibi_slopes"))
+    return Result(out, lse, *grads[:3], *(grad if is_float(t) else None for grad, t in zip(grads[3:], optional)))
 
 
 def check_attention(
@@ -241,12 +146,12 @@ def check_attention(
     keep=None,
     dropout_seed=None,
     label="",
-    ulps=FLOOR_ULPS,
+    ulps=ULPS,
     **options,
 ) -> Result:
     """Runs forward and backward once and asserts the rule on out, lse and every gradient.
 
-    `options`: dropout_p, is_causal, scale, enable_gqa. With dropout, `dropout_seed` (int) and the `keep` mask
+    `options`: those of the operators. With dropout, `dropout_seed` (int) and the `keep` mask
     (bool, (..., q_len, kv_len)) that belongs to it.
     """
     __tracebackhide__ = True
@@ -259,16 +164,14 @@ def check_attention(
     inputs = (query, key, value, attn_mask)
     reference = reference_run(inputs, grad_out, grad_lse, keep, **options)
     plain, roundings = plain_run(inputs, grad_out, grad_lse, keep, ulps, **options)
-    names = ["out", "lse", "grad_query", "grad_key", "grad_value"]
-    dtypes = [query.dtype, LSE_DTYPE.get(query.dtype, torch.float32), *[query.dtype] * 3]
-    if attn_mask is not None and attn_mask.dtype != torch.bool:
-        names.append("grad_attn_mask")
-        dtypes.append(attn_mask.dtype)
-    for i, (name, dtype) in enumerate(zip(names, dtypes)):
-        actual, factor = getattr(result, name), OUTPUT_FACTOR if i < 2 else GRADIENT_FACTOR
-        name = f"{name} {text}"
-        assert actual.dtype == dtype, f"{name}: {actual.dtype}"
-        assert_close_to_reference(actual, plain[i], reference[i], factor, name, roundings[i])
+    actual = {name: x for name, x in vars(result).items() if x is not None}
+    optional = {"attn_mask": attn_mask, **options}
+    for (name, x), same_dtype, wide, rounding in zip(actual.items(), plain, reference, roundings, strict=True):
+        lse_dtype = LSE_DTYPE.get(query.dtype, torch.float32)
+        dtype = lse_dtype if name == "lse" else getattr(optional.get(name.removeprefix("grad_")), "dtype", query.dtype)
+        assert x.dtype == dtype, f"{name} {text}: {x.dtype}"
+        factor = OUTPUT_FACTOR if name in ("out", "lse") else GRADIENT_FACTOR
+        assert_close_to_reference(x, same_dtype, wide, factor, f"{name} {text}", rounding)
     return result
 
 
