@@ -124,10 +124,12 @@ def random_grad_out(query, key, value, enable_gqa=False, seed=1):
 def attention_and_gradients(
     query, key, value, attn_mask=None, *, grad_out=None, grad_lse=None, dropout_seed=None, **options
 ) -> Result:
-    """Runs attention_forward and attention_backward once."""
+    """Runs attention_forward and attention_backward once, with the readable spelling of causal_alignment."""
     ops, seed = torch.ops.attnjourney, {} if dropout_seed is None else {"dropout_seed": torch.tensor(dropout_seed)}
     if grad_out is None:
         grad_out = random_grad_out(query, key, value, options.get("enable_gqa", False))
+    if "causal_alignment" in options:
+        options["causal_alignment"] = ("top_left", "bottom_right").index(options["causal_alignment"])
     with torch.no_grad():
         out, lse = ops.attention_forward(query, key, value, attn_mask, **options, **seed)
         grads = ops.attention_backward(grad_out, grad_lse, query, key, value, attn_mask, out, lse, **options, **seed)
