@@ -63,6 +63,7 @@ struct Forward {
     const KeyRanges* keys;
     int64_t first_row;
     C cap;  // softcap in log2 units, 0 for none
+    Alibi<C> alibi;
   };
 
   // M keys against N vectors of panel p, from vector v on
@@ -84,7 +85,8 @@ struct Forward {
       Vec<C> top = s.top[lane0 / W + j], total = s.total[lane0 / W + j];
       const Vec<C> reference = load(s.reference + lane0 + W * j);
       const Vec<C> lane = Vec<C>::iota() + Vec<C>::set(C(W * j));
-      ATTN_UNROLL for (int r = 0; r < M; r++) {
+      Vec<C> distance = s.alibi.distance(lane, lane0, k);
+      ATTN_UNROLL for (int r = 0; r < M; r++, distance = distance - Vec<C>::set(C(1))) {
         Vec<C> x = t.a[r][j] + reference;  // after the product: starting from it would round every sum at its size
         Vec<C> w;
         if constexpr (H == Hidden::by_bias) {
@@ -94,9 +96,12 @@ struct Forward {
           w = select(gone, Vec<C>::zero(), exp2(x));
         } else if constexpr (H == Hidden::by_range) {
           const auto visible = range[r].visible(lane);
+          if (s.alibi.on) x = s.alibi.add(x, distance);
           x = select(visible, x, hidden);
           w = select(visible, exp2(x), Vec<C>::zero());
         } else {
+          if constexpr (H == Hidden::by_sum) x = x + load(P + r * tile + W * j);
+          if constexpr (H == Hidden::by_alibi) x = s.alibi.add(x, distance);
           w = exp2(x);
         }
         top = max(top, x);
@@ -153,7 +158,7 @@ struct Forward {
         with_rows<rows>(m, [&](auto m_) {
           if (bias)
             score_panel<Hidden::by_bias, m_.count>(key, ldk, s, p, v, n, k0 + k, k);
-          else if (lanes.whole)
+          else if (lanes.whole && !s.alibi.on)
             score_panel<Hidden::no, m_.count>(key, ldk, s, p, v, n, k0 + k, k);
           else
             score_panel<Hidden::by_range, m_.count>(key, ldk, s, p, v, n, k0 + k, k);
@@ -300,22 +305,30 @@ struct Forward {
         MaskBlock masked = MaskBlock::all_visible;
         const bool has_bias = p.mask != MaskKind::none || p.alibi;
         const auto bias_again = [&] {
-          if (has_bias && !seen.empty()) masked = load_bias<T>(p, h, row, n, k0, seen, P, tile);
+          if (has_bias && !seen.empty()) masked = load_bias<T, true>(p, h, row, n, k0, seen, P, tile);
           if (masked == MaskBlock::all_hidden) seen = {0, 0, 0, 0};
         };
         bias_again();
-        const bool bias = masked == MaskBlock::some_hidden || masked == MaskBlock::added;
-        const Scores s{query + t * tile * D, ref, P, tops, totals, D, used, &p.keys, row, C(p.softcap * log2_e)};
+        const bool bias = has_block(masked);
+        const Scores s{query + t * tile * D,
+                       ref,
+                       P,
+                       tops,
+                       totals,
+                       D,
+                       used,
+                       &p.keys,
+                       row,
+                       C(p.softcap * log2_e),
+                       alibi_of<C>(p, h, row, k0, masked)};
         for (int tries = 0; !seen.empty(); tries++) {  // again if the reference moves; bounded, for a NaN never settles
           for (int64_t j = 0; j < used; j++) {
             tops[j] = load(top + t * tile + j * W) + load(ref + j * W);
             totals[j] = load(total + t * tile + j * W);
           }
           score_border(Kb, ldk, s, k0, seen.begin, seen.all_begin, n, bias);
-          if (bias)
-            score_inner<Hidden::by_bias>(Kb, ldk, s, k0, seen.all_begin, seen.all_end);
-          else
-            score_inner<Hidden::no>(Kb, ldk, s, k0, seen.all_begin, seen.all_end);
+          with_hidden(inside(masked),
+                      [&](auto hidden) { score_inner<hidden.value>(Kb, ldk, s, k0, seen.all_begin, seen.all_end); });
           score_border(Kb, ldk, s, k0, seen.all_end, seen.end, n, bias);
           if (tries == 2 ||
               !move_reference(used, tops, reinterpret_cast<Vec<C>*>(total + t * tile), ref, O, at.ldv, started[t]))

@@ -45,6 +45,7 @@ struct ForwardDot {
     int64_t first_row;
     Vf factor;  // query_factor, and
     float cap;  // softcap in log2 units; 0 for none, and else scale is 1
+    Alibi<float> alibi;
   };
 
   // M keys (the first one at an even place) against N vectors from lane0 on; a last single key is paired with weight 0
@@ -77,6 +78,7 @@ struct ForwardDot {
     ATTN_UNROLL for (int j = 0; j < N; j++) {
       Vf top = s.top[lane0 / W + j], total = s.total[lane0 / W + j], rounded = s.rounded[lane0 / W + j];
       const Vf reference = load(s.reference + lane0 + W * j), lane = Vf::iota() + Vf::set(float(W * j));
+      Vf distance = s.alibi.distance(lane, lane0, k);
       const auto weight = [&](int r) {
         // rounded twice, as the maximum that the reference came from: a fused sum would show the product's rounding
         Vf x = a[r][j] * s.scale + reference, w;
@@ -87,11 +89,15 @@ struct ForwardDot {
           w = select(gone, Vf::zero(), exp2_short(x));
         } else if constexpr (H == Hidden::by_range) {
           const auto visible = range[r].visible(lane);
+          if (s.alibi.on) x = s.alibi.add(x, distance);
           x = select(visible, x, hidden);
           w = select(visible, exp2_short(x), Vf::zero());
         } else {
+          if constexpr (H == Hidden::by_sum) x = x + load(s.bias + (k + r) * tile + lane0 + W * j);
+          if constexpr (H == Hidden::by_alibi) x = s.alibi.add(x, distance);
           w = exp2_short(x);
         }
+        distance = distance - Vf::set(1.f);
         top = max(top, x);
         return w;
       };
@@ -112,15 +118,24 @@ struct ForwardDot {
   struct Pending {
     const float* x;
     uint32_t* P;
+    int64_t key;       // of the block
     int vector, left;  // pairs of vectors
   };
   // one pair of vectors: two keys for W queries
-  template <int N>
+  template <Hidden H, int N>
   static ATTN_INLINE void weigh(Pending& w, const Scores& s, int64_t lane0) {
     const int64_t j = lane0 / W + w.vector;
     const Vf reference = load(s.reference + lane0 + W * w.vector);
     // rounded twice, as in score_tile
-    const Vf x = load(w.x) * s.scale + reference, y = load(w.x + W) * s.scale + reference;
+    Vf x = load(w.x) * s.scale + reference, y = load(w.x + W) * s.scale + reference;
+    if constexpr (H == Hidden::by_sum) {
+      const float* bias = s.bias + w.key * tile + lane0 + W * w.vector;
+      x = x + load(bias), y = y + load(bias + tile);
+    }
+    if constexpr (H == Hidden::by_alibi) {
+      const Vf distance = s.alibi.distance(Vf::iota(), lane0 + W * w.vector, w.key);
+      x = s.alibi.add(x, distance), y = s.alibi.add(y, distance - Vf::set(1.f));
+    }
     const Vf low = exp2_short(x), high = exp2_short(y);
     const Pairs pair = round_pairs(low, high);
     s.top[j] = max(s.top[j], max(x, y));
@@ -129,16 +144,16 @@ struct ForwardDot {
     store_pairs(w.P + W * w.vector, pair);
     w.x += 2 * W;
     w.left--;
-    if (++w.vector == N) w.vector = 0, w.P += tile;
+    if (++w.vector == N) w.vector = 0, w.P += tile, w.key += 2;
   }
   // n tiles of `rows` keys, seen by every row: the weights of a tile are computed between the products of the next, for
   // the two need different units of the processor
-  template <int N>
+  template <Hidden H, int N>
   static ATTN_NOINLINE void score_stream(const bf16* K, int64_t ldk, const Scores& s, int64_t lane0, int64_t k,
                                          int64_t n) {
     alignas(64) float x[rows * N * W];
     const uint32_t* Q = s.query + lane0 / panel * panel * s.pairs + lane0 % panel;
-    Pending pending{x, s.P + k / 2 * tile + lane0, 0, 0};
+    Pending pending{x, s.P + k / 2 * tile + lane0, k, 0, 0};
     for (int64_t i = 0; i < n; i++, K += rows * ldk) {
       Vf a[rows][N];
       ATTN_UNROLL for (int r = 0; r < rows; r++) ATTN_UNROLL for (int j = 0; j < N; j++) a[r][j] = Vf::zero();
@@ -154,16 +169,16 @@ struct ForwardDot {
       for (; at + 2 <= s.pairs && pending.left > 0; at += 2) {
         products(at);
         products(at + 1);
-        weigh<N>(pending, s, lane0);
+        weigh<H, N>(pending, s, lane0);
       }
       _Pragma("GCC unroll 2") for (; at < s.pairs; at++) products(at);
-      while (pending.left > 0) weigh<N>(pending, s, lane0);
+      while (pending.left > 0) weigh<H, N>(pending, s, lane0);
       pending.x = x;
       pending.left = rows / 2 * N;
       ATTN_UNROLL for (int r = 0; r < rows; r++) ATTN_UNROLL for (int j = 0; j < N; j++)
           store(x + ((r / 2 * N + j) * 2 + r % 2) * W, a[r][j]);
     }
-    while (pending.left > 0) weigh<N>(pending, s, lane0);
+    while (pending.left > 0) weigh<H, N>(pending, s, lane0);
   }
 
   template <Hidden H, int M>
@@ -188,11 +203,11 @@ struct ForwardDot {
   template <Hidden H>
   static ATTN_NOINLINE void score_inner(const bf16* K, int64_t ldk, const Scores& s, int64_t k0, int64_t begin,
                                         int64_t end) {
-    if (H == Hidden::no && s.cap == 0) {
+    if (H != Hidden::by_bias && s.cap == 0) {
       const int64_t n = (end - begin) / rows;
       for (int64_t v = 0; v < s.vectors_used; v += vectors)
         with_rows<vectors>(s.vectors_used - v,
-                           [&](auto m) { score_stream<m.count>(K + begin * ldk, ldk, s, v * W, begin, n); });
+                           [&](auto m) { score_stream<H, m.count>(K + begin * ldk, ldk, s, v * W, begin, n); });
       begin += n * rows;
     }
     split_keys(begin, end, [&](int64_t k, auto m) { score_rows<H, m.count>(K + k * ldk, ldk, s, k0 + k, k); });
@@ -213,7 +228,7 @@ struct ForwardDot {
         const int64_t at = lane0 + lanes.begin * W, n = lanes.end - lanes.begin;
         if (bias)
           score_some<Hidden::by_bias, m.count>(key, ldk, s, at, n, k0 + k, k);
-        else if (lanes.whole)
+        else if (lanes.whole && !s.alibi.on)
           score_some<Hidden::no, m.count>(key, ldk, s, at, n, k0 + k, k);
         else
           score_some<Hidden::by_range, m.count>(key, ldk, s, at, n, k0 + k, k);
@@ -387,10 +402,10 @@ struct ForwardDot {
         Vf tops[tile / W], totals[tile / W], rounds[tile / W];
         MaskBlock masked = MaskBlock::all_visible;
         if ((p.mask != MaskKind::none || p.alibi) && !seen.empty()) {
-          masked = load_bias<bf16>(p, h, row, n, k0, seen, bias, tile);
+          masked = load_bias<bf16, true>(p, h, row, n, k0, seen, bias, tile);
           if (masked == MaskBlock::all_hidden) seen = {0, 0, 0, 0};
         }
-        const bool biased = masked == MaskBlock::some_hidden || masked == MaskBlock::added;
+        const bool biased = has_block(masked);
         const Scores s{query + t * tile * pairs,
                        ref,
                        bias,
@@ -404,7 +419,8 @@ struct ForwardDot {
                        &p.keys,
                        row,
                        Vf::set(query_factor<float>(p)),
-                       float(p.softcap * log2_e)};
+                       float(p.softcap * log2_e),
+                       alibi_of<float>(p, h, row, k0, masked)};
         for (int tries = 0; !seen.empty(); tries++) {
           for (int64_t j = 0; j < used; j++) {
             tops[j] = load(top + t * tile + j * W) + load(ref + j * W);
@@ -412,10 +428,8 @@ struct ForwardDot {
             rounds[j] = load(rounded + t * tile + j * W);
           }
           score_border(Kb, ldk, s, k0, seen.begin, seen.all_begin, n, biased);
-          if (biased)
-            score_inner<Hidden::by_bias>(Kb, ldk, s, k0, seen.all_begin, seen.all_end);
-          else
-            score_inner<Hidden::no>(Kb, ldk, s, k0, seen.all_begin, seen.all_end);
+          with_hidden(inside(masked),
+                      [&](auto hidden) { score_inner<hidden.value>(Kb, ldk, s, k0, seen.all_begin, seen.all_end); });
           score_border(Kb, ldk, s, k0, seen.all_end, seen.end, n, biased);
           if (tries == 2) break;
           Vf factor[tile / W];  // what a lane that moves is scaled by

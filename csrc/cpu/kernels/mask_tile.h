@@ -1,5 +1,6 @@
 // Masks on a tile of S^T: keys down, lanes over queries. Key ranges come from csrc/mask.h; mask tensors are turned into
-// an additive block, -inf where hidden, so that a tile knows three cases only: Hidden::no, by_range, by_bias.
+// an additive block, -inf where hidden. Where no number of it is -inf, it is only added (by_sum), and ALiBi alone needs
+// no block (by_alibi; by_range adds it too where it is on).
 #pragma once
 #include "../../attention_params.h"
 #include "pack.h"
@@ -7,7 +8,7 @@
 namespace attnjourney {
 namespace {
 
-enum class Hidden { no, by_range, by_bias };
+enum class Hidden { no, by_range, by_bias, by_sum, by_alibi };
 
 // For key j and rows first_row + lane: visible where from <= lane <= to.
 template <class C>
@@ -84,12 +85,43 @@ struct MaskValue {
   }
 };
 
+// The same without the clamp, where no number needs it: then `low` stays at or above `lowest`.
+template <class C>
+struct PlainMaskValue {
+  Vec<C> low = Vec<C>::zero();
+  C low_one = 0;
+  ATTN_INLINE Vec<C> operator()(Vec<C> x) {
+    const Vec<C> y = x * Vec<C>::set(C(log2_e));
+    low = min(low, y);
+    return y;
+  }
+  ATTN_INLINE C operator()(C x) {
+    const C y = x * C(log2_e);
+    low_one = min_of(low_one, y);
+    return y;
+  }
+  bool exact() const { return low_one >= MaskValue<C>::lowest && !any(ge(Vec<C>::set(MaskValue<C>::lowest), low)); }
+};
+
+// True if no number is hidden or clamped; B then holds the block.
+template <class T, class C>
+ATTN_INLINE bool plain_mask_block(const T* m, int64_t row, int64_t col, int64_t rows, int64_t n, C* B, int64_t ldb) {
+  constexpr int W = Vec<C>::width;
+  if constexpr (sizeof(Compute<T>) == sizeof(C)) {
+    if (col == 1 && row != 0) return pack_transposed(m, row, rows, n, PlainMaskValue<C>{}, B, W, W, ldb).exact();
+  }
+  return false;
+}
+
 template <class T, class C>
 ATTN_INLINE void mask_block(const T* m, int64_t row, int64_t col, int64_t rows, int64_t n, C* B, int64_t ldb) {
   constexpr int W = Vec<C>::width;
   const MaskValue<C> f;
   if constexpr (sizeof(Compute<T>) == sizeof(C)) {
-    if (col == 1 && row != 0) return pack_transposed(m, row, rows, n, f, B, W, W, ldb);
+    if (col == 1 && row != 0) {
+      pack_transposed(m, row, rows, n, f, B, W, W, ldb);
+      return;
+    }
   }
   const int64_t lanes = round_up(rows, W);
   for (int64_t k = 0; k < n; k++) {
@@ -102,37 +134,71 @@ ATTN_INLINE void mask_block(const T* m, int64_t row, int64_t col, int64_t rows, 
   }
 }
 
-enum class MaskBlock { all_visible, some_hidden, all_hidden, added };
+// added: as some_hidden, but not known to hide anything; summed: nothing is -inf but by the key ranges; alibi: there is
+// no block, ALiBi is for the epilogue
+enum class MaskBlock { all_visible, some_hidden, all_hidden, added, summed, alibi };
+ATTN_INLINE bool has_block(MaskBlock b) {
+  return b == MaskBlock::some_hidden || b == MaskBlock::added || b == MaskBlock::summed;
+}
+ATTN_INLINE Hidden inside(MaskBlock b) {
+  if (b == MaskBlock::summed) return Hidden::by_sum;
+  if (b == MaskBlock::alibi) return Hidden::by_alibi;
+  return has_block(b) ? Hidden::by_bias : Hidden::no;
+}
+
+template <Hidden H>
+struct HiddenIs {
+  static constexpr Hidden value = H;
+};
+// calls f(HiddenIs<h>)
+template <class F>
+ATTN_INLINE void with_hidden(Hidden h, F&& f) {
+  switch (h) {
+    case Hidden::by_bias:
+      return f(HiddenIs<Hidden::by_bias>{});
+    case Hidden::by_sum:
+      return f(HiddenIs<Hidden::by_sum>{});
+    case Hidden::by_alibi:
+      return f(HiddenIs<Hidden::by_alibi>{});
+    default:
+      return f(HiddenIs<Hidden::no>{});
+  }
+}
+
+// Whether a boolean block shows or hides everything, told from its bytes.
+ATTN_NOINLINE MaskBlock state_of(const mask_bool* m, int64_t row, int64_t col, int64_t rows, int64_t n) {
+  uint8_t any_set = 0, all_set = 1;
+  const auto* bytes = reinterpret_cast<const uint8_t*>(m);
+  for (int64_t i = 0; i < (row == 0 ? 1 : rows); i++) {
+    const uint8_t* x = bytes + i * row;
+    if (col == 1) {
+      for (int64_t k = 0; k < n; k++) any_set |= x[k] != 0, all_set &= x[k] != 0;
+    } else {
+      for (int64_t k = 0; k < (col == 0 ? 1 : n); k++) any_set |= x[k * col] != 0, all_set &= x[k * col] != 0;
+    }
+    if (any_set && !all_set) return MaskBlock::some_hidden;
+  }
+  return any_set ? MaskBlock::all_visible : MaskBlock::all_hidden;
+}
 
 // Rows first .. first + rows - 1, keys k0 .. k0 + n - 1 of the mask tensor -> B[key][lane] in log2 units.
-// A boolean block that shows everything or nothing is told apart.
+// A boolean block that shows everything or nothing is told apart and not written.
 template <class T, class C>
 ATTN_NOINLINE MaskBlock load_mask(const AttentionParams& p, const void* mask, int64_t first, int64_t rows, int64_t k0,
                                   int64_t n, C* B, int64_t ldb) {
-  constexpr int W = Vec<C>::width;
   const int64_t at = first * p.mask_row + k0 * p.mask_col;
-  if (p.mask == MaskKind::boolean)
-    mask_block(static_cast<const mask_bool*>(mask) + at, p.mask_row, p.mask_col, rows, n, B, ldb);
-  else if (p.mask_fp32)
-    mask_block(static_cast<const float*>(mask) + at, p.mask_row, p.mask_col, rows, n, B, ldb);
-  else
-    mask_block(static_cast<const T*>(mask) + at, p.mask_row, p.mask_col, rows, n, B, ldb);
-  if (p.mask == MaskKind::floating) return MaskBlock::added;
-  Vec<C> low = Vec<C>::zero(), high = Vec<C>::set(-C(__builtin_inff()));
-  for (int64_t k = 0; k < n; k++) {
-    int64_t i = 0;
-    for (; i + W <= rows; i += W) {
-      const Vec<C> b = load(B + k * ldb + i);
-      low = min(low, b);
-      high = max(high, b);
-    }
-    for (; i < rows; i++) {
-      low = min(low, Vec<C>::set(B[k * ldb + i]));
-      high = max(high, Vec<C>::set(B[k * ldb + i]));
-    }
+  if (p.mask == MaskKind::boolean) {
+    const mask_bool* m = static_cast<const mask_bool*>(mask) + at;
+    const MaskBlock state = state_of(m, p.mask_row, p.mask_col, rows, n);
+    if (state == MaskBlock::some_hidden) mask_block(m, p.mask_row, p.mask_col, rows, n, B, ldb);
+    return state;
   }
-  if (!any(ge(high, Vec<C>::zero()))) return MaskBlock::all_hidden;
-  return any(eq(low, Vec<C>::set(-C(__builtin_inff())))) ? MaskBlock::some_hidden : MaskBlock::all_visible;
+  const auto load = [&](const auto* m) {
+    if (plain_mask_block(m, p.mask_row, p.mask_col, rows, n, B, ldb)) return MaskBlock::summed;
+    mask_block(m, p.mask_row, p.mask_col, rows, n, B, ldb);
+    return MaskBlock::added;
+  };
+  return p.mask_fp32 ? load(static_cast<const float*>(mask) + at) : load(static_cast<const T*>(mask) + at);
 }
 
 // -inf into B where the key ranges hide
@@ -166,9 +232,28 @@ ATTN_NOINLINE void add_alibi(const KeyRanges& keys, double slope, int64_t first,
   }
 }
 
+// ALiBi in an epilogue: -slope * |distance| for keys against lanes, in log2 units.
+template <class C>
+struct Alibi {
+  Vec<C> factor;
+  C shift;  // position of lane 0 less the block's first key
+  bool on;  // in the epilogue
+  ATTN_INLINE Vec<C> distance(Vec<C> lane, int64_t lane0, int64_t k) const {  // signed; one less for the next key
+    return lane + Vec<C>::set(shift + C(lane0 - k));
+  }
+  ATTN_INLINE Vec<C> add(Vec<C> x, Vec<C> distance) const {
+    return fma(factor, max(distance, Vec<C>::zero() - distance), x);
+  }
+};
+template <class C>
+ATTN_INLINE Alibi<C> alibi_of(const AttentionParams& p, const HeadPointers& h, int64_t first, int64_t k0,
+                              MaskBlock masked) {
+  return {Vec<C>::set(C(-h.slope * log2_e)), C(first + p.keys.offset - k0), masked == MaskBlock::alibi};
+}
+
 // The additive block of a tile: mask tensor, ALiBi and, unless nothing is hidden or added, the key ranges.
-// B points at key k0 of the block; `seen` is relative to k0.
-template <class T, class C>
+// B points at key k0 of the block; `seen` is relative to k0. `Epilogue`: the caller knows by_sum and by_alibi.
+template <class T, bool Epilogue = false, class C>
 ATTN_INLINE MaskBlock load_bias(const AttentionParams& p, const HeadPointers& h, int64_t first, int64_t rows,
                                 int64_t k0, const TileKeys& seen, C* B, int64_t ldb) {
   MaskBlock masked = MaskBlock::all_visible;
@@ -177,14 +262,16 @@ ATTN_INLINE MaskBlock load_bias(const AttentionParams& p, const HeadPointers& h,
     masked = load_mask<T>(p, h.mask, first, rows, k0 + seen.begin, n, B + seen.begin * ldb, ldb);
   if (masked == MaskBlock::all_hidden) return masked;
   if (p.alibi) {
-    add_alibi(p.keys, h.slope, first, rows, k0 + seen.begin, n, p.mask == MaskKind::none, B + seen.begin * ldb, ldb);
-    masked = MaskBlock::added;
+    const bool fresh = !has_block(masked);
+    if (Epilogue && fresh) return MaskBlock::alibi;
+    add_alibi(p.keys, h.slope, first, rows, k0 + seen.begin, n, fresh, B + seen.begin * ldb, ldb);
+    if (fresh) masked = MaskBlock::summed;
   }
-  if (masked != MaskBlock::all_visible) {
+  if (has_block(masked)) {
     hide_by_range(p.keys, first, rows, k0 + seen.begin, seen.all_begin - seen.begin, B + seen.begin * ldb, ldb);
     hide_by_range(p.keys, first, rows, k0 + seen.all_end, seen.end - seen.all_end, B + seen.all_end * ldb, ldb);
   }
-  return masked;
+  return !Epilogue && masked == MaskBlock::summed ? MaskBlock::added : masked;
 }
 
 }  // namespace
