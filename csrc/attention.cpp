@@ -57,47 +57,24 @@ void check_batch(AttentionCall& c, const Tensor& query, const Tensor& key, const
   }
 }
 
+bool is_index(const Tensor& t) { return t.scalar_type() == ScalarType::Int || t.scalar_type() == ScalarType::Long; }
+
 void check_mask(AttentionCall& c, const Tensor& mask, const Tensor& query) {
-  const ScalarType t = mask.scalar_type();
-  check_runtime(t == ScalarType::Bool || t == query.scalar_type() || t == ScalarType::Float,
-                "attn_mask: expected dtype torch.bool, ", dtype_text(query.scalar_type()),
-                " (query's) or torch.float32, got ", dtype_text(t));
-  check_same_device("attn_mask", mask, "query", query);
   std::vector<int64_t> want = c.leading();
   want.push_back(c.params.q_len);
   want.push_back(c.params.kv_len);
-  const int64_t extra = static_cast<int64_t>(want.size()) - mask.dim();
-  bool ok = extra >= 0;
-  for (int64_t d = 0; ok && d < mask.dim(); d++) ok = mask.size(d) == want[d + extra] || mask.size(d) == 1;
-  if (!ok) {
-    std::string s;
-    for (int64_t n : want) s += (s.empty() ? "(" : ", ") + std::to_string(n);
-    check_value(false, "attn_mask: expected a shape that broadcasts to ", s, "), got ", shape_text(mask));
-  }
+  check_mask_tensor(mask, want, query);
+  const ScalarType t = mask.scalar_type();
   c.params.mask = t == ScalarType::Bool ? MaskKind::boolean : MaskKind::floating;
   c.params.mask_fp32 = t == ScalarType::Float && query.scalar_type() != ScalarType::Float;
   c.mask = mask_map(c, mask, c.params.mask_row, c.params.mask_col);
 }
-
-bool is_index(const Tensor& t) { return t.scalar_type() == ScalarType::Int || t.scalar_type() == ScalarType::Long; }
 
 void check_lengths(const char* name, const OptionalTensor& t, int64_t count, const Tensor& query) {
   if (!t) return;
   check_runtime(is_index(*t), name, ": expected dtype torch.int64 or torch.int32, got ", dtype_text(t->scalar_type()));
   check_value(t->dim() == 1 && t->size(0) == count, name, ": expected shape (", count, ",), one number for each ",
               "sequence, got ", shape_text(*t));
-  check_same_device(name, *t, "query", query);
-}
-
-void check_per_head(const char* name, const OptionalTensor& t, const AttentionCall& c, const Tensor& query) {
-  if (!t) return;
-  const ScalarType own = t->scalar_type();
-  check_runtime(own == query.scalar_type() || own == ScalarType::Float, name, ": expected dtype ",
-                dtype_text(query.scalar_type()), " (query's) or torch.float32, got ", dtype_text(own));
-  const bool per_head = t->dim() == 1 && t->size(0) == c.q_heads;
-  const bool per_item = t->dim() == 2 && t->size(0) == c.batch && t->size(1) == c.q_heads;
-  check_value(per_head || per_item, name, ": expected shape (", c.q_heads, ",) or (", c.batch, ", ", c.q_heads,
-              ") (heads of query, or batch and heads), got ", shape_text(*t));
   check_same_device(name, *t, "query", query);
 }
 
@@ -133,12 +110,40 @@ void check_scores(AttentionCall& c, const AttentionOptions& o, const Tensor& que
   check_lengths("query_lengths", o.query_lengths, c.batch, query);
   check_value(o.softcap >= 0 && std::isfinite(o.softcap), "softcap: expected a finite number from 0, got ", o.softcap);
   p.softcap = o.softcap;
-  check_per_head("sinks", o.sinks, c, query);
-  check_per_head("alibi_slopes", o.alibi_slopes, c, query);
+  check_per_head("sinks", o.sinks, c.batch, c.q_heads, query);
+  check_per_head("alibi_slopes", o.alibi_slopes, c.batch, c.q_heads, query);
   p.alibi = o.alibi_slopes.has_value();
 }
 
 }  // namespace
+
+void check_mask_tensor(const Tensor& mask, const std::vector<int64_t>& want, const Tensor& query) {
+  const ScalarType t = mask.scalar_type();
+  check_runtime(t == ScalarType::Bool || t == query.scalar_type() || t == ScalarType::Float,
+                "attn_mask: expected dtype torch.bool, ", dtype_text(query.scalar_type()),
+                " (query's) or torch.float32, got ", dtype_text(t));
+  check_same_device("attn_mask", mask, "query", query);
+  const int64_t extra = static_cast<int64_t>(want.size()) - mask.dim();
+  bool ok = extra >= 0;
+  for (int64_t d = 0; ok && d < mask.dim(); d++) ok = mask.size(d) == want[d + extra] || mask.size(d) == 1;
+  if (!ok) {
+    std::string s;
+    for (int64_t n : want) s += (s.empty() ? "(" : ", ") + std::to_string(n);
+    check_value(false, "attn_mask: expected a shape that broadcasts to ", s, "), got ", shape_text(mask));
+  }
+}
+
+void check_per_head(const char* name, const OptionalTensor& t, int64_t batch, int64_t heads, const Tensor& query) {
+  if (!t) return;
+  const ScalarType own = t->scalar_type();
+  check_runtime(own == query.scalar_type() || own == ScalarType::Float, name, ": expected dtype ",
+                dtype_text(query.scalar_type()), " (query's) or torch.float32, got ", dtype_text(own));
+  const bool per_head = t->dim() == 1 && t->size(0) == heads;
+  const bool per_item = t->dim() == 2 && t->size(0) == batch && t->size(1) == heads;
+  check_value(per_head || per_item, name, ": expected shape (", heads, ",) or (", batch, ", ", heads,
+              ") (heads of query, or batch and heads), got ", shape_text(*t));
+  check_same_device(name, *t, "query", query);
+}
 
 HeadMap mask_map(const AttentionCall& c, const Tensor& mask, int64_t& row, int64_t& col) {
   HeadMap m;

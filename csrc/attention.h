@@ -55,6 +55,11 @@ struct AttentionCall {
 AttentionCall check_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                               const AttentionOptions& options);
 
+// attn_mask beside query: dtype, device, and a shape that broadcasts to `want`; numbers per head: (heads,) or (batch,
+// heads). Throw with the argument's name.
+void check_mask_tensor(const Tensor& mask, const std::vector<int64_t>& want, const Tensor& query);
+void check_per_head(const char* name, const OptionalTensor& t, int64_t batch, int64_t heads, const Tensor& query);
+
 // How attn_mask, or its gradient, is reached: strides of its rows and columns, 0 where it broadcasts.
 HeadMap mask_map(const AttentionCall& call, const Tensor& mask, int64_t& row, int64_t& col);
 

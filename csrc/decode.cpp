@@ -2,9 +2,59 @@
 
 #include <cmath>
 
+#include "attention.h"
 #include "cache_checks.h"
 
 namespace attnjourney {
+namespace {
+
+// what changes the scores, and what hides keys beside the window
+void check_scores(DecodeCall& c, const DecodeInputs& in) {
+  const Tensor& q = in.query;
+  check_value(in.prefix_length >= 0, "prefix_length: expected a number from 0, got ", in.prefix_length);
+  check_value(in.prefix_length == 0 || !in.ring, "prefix_length: expected 0 beside a ring, which forgets its first ",
+              "keys, got ", in.prefix_length);
+  c.prefix = in.prefix_length;
+  check_value(in.softcap >= 0 && std::isfinite(in.softcap), "softcap: expected a finite number from 0, got ",
+              in.softcap);
+  c.softcap = in.softcap;
+  check_per_head("sinks", in.sinks, c.batch, c.q_heads, q);
+  check_per_head("alibi_slopes", in.alibi_slopes, c.batch, c.q_heads, q);
+  if (!in.attn_mask) return;
+  const Tensor& m = *in.attn_mask;
+  check_value(m.dim() >= 1, "attn_mask: expected at least 1 dimension, got shape ", shape_text(m));
+  check_mask_tensor(m, {c.batch, c.q_heads, c.q_len, m.size(-1)}, q);  // the last one: see check_mask_keys
+  c.mask = m.scalar_type() == ScalarType::Bool ? MaskKind::boolean : MaskKind::floating;
+  c.mask_fp32 = m.scalar_type() == ScalarType::Float && q.scalar_type() != ScalarType::Float;
+  const auto stride = [&](int64_t from_end) {
+    const int64_t d = m.dim() - from_end;
+    return d >= 0 && m.size(d) != 1 ? m.stride(d) : 0;
+  };
+  c.mask_col = stride(1), c.mask_row = stride(2), c.mask_head = stride(3), c.mask_batch = stride(4);
+}
+
+}  // namespace
+
+void check_decode_values(const DecodeCall& c, const DecodeInputs& in) {
+  const int64_t* lengths = static_cast<const int64_t*>(in.lengths.const_data_ptr());
+  int64_t longest = 0;
+  for (int64_t b = 0; b < c.batch; b++) {
+    longest = std::max(longest, lengths[b]);
+    check_length("lengths", b, lengths[b], c.ring ? KeyRanges::unbounded : c.capacity, "the cache's capacity");
+    if (!in.block_table) continue;
+    const int64_t width = in.block_table->size(1), blocks = in.key.size(0);
+    const int32_t* row = static_cast<const int32_t*>(in.block_table->const_data_ptr()) + b * width;
+    for (int64_t j = 0; j * c.block_size < lengths[b]; j++)
+      check_value(row[j] >= 0 && row[j] < blocks, "block_table: expected blocks from 0 to ", blocks - 1, ", got ",
+                  row[j], " at (", b, ", ", j, ")");
+  }
+  if (!in.attn_mask) return;
+  const int64_t keys = in.attn_mask->size(-1);
+  check_value(keys == 1 || keys == longest || (!c.ring && keys == c.capacity),
+              "attn_mask: expected a last dimension of 1 or of the longest length, ", longest,
+              c.ring ? std::string() : text(", or of the capacity, ", c.capacity), ", got shape ",
+              shape_text(*in.attn_mask));
+}
 
 DecodeCall check_decode(const DecodeInputs& in) {
   const Tensor &q = in.query, &k = in.key, &v = in.value;
@@ -47,6 +97,7 @@ DecodeCall check_decode(const DecodeInputs& in) {
     check_value(c.left + c.q_len <= c.capacity, "window_size: expected left + query rows of at most the ring's ",
                 c.capacity, " keys, got ", in.left < 0 ? "an unbounded left" : text(in.left, " + ", c.q_len));
   }
+  check_scores(c, in);
   return c;
 }
 
@@ -63,6 +114,6 @@ std::tuple<Tensor, Tensor> decode(DecodeKernel kernel, const DecodeInputs& in) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(attnjourney, m) {
   m.def(
-      "decode(Tensor query, Tensor key, Tensor value, Tensor lengths, *, Tensor? block_table=None, bool ring=False, "
-      "bool is_causal=True, SymInt[2] window_size=[-1, -1], float? scale=None) -> (Tensor out, Tensor lse)");
+      "decode(Tensor query, Tensor key, Tensor value, Tensor lengths, *, Tensor? block_table=None, bool "
+      "ring=False, " ATTNJOURNEY_DECODE_OPTIONS ") -> (Tensor out, Tensor lse)");
 }

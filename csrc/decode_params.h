@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#include "mask.h"
+#include "attention_params.h"
 
 namespace attnjourney {
 
@@ -13,6 +13,8 @@ struct DecodeRows {
   void* out = nullptr;          // [group, q_len, v_head_dim] dense
   void* lse = nullptr;          // [group, q_len] dense, float (double for double)
   int64_t first = 0, count = 0;
+  const void* mask = nullptr;                        // of the group's first head, its row 0 and key 0
+  const double *sinks = nullptr, *slopes = nullptr;  // [group]; null: none
 };
 
 struct DecodeParams {
@@ -20,6 +22,11 @@ struct DecodeParams {
   int64_t head_dim = 0, v_head_dim = 0;
   int64_t q_head = 0, q_row = 0, k_row = 0, v_row = 0;  // strides
   double scale = 1;
+  double softcap = 0;  // this and the mask as in AttentionParams
+  MaskKind mask = MaskKind::none;
+  bool mask_fp32 = false;
+  int64_t mask_head = 0, mask_row = 0, mask_col = 0;
+  bool alibi = false;
   KeyRanges keys;  // of this sequence: its length, and the position of its first query row
 };
 

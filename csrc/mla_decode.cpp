@@ -1,5 +1,6 @@
 #include "mla_decode.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "cache_checks.h"
@@ -40,15 +41,11 @@ Shape check(const MlaDecodeInputs& in) {
   return s;
 }
 
-}  // namespace
-
-std::tuple<Tensor, Tensor> mla_decode(DecodeKernel kernel, const MlaDecodeInputs& in) {
-  const Shape s = check(in);
-  const Tensor w = aten::contiguous(in.kv_b_weight), latent = aten::rows_contiguous(in.latent);
+std::tuple<Tensor, Tensor> absorbed(DecodeKernel kernel, const Shape& s, const MlaDecodeInputs& in, DecodeInputs call,
+                                    const Tensor& w) {
   const int64_t dim = s.kv_lora + s.rope, rows = s.batch * s.q_len, per_head = (s.nope + s.v) * s.kv_lora;
-
   // absorbed queries, (heads, batch, q_len, kv_lora + rope)
-  const Tensor absorbed = aten::empty(in.query, {s.heads, s.batch, s.q_len, dim});
+  const Tensor queries = aten::empty(in.query, {s.heads, s.batch, s.q_len, dim});
   const auto by_head = [&](const Tensor& t) {  // (batch, heads, q_len, n) -> (heads, batch, q_len, n), a view
     return aten::strided_view(t, {t.size(1), t.size(0), t.size(2), t.size(3)},
                               {t.stride(1), t.stride(0), t.stride(2), t.stride(3)});
@@ -61,20 +58,15 @@ std::tuple<Tensor, Tensor> mla_decode(DecodeKernel kernel, const MlaDecodeInputs
   const Tensor nope = aten::contiguous(columns(query, 0, s.nope));
   const Tensor w_uk = aten::strided_view(w, {s.heads, s.nope, s.kv_lora}, {per_head, s.kv_lora, 1});
   const Tensor w_uv_t = aten::strided_view(w, {s.heads, s.kv_lora, s.v}, {per_head, 1, s.kv_lora}, s.nope * s.kv_lora);
-  const Tensor front = aten::strided_view(absorbed, {s.heads, rows, s.kv_lora}, {rows * dim, dim, 1});
+  const Tensor front = aten::strided_view(queries, {s.heads, rows, s.kv_lora}, {rows * dim, dim, 1});
   if (rows > 0)
     aten::call("aten::bmm", "out", aten::strided_view(nope, {s.heads, rows, s.nope}, {rows * s.nope, s.nope, 1}), w_uk,
                front);
-  Tensor rope = columns(absorbed, s.kv_lora, s.rope);
+  Tensor rope = columns(queries, s.kv_lora, s.rope);
   if (s.rope > 0) torch::stable::copy_(rope, columns(query, s.nope, s.rope));
 
-  const auto cache = [&](int64_t n) {  // one key/value head
-    return aten::strided_view(latent, {s.batch, 1, latent.size(1), n},
-                              {latent.stride(0), latent.stride(0), latent.stride(1), 1});
-  };
-  const double scale = in.scale.value_or(1.0 / std::sqrt(static_cast<double>(s.nope + s.rope)));
-  const auto [u, lse] = decode(kernel, {by_head(absorbed), cache(dim), cache(s.kv_lora), in.lengths, std::nullopt,
-                                        false, in.is_causal, in.left, in.right, scale});
+  call.query = by_head(queries);
+  const auto [u, lse] = decode(kernel, call);
   const Tensor u_heads = aten::contiguous(by_head(u));
   const Tensor out_heads = aten::empty(in.query, {s.heads, rows, s.v});
   if (rows > 0)
@@ -87,10 +79,81 @@ std::tuple<Tensor, Tensor> mla_decode(DecodeKernel kernel, const MlaDecodeInputs
   return {out, lse};
 }
 
+// dimension d, counted from the end, cut to [begin, begin + n); left alone where it broadcasts
+Tensor cut(Tensor t, int64_t d, int64_t begin, int64_t n) {
+  const int64_t at = t.dim() - d;
+  return at < 0 || t.size(at) == 1 ? t : torch::stable::narrow(t, at, begin, n);
+}
+
+// A sequence's heads in pieces, so that their keys and values stay below a limit.
+std::tuple<Tensor, Tensor> expanded(DecodeKernel kernel, const Shape& s, const MlaDecodeInputs& in,
+                                    const DecodeInputs& call, const Tensor& latent, const Tensor& w) {
+  constexpr int64_t most = int64_t{1} << 23;  // numbers
+  const int64_t qk = s.nope + s.rope, width = s.nope + s.v;
+  const Tensor out = aten::empty(in.query, {s.batch, s.heads, s.q_len, s.v});
+  const ScalarType lse_dtype = in.query.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  const Tensor lse = aten::empty(in.query, {s.batch, s.heads, s.q_len}, lse_dtype);
+  for (int64_t b = 0; b < s.batch; b++) {
+    const int64_t keys = static_cast<const int64_t*>(in.lengths.const_data_ptr())[b];
+    const int64_t piece = std::clamp<int64_t>(most / std::max<int64_t>(1, keys * (qk + s.v)), 1, s.heads);
+    const Tensor c = aten::strided_view(latent, {keys, s.kv_lora}, {latent.stride(1), 1}, b * latent.stride(0));
+    const Tensor rope =
+        aten::strided_view(latent, {1, 1, keys, s.rope}, {0, 0, latent.stride(1), 1}, b * latent.stride(0) + s.kv_lora);
+    for (int64_t first = 0; first < s.heads; first += piece) {
+      const int64_t n = std::min(piece, s.heads - first);
+      const Tensor kv = aten::empty(latent, {keys, n * width}), key = aten::empty(latent, {1, n, keys, qk});
+      aten::call("aten::mm", "out", c,
+                 aten::strided_view(w, {s.kv_lora, n * width}, {1, s.kv_lora}, first * width * s.kv_lora), kv);
+      const auto of_key = [&](int64_t begin, int64_t count) {
+        return aten::strided_view(key, {1, n, keys, count}, {n * keys * qk, keys * qk, qk, 1}, begin);
+      };
+      const auto of_kv = [&](int64_t begin, int64_t count) {
+        return aten::strided_view(kv, {1, n, keys, count}, {keys * n * width, width, n * width, 1}, begin);
+      };
+      Tensor key_nope = of_key(0, s.nope), key_rope = of_key(s.nope, s.rope);
+      torch::stable::copy_(key_nope, of_kv(0, s.nope));
+      if (s.rope > 0) torch::stable::copy_(key_rope, rope);
+      DecodeInputs part = call;
+      part.query = cut(cut(in.query, 4, b, 1), 3, first, n);
+      part.key = key, part.value = of_kv(s.nope, s.v);
+      part.lengths = cut(in.lengths, 1, b, 1);
+      if (part.attn_mask) part.attn_mask = cut(cut(cut(*part.attn_mask, 4, b, 1), 3, first, n), 1, 0, keys);
+      for (OptionalTensor* t : {&part.sinks, &part.alibi_slopes})
+        if (*t) *t = cut(cut(**t, 2, b, 1), 1, first, n);
+      kernel(check_decode(part), part,
+             aten::strided_view(out, {1, n, s.q_len, s.v}, {n * s.q_len * s.v, s.q_len * s.v, s.v, 1},
+                                (b * s.heads + first) * s.q_len * s.v),
+             aten::strided_view(lse, {1, n, s.q_len}, {n * s.q_len, s.q_len, 1}, (b * s.heads + first) * s.q_len));
+    }
+  }
+  return {out, lse};
+}
+}  // namespace
+
+std::tuple<Tensor, Tensor> mla_decode(DecodeKernel kernel, const MlaDecodeInputs& in) {
+  const Shape s = check(in);
+  const Tensor latent = aten::rows_contiguous(in.latent), w = aten::contiguous(in.kv_b_weight);
+  DecodeInputs call = in.decode;
+  call.lengths = in.lengths;
+  call.scale = call.scale.value_or(1.0 / std::sqrt(static_cast<double>(s.nope + s.rope)));
+  // the options, as of attention with one key/value head
+  const int64_t dim = s.kv_lora + s.rope;
+  call.query = aten::strided_view(in.query, {s.batch, s.heads, s.q_len, dim},
+                                  {in.query.stride(0), in.query.stride(1), in.query.stride(2), 0});
+  call.key = aten::strided_view(latent, {s.batch, 1, latent.size(1), dim},
+                                {latent.stride(0), latent.stride(0), latent.stride(1), 1});
+  call.value = aten::strided_view(call.key, {s.batch, 1, latent.size(1), s.kv_lora}, call.key.strides());
+  const DecodeCall checked = check_decode(call);
+  // multiplications of one head: for a row and a key, and for a key
+  const int64_t saved = 2 * s.kv_lora - s.nope - s.v, paid = s.kv_lora * (s.nope + s.v);
+  if (!in.query.is_cpu() || s.q_len * saved <= paid) return absorbed(kernel, s, in, call, w);
+  check_decode_values(checked, call);
+  return expanded(kernel, s, in, call, latent, w);
+}
+
 }  // namespace attnjourney
 
 STABLE_TORCH_LIBRARY_FRAGMENT(attnjourney, m) {
-  m.def(
-      "mla_decode(Tensor query, Tensor latent, Tensor lengths, Tensor kv_b_weight, *, bool is_causal=True, "
-      "SymInt[2] window_size=[-1, -1], float? scale=None) -> (Tensor out, Tensor lse)");
+  m.def("mla_decode(Tensor query, Tensor latent, Tensor lengths, Tensor kv_b_weight, *, " ATTNJOURNEY_DECODE_OPTIONS
+        ") -> (Tensor out, Tensor lse)");
 }

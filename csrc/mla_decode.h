@@ -3,20 +3,19 @@
 //
 //   scores = (q_nope W_UK . c + q_rope . k_rope) * scale,  u = softmax(scores) c,  out = u W_UV^T
 //
-// which is attention with one key/value head whose value is the front of its key: `decode` does it.
+// which is attention with one key/value head whose value is the front of its key: `decode` does it. Many query rows
+// cost less in the expanded form, attention over [c W_UK^T, k_rope] and c W_UV^T, made for a few heads at a time.
 #pragma once
 #include "decode.h"
 
 namespace attnjourney {
 
 struct MlaDecodeInputs {
-  Tensor query;        // (batch, heads, q_len, nope + rope)
-  Tensor latent;       // (batch, capacity, kv_lora + rope)
-  Tensor lengths;      // (batch,) int64
-  Tensor kv_b_weight;  // (heads * (nope + v), kv_lora), a head's nope rows (W_UK) before its v rows (W_UV)
-  bool is_causal = true;
-  int64_t left = -1, right = -1;  // as in DecodeInputs
-  std::optional<double> scale;    // default (nope + rope)^-0.5
+  Tensor query;         // (batch, heads, q_len, nope + rope)
+  Tensor latent;        // (batch, capacity, kv_lora + rope)
+  Tensor lengths;       // (batch,) int64
+  Tensor kv_b_weight;   // (heads * (nope + v), kv_lora), a head's nope rows (W_UK) before its v rows (W_UV)
+  DecodeInputs decode;  // its options: is_causal and what follows; the default scale is (nope + rope)^-0.5
 };
 
 // out (batch, heads, q_len, v), lse (batch, heads, q_len)

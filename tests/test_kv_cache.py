@@ -38,10 +38,10 @@ def tokens(batch, n, seed, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefill_then_decode_equals_one_full_causal_pass(kind, dtype):
-    length, window = 135, ((WINDOW, -1) if kind == "window" else (-1, -1))
+    length, window = 67, ((WINDOW, -1) if kind == "window" else (-1, -1))
     query, key, value = tokens(2, length, 0, dtype)
-    for chunk in (1, 7, 128):
-        cache, outs = make(kind, capacity=length, dtype=dtype, **({"max_append": 128} if kind == "window" else {})), []
+    for chunk in (1, 7, 64):
+        cache, outs = make(kind, capacity=length, dtype=dtype, **({"max_append": 64} if kind == "window" else {})), []
         for first in range(0, length, chunk):
             q, k, v = (x[:, :, first : first + chunk] for x in (query, key, value))
             cache.append(k, v)
@@ -62,6 +62,29 @@ def test_a_prompt_in_chunks_equals_one_shot(chunk):
         outs.append(cache.attend(q))
     whole = attnjourney.attention(query, key, value, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(torch.cat(outs, 2), whole, rtol=1e-12, atol=1e-12)
+
+
+def test_a_prompt_longer_than_the_ring():
+    """Its rows see their windows whole; steps go on from the ring; then another long piece, ragged."""
+    cache, model = make("window", 2), Model(2)
+    for seed, (n, counts) in enumerate(((100, [100, 100]), (1, [1, 1]), (30, [30, 2]), (8, [8, 8]), (30, [0, 30]))):
+        query, key, value = tokens(2, n, seed)
+        for b, count in enumerate(counts):
+            key[b, :, : n - count] = math.nan
+        cache.append(key, value, torch.tensor(counts))
+        model.append(key, value, counts)
+        check_rows(cache, query, model, counts)
+    assert cache.key.shape[2] == WINDOW + 8
+    query, key, value = tokens(2, 30, 9)
+    before = state(cache)
+    for options in ({"window_size": (10, -1)}, {"attn_mask": torch.zeros(1, 5)}, {"softcap": -1.0}):
+        with pytest.raises(ValueError):
+            cache.step(query, key, value, **options)
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(state(cache), before))
+    cache.append(key, value)
+    cache.truncate(cache.lengths - 3)
+    with pytest.raises(ValueError, match="window_size: expected left . query rows of at most the ring's 17 keys"):
+        cache.attend(query)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -127,24 +150,32 @@ class Model:
         self.keys, self.values = [self.keys[i] for i in index], [self.values[i] for i in index]
 
 
+def check_rows(cache, query, model, counts):
+    """attend; of more rows than a ring keeps, those of new tokens: the padding stands where keys are gone."""
+    ring = isinstance(cache, WindowCache)
+    window, out, n = (WINDOW, -1) if ring else (-1, -1), cache.attend(query), query.shape[2]
+    for b, (key, value, count) in enumerate(zip(model.keys, model.values, counts)):
+        rows = slice(n - count if ring and n > cache.max_append else 0, n)
+        assert_decoded(out[b : b + 1, :, rows], None, query[b : b + 1, :, rows], [key], [value], window_size=window)
+
+
 @settings(derandomize=True, deadline=None, database=None, max_examples=30)
 @given(st.data())
 def test_any_sequence_of_verbs(data):
     """Appends (ragged), rollbacks and reorders in any order; after each, attention over what there should be."""
     kind, batch = data.draw(st.sampled_from(KINDS)), data.draw(st.integers(1, 3))
-    cache, model, longest = make(kind, batch), Model(batch), [0] * batch
+    cache, model, longest = make(kind, batch, 160), Model(batch), [0] * batch
     row = st.integers(0, batch - 1)
     for step in range(data.draw(st.integers(1, 8))):
         verb = data.draw(st.sampled_from(("append", "append", "append", "truncate", "reorder", "reset")))
         if verb == "append":
-            n = data.draw(st.integers(1, 8))
+            n = data.draw(st.integers(1, 20))  # more than a ring of 17 holds
             counts = data.draw(st.lists(st.integers(0, n), min_size=batch, max_size=batch))
             query, key, value = tokens(batch, n, 3 * step)
             cache.append(key, value, lengths=torch.tensor(counts))
             model.append(key, value, counts)
             longest = [max(a, b) for a, b in zip(longest, model.lengths)]
-            window = (WINDOW, -1) if kind == "window" else (-1, -1)
-            assert_decoded(cache.attend(query), None, query, model.keys, model.values, window_size=window)
+            check_rows(cache, query, model, counts)
         elif verb == "truncate":
             low = [max(0, n - 8) if kind == "window" and n > cache.capacity else 0 for n in longest]
             lengths = [data.draw(st.integers(min(a, b), b)) for a, b in zip(low, model.lengths)]
@@ -214,7 +245,7 @@ def test_bad_input_leaves_the_cache_as_it_was(kind):
     before = state(cache)
     long = torch.cat([key, key], 2), torch.cat([value, value], 2)
     bad = {
-        "key: (the cache overflows|expected at most max_append)": lambda: cache.append(*long),
+        "key: the cache overflows": lambda: cache.append(*long),
         "key: expected shape": lambda: cache.append(key[:, :1], value),
         "value: expected shape": lambda: cache.append(key, value[..., :-1]),
         "value: expected shape .2, 2, 5, 12.": lambda: cache.append(key, value[:, :, :4]),
@@ -233,6 +264,8 @@ def test_bad_input_leaves_the_cache_as_it_was(kind):
             torch.tensor([0, 2])
         ),
     }
+    if kind == "window":  # takes any number of tokens
+        bad.pop("key: the cache overflows")
     for message, call in bad.items():
         with pytest.raises(RuntimeError if "dtype" in message or "does not" in message else ValueError, match=message):
             call()

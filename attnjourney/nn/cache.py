@@ -6,6 +6,7 @@ requires grad is refused while gradients are recorded. An error leaves a cache a
     cache = KVCache(batch, num_kv_heads, capacity, head_dim)
     cache.append(key, value)          # (batch, num_kv_heads, N, head_dim): a prompt, a piece of one, one token
     out = cache.attend(query)         # (batch, num_heads, N, head_dim): its rows are the last of each sequence
+    out = cache.step(query, key, value)  # both
 
 Sequences may have different lengths. In a batch padded on the left, `append(..., lengths=counts)` takes the last
 counts[b] of the N tokens; attend aligns query rows the same way, so that those of the padding see nothing at first and
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..ops import kv_cache as ops
-from ..ops.decode import decode
+from ..ops.decode import UNBOUNDED, decode
 from ..ops.mla_decode import mla_decode
 
 
@@ -67,7 +68,55 @@ class Cache:
         return f"{type(self).__name__}({shape}, dtype={self.key.dtype}, device={self.key.device})"
 
 
-class KVCache(Cache):
+class KeyValueCache(Cache):
+    """What the caches of keys and values share."""
+
+    def attend(
+        self,
+        query: Tensor,
+        *,
+        is_causal: bool = True,
+        window_size: tuple[int, int] | None = None,
+        scale: float | None = None,
+        attn_mask: Tensor | None = None,
+        prefix_length: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attention of the last rows of each sequence over what the cache holds: see attnjourney.decode.
+
+        query: (batch, num_heads, N, head_dim). Returns (batch, num_heads, N, v_head_dim).
+        """
+        return decode(
+            query, self.key, self.value, self.lengths, **self._place(), is_causal=is_causal,
+            window_size=self._window(window_size), scale=scale, attn_mask=attn_mask, prefix_length=prefix_length,
+            softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, return_lse=return_lse,
+        )  # fmt: skip
+
+    def step(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None = None, **options
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """append, then attend with its options; an error in either leaves the cache as it was."""
+        self._window(options.get("window_size"))
+        before = self.lengths.clone()
+        self.append(key, value, lengths)
+        try:
+            return self.attend(query, **options)
+        except (ValueError, RuntimeError):
+            self.truncate(before)
+            raise
+
+    def _place(self) -> dict:
+        """Where `decode` finds the keys, beside key, value and lengths."""
+        return {}
+
+    def _window(self, window_size: tuple[int, int] | None) -> tuple[int, int]:
+        return UNBOUNDED if window_size is None else window_size
+
+
+class KVCache(KeyValueCache):
     """Keys and values of every sequence in one tensor each.
 
     Args:
@@ -110,31 +159,19 @@ class KVCache(Cache):
         """
         ops.append(self.key, self.value, self.lengths, key, value, counts=lengths)
 
-    def attend(
-        self,
-        query: Tensor,
-        *,
-        is_causal: bool = True,
-        window_size: tuple[int, int] = (-1, -1),
-        scale: float | None = None,
-        return_lse: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attention of the last rows of each sequence over what the cache holds: see attnjourney.decode.
-
-        query: (batch, num_heads, N, head_dim). Returns (batch, num_heads, N, v_head_dim).
-        """
-        options = dict(is_causal=is_causal, window_size=window_size, scale=scale, return_lse=return_lse)
-        return decode(query, self.key, self.value, self.lengths, **options)
-
 
 class WindowCache(KVCache):
-    """A ring for sliding windows: memory for the window and for one append, however long the sequences grow.
+    """A ring for sliding windows: memory for the window and some tokens more, however long the sequences grow.
+
+    A prompt may be longer than the ring: its keys stay beside the ring, for the attend that follows, until the next
+    append, truncate, reorder or reset. (Rows of the padding then stand where keys are gone.)
 
     Args:
         batch, num_kv_heads, head_dim, v_head_dim, dtype, device: as KVCache.
         window: keys to the left that a row sees beside its own: `left` of window_size. (transformers' sliding_window
             counts the row's own key too: window = sliding_window - 1.)
-        max_append: the most tokens of one append; a longer prompt comes in pieces, each followed by its attend.
+        max_append: the most tokens of an append, and rows of an attend, for which the ring is enough; truncate can go
+            back as far.
 
     Attributes:
         capacity: window + max_append; token j lies at j % capacity.
@@ -160,48 +197,109 @@ class WindowCache(KVCache):
         super().__init__(batch, num_kv_heads, capacity, head_dim, v_head_dim, dtype=dtype, device=device)
         self.window, self.max_append = window, max_append
         self.longest = torch.zeros_like(self.lengths)  # ever; what lay `capacity` before it has been overwritten
+        self._recent: _Recent | None = None
 
     def append(self, key: Tensor, value: Tensor, lengths: Tensor | None = None) -> None:
-        """As KVCache.append, without a limit on the length; ValueError for more than max_append tokens at once."""
-        if key.dim() == 4 and key.shape[2] > self.max_append:
-            raise ValueError(f"key: expected at most max_append={self.max_append} tokens, got shape {tuple(key.shape)}")
+        """As KVCache.append, without a limit on the length."""
+        self._write(key, value, lengths, self._beside(key, value, lengths))
+
+    def _beside(self, key: Tensor, value: Tensor, lengths: Tensor | None) -> _Recent | None:
+        long = key.dim() == 4 and key.shape[2] > self.max_append
+        return _Recent(self, key, value, lengths) if long else None
+
+    def _write(self, key: Tensor, value: Tensor, lengths: Tensor | None, recent: _Recent | None) -> None:
         ops.append(self.key, self.value, self.lengths, key, value, counts=lengths, ring=True)
         torch.maximum(self.longest, self.lengths, out=self.longest)
+        self._recent = recent
 
-    def attend(
-        self,
-        query: Tensor,
-        *,
-        is_causal: bool = True,
-        window_size: tuple[int, int] | None = None,
-        scale: float | None = None,
-        return_lse: bool = False,
+    def attend(self, query: Tensor, **options) -> Tensor | tuple[Tensor, Tensor]:
+        """As KVCache.attend, without prefix_length; window_size is (window, -1) by default and may be narrower on the
+        left, never wider."""
+        if self._recent is None or query.dim() != 4 or query.shape[2] <= self.max_append:
+            return super().attend(query, **options)
+        options["window_size"] = self._window(options.get("window_size"))
+        return self._recent.attend(query, **options)
+
+    def step(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None = None, **options
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """As KVCache.attend; window_size is (window, -1) by default and may be narrower on the left, never wider."""
+        options["window_size"] = self._window(options.get("window_size"))
+        recent, longest = self._beside(key, value, lengths), self.longest.clone()
+        if recent is not None:  # the ring is written last: that cannot be taken back
+            out = recent.attend(query, **options)
+            self._write(key, value, lengths, recent)
+            return out
+        try:
+            return super().step(query, key, value, lengths, **options)
+        except (ValueError, RuntimeError):
+            self.longest.copy_(longest)
+            raise
+
+    def _place(self) -> dict:
+        return {"ring": True}
+
+    def _window(self, window_size: tuple[int, int] | None) -> tuple[int, int]:
         left, right = (self.window, -1) if window_size is None else window_size
         if not 0 <= left <= self.window:
             raise ValueError(
                 f"window_size: expected a left part from 0 to the cache's window, {self.window}, got {left}"
             )
-        return decode(
-            query, self.key, self.value, self.lengths, ring=True, is_causal=is_causal, window_size=(left, right),
-            scale=scale, return_lse=return_lse,
-        )  # fmt: skip
+        return left, right
 
     def truncate(self, lengths: Tensor | int) -> None:
         """As KVCache.truncate, as far back as no key of the window has been overwritten: at least max_append tokens
         before the greatest length so far (all tokens while that is at most the capacity)."""
         lowest = torch.where(self.longest > self.capacity, self.longest - self.max_append, 0)
         ops.truncate(self.lengths, self._new_lengths(lengths), lowest=lowest)
+        self._recent = None
 
     def reorder(self, batch_index: Tensor) -> None:
         ops.reorder(self.key, self.value, self.longest.clone(), batch_index)  # what was cut off may still be rewritten
         self.lengths.copy_(self.lengths[batch_index])
         self.longest.copy_(self.longest[batch_index])
+        self._recent = None
 
     def reset(self) -> None:
         super().reset()
         self.longest.zero_()
+        self._recent = None
+
+
+class _Recent:
+    """The tokens of an append that the ring has no room for, behind those of the window before them, in order.
+
+    Attributes:
+        cache: KVCache of window + N tokens. start: (batch,) the number of its first token in the whole sequence.
+    """
+
+    def __init__(self, ring: WindowCache, key: Tensor, value: Tensor, counts: Tensor | None):
+        batch, heads, _, dim = ring.key.shape
+        window = ring.window
+        like = {"dtype": ring.key.dtype, "device": ring.key.device}
+        self.cache = KVCache(batch, heads, window + key.shape[2], dim, ring.value.shape[3], **like)
+        kept = ring.lengths.clamp(max=window)
+        self.start = ring.lengths - kept
+        slots = (self.start[:, None] + torch.arange(window, device=kept.device)) % ring.capacity  # (batch, window)
+        for to, x in ((self.cache.key, ring.key), (self.cache.value, ring.value)):
+            to[:, :, :window] = x.gather(2, slots[:, None, :, None].expand(-1, heads, -1, x.shape[3]))
+        self.cache.lengths.copy_(kept)
+        self.cache.append(key, value, counts)
+
+    def attend(self, query: Tensor, attn_mask: Tensor | None = None, **options) -> Tensor | tuple[Tensor, Tensor]:
+        if options.get("prefix_length"):
+            raise ValueError("prefix_length: expected 0 beside a ring, which forgets its first keys")
+        if attn_mask is not None and attn_mask.dim() and attn_mask.shape[-1] != 1:
+            keys, longest = attn_mask.shape[-1], int((self.start + self.cache.lengths).max())
+            if keys != longest:
+                shape = tuple(attn_mask.shape)
+                raise ValueError(
+                    f"attn_mask: expected a last dimension of 1 or of the longest length, {longest}, got shape {shape}"
+                )
+            mask = attn_mask[(None,) * (4 - attn_mask.dim())].expand(query.shape[0], -1, -1, -1)
+            columns = self.start[:, None] + torch.arange(self.cache.capacity, device=mask.device)
+            columns = columns.clamp(max=keys - 1)[:, None, None, :].expand(*mask.shape[:3], -1)
+            attn_mask = mask.gather(-1, columns)  # column j is now the cache's key j; those past the end are not read
+        return self.cache.attend(query, attn_mask=attn_mask, **options)
 
 
 class LatentCache(Cache):
@@ -251,11 +349,16 @@ class LatentCache(Cache):
         kv_b_weight: Tensor,
         *,
         is_causal: bool = True,
-        window_size: tuple[int, int] = (-1, -1),
+        window_size: tuple[int, int] = UNBOUNDED,
         scale: float | None = None,
+        attn_mask: Tensor | None = None,
+        prefix_length: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attention of the last rows of each sequence, in the latent space: see attnjourney.mla_decode.
+        """Attention of the last rows of each sequence over the latents: see attnjourney.mla_decode.
 
         query: (batch, num_heads, N, nope + rope); kv_b_weight: (num_heads * (nope + v), kv_lora_rank).
         Returns (batch, num_heads, N, v).
@@ -263,5 +366,20 @@ class LatentCache(Cache):
         rank, shape = self.kv_lora_rank, tuple(kv_b_weight.shape)
         if shape[1:] != (rank,):
             raise ValueError(f"kv_b_weight: expected {rank} columns (kv_lora_rank), got shape {shape}")
-        options = dict(is_causal=is_causal, window_size=window_size, scale=scale, return_lse=return_lse)
-        return mla_decode(query, self.latent, self.lengths, kv_b_weight, **options)
+        return mla_decode(
+            query, self.latent, self.lengths, kv_b_weight, is_causal=is_causal, window_size=window_size, scale=scale,
+            attn_mask=attn_mask, prefix_length=prefix_length, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
+            return_lse=return_lse,
+        )  # fmt: skip
+
+    def step(
+        self, query: Tensor, latent: Tensor, kv_b_weight: Tensor, lengths: Tensor | None = None, **options
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """append, then attend with its options; an error in either leaves the cache as it was."""
+        before = self.lengths.clone()
+        self.append(latent, lengths)
+        try:
+            return self.attend(query, kv_b_weight, **options)
+        except (ValueError, RuntimeError):
+            self.truncate(before)
+            raise

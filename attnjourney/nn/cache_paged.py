@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from ..ops import kv_cache as ops
-from ..ops.decode import decode
-from .cache import Cache, check_sizes
+from .cache import KeyValueCache, check_sizes
 
 
-class PagedKVCache(Cache):
+class PagedKVCache(KeyValueCache):
     """Keys and values in blocks that sequences take from one pool as they grow and give back when they shrink.
 
     After `reorder`, sequences share blocks; the first that writes into a shared block gets a copy of it.
@@ -60,20 +59,8 @@ class PagedKVCache(Cache):
             self.key, self.value, self.lengths, self.block_table, self.block_refs, key, value, counts=lengths
         )
 
-    def attend(
-        self,
-        query: Tensor,
-        *,
-        is_causal: bool = True,
-        window_size: tuple[int, int] = (-1, -1),
-        scale: float | None = None,
-        return_lse: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """As KVCache.attend."""
-        return decode(
-            query, self.key, self.value, self.lengths, block_table=self.block_table, is_causal=is_causal,
-            window_size=window_size, scale=scale, return_lse=return_lse,
-        )  # fmt: skip
+    def _place(self) -> dict:
+        return {"block_table": self.block_table}
 
     def truncate(self, lengths: Tensor | int) -> None:
         """As KVCache.truncate; blocks that nobody holds any more are free again."""

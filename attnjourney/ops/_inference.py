@@ -13,7 +13,11 @@ from ._registration import LIBRARY, _any_requires_grad, _below_autograd, _grad_e
 
 
 def register_inference(
-    name: str, *, fake: Callable[..., object], flops: Callable[..., int] | None = None
+    name: str,
+    *,
+    fake: Callable[..., object],
+    flops: Callable[..., int] | None = None,
+    autocast: dict[str, str] | None = None,
 ) -> torch._ops.OpOverload:
     """Completes the operator `name`, whose schema and kernels the C++ library has registered, and returns it.
 
@@ -22,6 +26,7 @@ def register_inference(
     Args:
         fake: the results as empty tensors, from tensors without data; receives the arguments by name.
         flops: of one call, from shapes in place of tensors.
+        autocast: {input: cache}: under autocast a floating input takes the dtype of that cache, which is never cast.
     """
     operator = getattr(getattr(torch.ops, NAMESPACE), name).default
     signature = Signature(operator)
@@ -44,6 +49,18 @@ def register_inference(
         return result
 
     LIBRARY.impl(name, autograd, "Autograd")
+    for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")) if autocast else ():
+        excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+        def cast(*args, device_type=device_type, excluded=excluded, **kwargs):
+            named = signature.named(args, kwargs)
+            for x, like in autocast.items():
+                if isinstance(named[x], Tensor) and named[x].is_floating_point() and named[x].dtype != torch.float64:
+                    named[x] = named[x].to(named[like].dtype)
+            with torch._C._ExcludeDispatchKeyGuard(excluded):
+                return operator(**named)
+
+        LIBRARY.impl(name, cast, key)
     torch.library.register_fake(operator, lambda *args, **kwargs: fake(**signature.named(args, kwargs)), lib=LIBRARY)
     if flops is not None:
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._attention_checks import check_per_head, check_scores
 from ._inference import need, register_inference
+
+UNBOUNDED = (-1, -1)
 
 
 def decode(
@@ -17,8 +20,13 @@ def decode(
     block_table: Tensor | None = None,
     ring: bool = False,
     is_causal: bool = True,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = UNBOUNDED,
     scale: float | None = None,
+    attn_mask: Tensor | None = None,
+    prefix_length: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""softmax(scale * query key^T + mask) value over a cache of keys and values, any number of query rows.
@@ -26,6 +34,7 @@ def decode(
     Sequence b has the keys 0 .. lengths[b] - 1, and its query rows are its last ones: row i stands at position
     p = lengths[b] - Sq + i. What lies beyond a length is never read. Few rows are split over keys as well as over
     sequences and heads (Flash-Decoding), and every key is read once, in its own dtype, for all heads of its group.
+    Options mean what they mean in :func:`attnjourney.attention`, at these positions.
 
     Args:
         query: (B, Hq, Sq, E), float32, float64, bfloat16 or float16.
@@ -39,24 +48,85 @@ def decode(
         is_causal: a row sees the keys up to its own position.
         window_size: (left, right), inclusive: a row sees the keys p - left .. p + right; -1 is unbounded.
         scale: E^-0.5 by default.
-        return_lse: also return the natural logarithm of each row's sum of exponentials.
+        attn_mask: broadcasts to (B, Hq, Sq, S), S the longest length, or the capacity (not of a ring): column j is key
+            j. bool: True where a key may be attended to; floating (query's dtype or float32): added to the scores.
+        prefix_length: the first keys, visible whatever causality and window say. Not of a ring.
+        softcap: scores become softcap * tanh(score / softcap); 0 turns it off.
+        sinks: (Hq,) or (B, Hq), float32 or query's dtype: a logit that joins each head's denominator.
+        alibi_slopes: (Hq,) or (B, Hq), float32 or query's dtype: -slope * |p - j| is added.
+        return_lse: also return the natural logarithm of each row's denominator.
 
     Returns:
         (B, Hq, Sq, Ev) in query's dtype, and with return_lse (B, Hq, Sq), float32 (float64 for float64). A row that
-        sees no key is 0 with lse -inf.
+        sees no key is 0 with lse -inf (the sink, where there is one).
 
     Raises:
         ValueError: a shape or a number that does not fit, a length past the capacity, a block table out of range.
         RuntimeError: a dtype or device that does not fit, or an input that requires grad: there is no backward.
     """
-    out, lse = _decode(
-        query, key, value, lengths, block_table=block_table, ring=ring, is_causal=is_causal, window_size=window_size,
-        scale=scale,
-    )  # fmt: skip
+    options = decode_options(
+        is_causal, window_size, scale, attn_mask, prefix_length, softcap, sinks, alibi_slopes
+    )  # what is not the default: each one costs time
+    if block_table is not None:
+        options["block_table"] = block_table
+    if ring:
+        options["ring"] = True
+    out, lse = _decode(query, key, value, lengths, **options)
     return (out, lse) if return_lse else out
 
 
-def _fake(*, query, key, value, lengths, block_table, **_):
+def decode_options(is_causal, window_size, scale, attn_mask, prefix_length, softcap, sinks, alibi_slopes) -> dict:
+    """Those that are not the default."""
+    options = {}
+    if not is_causal:
+        options["is_causal"] = False
+    if window_size is not UNBOUNDED:
+        options["window_size"] = window_size
+    if scale is not None:
+        options["scale"] = scale
+    if attn_mask is not None:
+        options["attn_mask"] = attn_mask
+    if prefix_length != 0:
+        options["prefix_length"] = prefix_length
+    if softcap != 0.0:
+        options["softcap"] = softcap
+    if sinks is not None:
+        options["sinks"] = sinks
+    if alibi_slopes is not None:
+        options["alibi_slopes"] = alibi_slopes
+    return options
+
+
+def check_options(query: Tensor, window_size, attn_mask, prefix_length, softcap, sinks, alibi_slopes) -> None:
+    """The checks of the options that shapes allow."""
+    check_scores(window_size, softcap)
+    if isinstance(prefix_length, int) and prefix_length < 0:
+        raise ValueError(f"prefix_length: expected a number from 0, got {prefix_length}")
+    for name, t in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        if t is not None:
+            check_per_head(name, t, query, query.shape[0], query.shape[1])
+    if attn_mask is not None:
+        want = (*query.shape[:3], attn_mask.shape[-1] if attn_mask.dim() else 1)
+        sizes = zip(reversed(attn_mask.shape), reversed(want))
+        fits = 1 <= attn_mask.dim() <= 4 and all(n == 1 or n == w for n, w in sizes)
+        need(fits, f"attn_mask: expected a shape that broadcasts to {want[:3]} and the keys", attn_mask)
+
+
+def _fake(
+    *,
+    query,
+    key,
+    value,
+    lengths,
+    block_table,
+    window_size,
+    attn_mask,
+    prefix_length,
+    softcap,
+    sinks,
+    alibi_slopes,
+    **_,
+):
     need(query.dim() == 4, "query: expected 4 dimensions", query)
     for name, x in (("key", key), ("value", value)):
         need(x.dim() == 4, f"{name}: expected 4 dimensions", x)
@@ -65,6 +135,7 @@ def _fake(*, query, key, value, lengths, block_table, **_):
     need(value.shape[:3] == key.shape[:3], "value: expected the shape of key but for the last dimension", value)
     need(query.shape[1] % max(1, key.shape[1]) == 0, f"key: expected a head count that divides {query.shape[1]}", key)
     need(lengths.shape == query.shape[:1], f"lengths: expected shape ({query.shape[0]},)", lengths)
+    check_options(query, window_size, attn_mask, prefix_length, softcap, sinks, alibi_slopes)
     lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     return query.new_empty((*query.shape[:3], value.shape[3])), query.new_empty(query.shape[:3], dtype=lse_dtype)
 
@@ -76,4 +147,4 @@ def _flops(*, query, key, value, block_table, **_):
     return 2 * batch * heads * rows * keys * (dim + value[3])
 
 
-_decode = register_inference("decode", fake=_fake, flops=_flops)
+_decode = register_inference("decode", fake=_fake, flops=_flops, autocast={"query": "key", "attn_mask": "key"})

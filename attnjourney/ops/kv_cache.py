@@ -40,9 +40,10 @@ def _fake_reorder(*, lengths, batch_index, **_):
     need(batch_index.shape == lengths.shape, f"batch_index: expected shape {tuple(lengths.shape)}", batch_index)
 
 
-append = register_inference("kv_cache_append", fake=_fake_append)
+_STORED = {"key": "key_cache", "value": "value_cache"}
+append = register_inference("kv_cache_append", fake=_fake_append, autocast=_STORED)
 truncate = register_inference("kv_cache_truncate", fake=_fake_truncate)
 reorder = register_inference("kv_cache_reorder", fake=_fake_reorder)
-paged_append = register_inference("paged_cache_append", fake=_fake_append)
+paged_append = register_inference("paged_cache_append", fake=_fake_append, autocast=_STORED)
 paged_truncate = register_inference("paged_cache_truncate", fake=_fake_truncate)
 paged_reorder = register_inference("paged_cache_reorder", fake=_fake_reorder)

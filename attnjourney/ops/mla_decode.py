@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ._inference import need, register_inference
+from .decode import UNBOUNDED, check_options, decode_options
 
 
 def mla_decode(
@@ -15,15 +16,20 @@ def mla_decode(
     kv_b_weight: Tensor,
     *,
     is_causal: bool = True,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = UNBOUNDED,
     scale: float | None = None,
+    attn_mask: Tensor | None = None,
+    prefix_length: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Attention of the last rows of each sequence over a cache of latents (DeepSeek-V2, arXiv 2405.04434).
 
     scores = (q_nope W_UK . c + q_rope . k_rope) * scale, u = softmax(scores) c, out = u W_UV^T: equal to attention over
-    the keys [c W_UK^T, k_rope] and values c W_UV^T, which are never made. Rows, lengths, windows as in
-    :func:`attnjourney.decode`.
+    the keys [c W_UK^T, k_rope] and values c W_UV^T. Those are made, for a few heads at a time, only where the query
+    rows are so many that it costs less. Rows, lengths, windows as in :func:`attnjourney.decode`.
 
     Args:
         query: (B, H, Sq, nope + rope), a head's nope part first, its rope part turned.
@@ -32,7 +38,8 @@ def mla_decode(
         lengths: (B,) int64.
         kv_b_weight: (H * (nope + v), kv_lora), for each head nope rows W_UK, then v rows W_UV, as in transformers'
             deepseek_v3.
-        is_causal, window_size, return_lse: as in :func:`attnjourney.decode`.
+        is_causal, window_size, attn_mask, prefix_length, softcap, sinks, alibi_slopes, return_lse: as in
+            :func:`attnjourney.decode`.
         scale: (nope + rope)^-0.5 by default.
 
     Returns:
@@ -41,19 +48,32 @@ def mla_decode(
     Raises:
         ValueError, RuntimeError: as :func:`attnjourney.decode`.
     """
-    out, lse = _mla_decode(
-        query, latent, lengths, kv_b_weight, is_causal=is_causal, window_size=window_size, scale=scale
-    )
+    options = decode_options(is_causal, window_size, scale, attn_mask, prefix_length, softcap, sinks, alibi_slopes)
+    out, lse = _mla_decode(query, latent, lengths, kv_b_weight, **options)
     return (out, lse) if return_lse else out
 
 
-def _fake(*, query, latent, lengths, kv_b_weight, **_):
+def _fake(
+    *,
+    query,
+    latent,
+    lengths,
+    kv_b_weight,
+    window_size,
+    attn_mask,
+    prefix_length,
+    softcap,
+    sinks,
+    alibi_slopes,
+    **_,
+):
     need(query.dim() == 4, "query: expected 4 dimensions", query)
     need(latent.dim() == 3 and latent.shape[0] == query.shape[0], "latent: expected (batch, capacity, dim)", latent)
     need(kv_b_weight.dim() == 2, "kv_b_weight: expected 2 dimensions", kv_b_weight)
     need(lengths.shape == query.shape[:1], f"lengths: expected shape ({query.shape[0]},)", lengths)
     _, _, v = _dims(query.shape, latent.shape, kv_b_weight.shape)
     need(v > 0, "kv_b_weight: expected query's heads times (nope + v) rows", kv_b_weight)
+    check_options(query, window_size, attn_mask, prefix_length, softcap, sinks, alibi_slopes)
     lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     return query.new_empty((*query.shape[:3], v)), query.new_empty(query.shape[:3], dtype=lse_dtype)
 
@@ -71,4 +91,6 @@ def _flops(*, query, latent, kv_b_weight, **_):
     return 2 * batch * heads * rows * (kv_lora * (nope + v) + latent[1] * (latent[2] + kv_lora))
 
 
-_mla_decode = register_inference("mla_decode", fake=_fake, flops=_flops)
+_mla_decode = register_inference(
+    "mla_decode", fake=_fake, flops=_flops, autocast={"query": "latent", "kv_b_weight": "latent", "attn_mask": "latent"}
+)

@@ -20,6 +20,11 @@ def decode(
     is_causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
     scale: float | None = None,
+    attn_mask: Tensor | None = None,
+    prefix_length: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """attnjourney.decode, one sequence at a time: its keys put in order, then attention with a mask."""
@@ -35,7 +40,26 @@ def decode(
             visible = visible & (column >= row - left)
         if is_causal or right >= 0:
             visible = visible & (column <= row + (0 if is_causal else right))
-        results.append(attention(query[b], k, v, visible, scale=scale, enable_gqa=True, return_lse=True))
+        visible = visible | (column < prefix_length)
+        bias = None
+        if attn_mask is not None:
+            mask = attn_mask.expand(*query.shape[:3], attn_mask.shape[-1])[b]
+            mask = mask.expand(-1, -1, length) if mask.shape[-1] == 1 else mask[..., first:length]
+            bias, visible = (
+                (None, visible & mask) if mask.dtype == torch.bool else (mask, visible & (mask != -torch.inf))
+            )
+        if alibi_slopes is not None:
+            slopes = alibi_slopes if alibi_slopes.dim() == 1 else alibi_slopes[b]
+            distance = (row - column).abs().to(query.dtype)
+            bias = -slopes[:, None, None].to(query.dtype) * distance + (0 if bias is None else bias)
+        if bias is not None:
+            visible = torch.where(visible, bias, -torch.inf)
+        own_sinks = sinks if sinks is None or sinks.dim() == 1 else sinks[b]
+        results.append(
+            attention(
+                query[b], k, v, visible, scale=scale, enable_gqa=True, softcap=softcap, sinks=own_sinks, return_lse=True
+            )
+        )
     out, lse = (torch.stack(parts) for parts in zip(*results))
     return (out, lse) if return_lse else out
 
@@ -57,6 +81,11 @@ def mla_decode(
     is_causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
     scale: float | None = None,
+    attn_mask: Tensor | None = None,
+    prefix_length: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """attnjourney.mla_decode in its expanded form: every head's keys and values are made from the latents."""
@@ -67,5 +96,6 @@ def mla_decode(
     key = torch.cat([kv[..., :nope], shared_key.unsqueeze(1).expand(-1, heads, -1, -1)], -1)
     return decode(
         query, key, kv[..., nope:], lengths, is_causal=is_causal, window_size=window_size, scale=scale,
+        attn_mask=attn_mask, prefix_length=prefix_length, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
         return_lse=return_lse,
     )  # fmt: skip

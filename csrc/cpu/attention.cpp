@@ -40,7 +40,8 @@ void forward(const Tensor& query, const Tensor& key, const Tensor& value, const 
   p.dropout = Dropout::from(options.dropout_p, seed_of(options));
   p.out_row = out.stride(c.rank - 2);
   const Sequences sequences(c, options);
-  const std::vector<double> sinks = per_head(options.sinks, c), slopes = per_head(options.alibi_slopes, c);
+  const std::vector<double> sinks = per_head(options.sinks, c.batch, c.q_heads),
+                            slopes = per_head(options.alibi_slopes, c.batch, c.q_heads);
   const HeadMap out_map = head_map(c, out, c.q_heads);
   const HeadWalk queries(c, c.query, q), keys(c, c.key, k), values(c, c.value, v), outs(c, out_map, out);
   const HeadWalk masks(c, c.mask, options.attn_mask ? *options.attn_mask : q);

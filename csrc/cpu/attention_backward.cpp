@@ -54,7 +54,8 @@ void attention_backward_cpu(const Tensor& grad_out, const OptionalTensor& grad_l
   }
 
   const Sequences sequences(c, options);
-  const std::vector<double> sinks = per_head(options.sinks, c), slopes = per_head(options.alibi_slopes, c);
+  const std::vector<double> sinks = per_head(options.sinks, c.batch, c.q_heads),
+                            slopes = per_head(options.alibi_slopes, c.batch, c.q_heads);
   const HeadMap out_map = head_map(c, o, c.q_heads), grad_out_map = head_map(c, go, c.q_heads);
   const auto map_of = [&](const OptionalTensor& t, int64_t heads) { return t ? head_map(c, *t, heads) : HeadMap{}; };
   const HeadMap gq_map = map_of(gradients.query, c.q_heads), gk_map = map_of(gradients.key, c.kv_heads);

@@ -76,7 +76,7 @@ Tensor weights(const Tensor& query, const Tensor& key, const Tensor& lse, const 
   p.out_row = p.kv_len;
   const Tensor l = aten::contiguous(lse);
   const Sequences sequences(c, options);
-  const std::vector<double> slopes = per_head(options.alibi_slopes, c);
+  const std::vector<double> slopes = per_head(options.alibi_slopes, c.batch, c.q_heads);
   const HeadWalk queries(c, c.query, q), keys(c, c.key, k), masks(c, c.mask, attn_mask.value_or(q));
   char *base = static_cast<char*>(out.data_ptr()), *lses = static_cast<char*>(l.data_ptr());
 

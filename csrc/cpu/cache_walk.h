@@ -19,9 +19,8 @@ class CacheWalk {
         table_(in.block_table ? static_cast<const int32_t*>(in.block_table->const_data_ptr()) : nullptr),
         max_blocks_(in.block_table ? in.block_table->size(1) : 0) {}
 
-  // keys [from, to) of (batch, kv head) in pieces that lie together
+  // appends keys [from, to) of (batch, kv head), in pieces that lie together
   void runs(int64_t batch, int64_t head, int64_t from, int64_t to, std::vector<DecodeRun>& found) const {
-    found.clear();
     const int64_t piece = call_.block_size ? call_.block_size : call_.capacity;
     while (from < to) {
       const int64_t slot = call_.ring || table_ ? from % piece : from;

@@ -16,23 +16,11 @@ namespace {
 constexpr int64_t few_rows = 16;    // query rows of one sequence that count as few
 constexpr int64_t row_block = 128;  // rows of one key/value head that one item takes: bounds the partial results
 
-void check_values(const DecodeCall& c, const DecodeInputs& in) {
-  const int64_t* lengths = static_cast<const int64_t*>(in.lengths.const_data_ptr());
-  for (int64_t b = 0; b < c.batch; b++) {
-    check_length("lengths", b, lengths[b], c.ring ? KeyRanges::unbounded : c.capacity, "the cache's capacity");
-    if (!in.block_table) continue;
-    const int64_t width = in.block_table->size(1), blocks = in.key.size(0);
-    const int32_t* row = static_cast<const int32_t*>(in.block_table->const_data_ptr()) + b * width;
-    for (int64_t j = 0; j * c.block_size < lengths[b]; j++)
-      check_value(row[j] >= 0 && row[j] < blocks, "block_table: expected blocks from 0 to ", blocks - 1, ", got ",
-                  row[j], " at (", b, ", ", j, ")");
-  }
-}
-
 // What one sequence's query rows may see, in chunks.
 struct Sequence {
   DecodeParams params;
-  KeyRange seen;
+  KeyRange seen;       // of the window, past the prefix
+  int64_t total;       // keys of prefix and window: number i is key i of the prefix, then those of the window
   int64_t chunks;      // at least 1: a sequence that sees nothing has one empty chunk
   int64_t first_unit;  // (key/value head, row block) of this sequence, counted over all sequences
   int64_t first_item;  // unit and chunk
@@ -46,6 +34,11 @@ void decode_few(const DecodeCall& c, const DecodeInputs& in, const Tensor& query
   const int64_t rows = c.group * c.q_len, row_blocks = (rows + row_block - 1) / row_block;
   const int64_t units = c.kv_heads * row_blocks;
 
+  const std::vector<double> sinks = per_head(in.sinks, c.batch, c.q_heads),
+                            slopes = per_head(in.alibi_slopes, c.batch, c.q_heads);
+  const char* const mask = in.attn_mask ? static_cast<const char*>(in.attn_mask->const_data_ptr()) : nullptr;
+  const int64_t mask_item = mask ? item_size(in.attn_mask->scalar_type()) : 0;
+
   std::vector<Sequence> all(static_cast<size_t>(c.batch));
   int64_t keys = 0;
   for (int64_t b = 0; b < c.batch; b++) {
@@ -53,9 +46,15 @@ void decode_few(const DecodeCall& c, const DecodeInputs& in, const Tensor& query
     p.q_len = c.q_len, p.head_dim = c.head_dim, p.v_head_dim = c.v_head_dim;
     p.q_head = query.stride(1), p.q_row = query.stride(2), p.k_row = walk.key_row(), p.v_row = walk.value_row();
     p.scale = c.scale;
+    p.softcap = c.softcap, p.alibi = !slopes.empty();
+    p.mask = c.mask, p.mask_fp32 = c.mask_fp32;
+    p.mask_head = c.mask_head, p.mask_row = c.mask_row, p.mask_col = c.mask_col;
     p.keys = c.keys(lengths[b]);
-    all[static_cast<size_t>(b)].seen = p.keys.any(0, c.q_len - 1);
-    keys += std::max<int64_t>(0, all[static_cast<size_t>(b)].seen.end - all[static_cast<size_t>(b)].seen.begin);
+    Sequence& s = all[static_cast<size_t>(b)];
+    s.seen = p.keys.any(0, c.q_len - 1);
+    s.seen.begin = std::max(s.seen.begin, p.keys.prefix);
+    s.total = p.keys.prefix + std::max<int64_t>(0, s.seen.end - s.seen.begin);
+    keys += s.total;
   }
   // The length of a chunk follows from the call alone, not from the threads: the same bits for any number of them.
   int64_t chunk = 2048;
@@ -63,7 +62,7 @@ void decode_few(const DecodeCall& c, const DecodeInputs& in, const Tensor& query
   int64_t items = 0;
   for (int64_t b = 0; b < c.batch; b++) {
     Sequence& s = all[static_cast<size_t>(b)];
-    s.chunks = std::max<int64_t>(1, (s.seen.end - s.seen.begin + chunk - 1) / chunk);
+    s.chunks = std::max<int64_t>(1, (s.total + chunk - 1) / chunk);
     s.first_unit = b * units;
     s.first_item = items;
     items += units * s.chunks;
@@ -101,9 +100,14 @@ void decode_few(const DecodeCall& c, const DecodeInputs& in, const Tensor& query
     r.query = q + (b * query.stride(0) + kv * c.group * query.stride(1)) * item;
     r.out = o + bh * c.q_len * c.v_head_dim * item;
     r.lse = l + bh * c.q_len * lse_item;
+    if (mask) r.mask = mask + (b * c.mask_batch + kv * c.group * c.mask_head) * mask_item;
+    if (!sinks.empty()) r.sinks = sinks.data() + bh;
+    if (!slopes.empty()) r.slopes = slopes.data() + bh;
     std::vector<DecodeRun> runs;
-    const int64_t from = s.seen.begin + n * chunk;
-    walk.runs(b, kv, from, std::min(from + chunk, s.seen.end), runs);
+    const int64_t from = n * chunk, to = std::min(from + chunk, s.total), prefix = s.params.keys.prefix;
+    if (from < prefix) walk.runs(b, kv, from, std::min(to, prefix), runs);
+    if (to > prefix)
+      walk.runs(b, kv, std::max(from - prefix, int64_t{0}) + s.seen.begin, to - prefix + s.seen.begin, runs);
     char* const mine = parts + (s.first_item + unit * s.chunks) * partial;
     kernel.chunk(s.params, r, runs.data(), static_cast<int64_t>(runs.size()),
                  mine + n * kernel.partial_size(s.params, r.count), scratch);
@@ -115,16 +119,19 @@ void decode_few(const DecodeCall& c, const DecodeInputs& in, const Tensor& query
 
 std::tuple<Tensor, Tensor> decode_op(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& lengths,
                                      OptionalTensor block_table, bool ring, bool is_causal,
-                                     const std::vector<int64_t>& window_size, std::optional<double> scale) {
+                                     const std::vector<int64_t>& window_size, std::optional<double> scale,
+                                     OptionalTensor attn_mask, int64_t prefix_length, double softcap,
+                                     OptionalTensor sinks, OptionalTensor alibi_slopes) {
   check_value(window_size.size() == 2, "window_size: expected two numbers, got ", window_size.size());
-  return decode(cpu_decode, {query, key, value, lengths, std::move(block_table), ring, is_causal, window_size[0],
-                             window_size[1], scale});
+  return decode(cpu_decode,
+                {query, key, value, lengths, std::move(block_table), ring, is_causal, window_size[0], window_size[1],
+                 scale, std::move(attn_mask), prefix_length, softcap, std::move(sinks), std::move(alibi_slopes)});
 }
 
 }  // namespace
 
 void cpu_decode(const DecodeCall& c, const DecodeInputs& in, const Tensor& out, const Tensor& lse) {
-  check_values(c, in);
+  check_decode_values(c, in);
   if (c.batch * c.q_heads * c.q_len == 0) return;
   const Tensor query = aten::rows_contiguous(in.query);
   (c.q_len <= few_rows ? decode_few : decode_tiled)(c, in, query, out, lse);

@@ -35,6 +35,7 @@ Pieces in_one_piece(const DecodeCall& c, const DecodeInputs& in, const std::vect
     }
     std::vector<DecodeRun> runs;
     for (int64_t h = 0; h < c.kv_heads; h++) {
+      runs.clear();
       walk.runs(b, h, range.begin, range.end, runs);
       if (!copy) {
         pieces.key.push_back(runs.empty() ? nullptr : runs.front().key);
@@ -67,11 +68,16 @@ void decode_tiled(const DecodeCall& c, const DecodeInputs& in, const Tensor& que
   AttentionParams& shared = call.params;
   shared.q_len = c.q_len, shared.head_dim = c.head_dim, shared.v_head_dim = c.v_head_dim;
   shared.group = c.group, shared.scale = c.scale;
+  shared.softcap = c.softcap, shared.alibi = in.alibi_slopes.has_value();
+  shared.mask = c.mask, shared.mask_fp32 = c.mask_fp32, shared.mask_row = c.mask_row, shared.mask_col = c.mask_col;
   shared.q_row = query.stride(2), shared.out_row = c.v_head_dim;
 
   std::vector<KeyRange> seen;
   for (int64_t b = 0; b < c.batch; b++) {
-    seen.push_back(c.keys(lengths[b]).any(0, c.q_len - 1));
+    const KeyRanges keys = c.keys(lengths[b]);
+    KeyRange range = keys.any(0, c.q_len - 1);
+    if (keys.prefix > 0) range = {0, std::max(range.end, keys.prefix)};
+    seen.push_back(range);
     shared.kv_len = std::max(shared.kv_len, seen.back().end - seen.back().begin);
   }
   const Pieces pieces = in_one_piece(c, in, seen);
@@ -93,6 +99,10 @@ void decode_tiled(const DecodeCall& c, const DecodeInputs& in, const Tensor& que
   const int64_t item = bytes_of(query.scalar_type()), lse_item = bytes_of(lse.scalar_type());
   const char* const q = static_cast<const char*>(query.const_data_ptr());
   char *const o = static_cast<char*>(out.mutable_data_ptr()), *const l = static_cast<char*>(lse.mutable_data_ptr());
+  const std::vector<double> sinks = per_head(in.sinks, c.batch, c.q_heads),
+                            slopes = per_head(in.alibi_slopes, c.batch, c.q_heads);
+  const char* const mask = in.attn_mask ? static_cast<const char*>(in.attn_mask->const_data_ptr()) : nullptr;
+  const int64_t mask_item = mask ? item_size(in.attn_mask->scalar_type()) : 0;
   run_queue(plan.items, plan.threads, space, [&](int64_t i, void* scratch) {
     const auto [b, head, block] = plan.at(i, alike);
     const int64_t bh = b * c.q_heads + head, first = block * plan.rows;
@@ -101,6 +111,10 @@ void decode_tiled(const DecodeCall& c, const DecodeInputs& in, const Tensor& que
     h.query = q + (b * query.stride(0) + head * query.stride(1)) * item;
     h.key = pieces.key[static_cast<size_t>(b * c.kv_heads + head / c.group)];
     h.value = pieces.value[static_cast<size_t>(b * c.kv_heads + head / c.group)];
+    const int64_t first_key = seen[static_cast<size_t>(b)].begin;
+    if (mask) h.mask = mask + (b * c.mask_batch + head * c.mask_head + first_key * c.mask_col) * mask_item;
+    if (!sinks.empty()) h.sink = sinks[static_cast<size_t>(bh)];
+    if (!slopes.empty()) h.slope = slopes[static_cast<size_t>(bh)];
     h.out = o + bh * c.q_len * c.v_head_dim * item;
     h.lse = l + bh * c.q_len * lse_item;
     plan.kernel->forward(params[static_cast<size_t>(b)], h, first, std::min(plan.rows, c.q_len - first), scratch);

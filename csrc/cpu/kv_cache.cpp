@@ -20,7 +20,6 @@ void append(const Tensor& key_cache, OptionalTensor value_cache, const Tensor& l
     check_value(ring || have[b] + fresh[b] <= capacity, "key: the cache overflows: expected at most ",
                 capacity - have[b], " new tokens for batch row ", b, " (capacity ", capacity, ", length ", have[b],
                 "), got ", fresh[b]);
-    check_value(fresh[b] <= capacity, "key: expected at most the ring's ", capacity, " tokens at once, got ", fresh[b]);
   }
   const auto write = [&](const Tensor& cache, const Tensor& tokens) {
     const Tensor rows = aten::rows_contiguous(tokens);
@@ -28,7 +27,7 @@ void append(const Tensor& key_cache, OptionalTensor value_cache, const Tensor& l
     parallel_tokens(batch * cache.size(1), n * cache.size(3), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; i++) {
         const int64_t b = i / cache.size(1), h = i % cache.size(1), count = fresh[b];
-        for (int64_t t = 0; t < count; t++) {
+        for (int64_t t = ring ? std::max<int64_t>(0, count - capacity) : 0; t < count; t++) {  // a ring keeps the last
           const int64_t at = have[b] + t;
           to.copy(b, h, ring ? at % capacity : at, from, b, h, n - count + t);
         }

@@ -30,15 +30,15 @@ std::vector<int64_t> index_values(const Tensor& t_) {
   return x;
 }
 
-std::vector<double> per_head(const OptionalTensor& t_, const AttentionCall& c) {
+std::vector<double> per_head(const OptionalTensor& t_, int64_t batch, int64_t heads) {
   std::vector<double> x;
   if (!t_) return x;
   const Tensor t = aten::contiguous(*t_);
-  x.resize(static_cast<size_t>(c.batch * c.q_heads));
+  x.resize(static_cast<size_t>(batch * heads));
   const bool per_item = t.dim() == 2;
   const auto read = [&](auto kind) {
     const auto* data = static_cast<const decltype(kind)*>(t.const_data_ptr());
-    for (int64_t i = 0; i < c.batch * c.q_heads; i++) x[i] = load_one(data + (per_item ? i : i % c.q_heads));
+    for (int64_t i = 0; i < batch * heads; i++) x[i] = load_one(data + (per_item ? i : i % heads));
   };
   switch (t.scalar_type()) {
     case ScalarType::Double:

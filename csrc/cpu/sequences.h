@@ -7,8 +7,9 @@
 namespace attnjourney {
 
 int64_t item_size(ScalarType t);
-std::vector<int64_t> index_values(const Tensor& t);                         // of an int32 or int64 tensor
-std::vector<double> per_head(const OptionalTensor&, const AttentionCall&);  // [batch * q_heads]; empty without a tensor
+std::vector<int64_t> index_values(const Tensor& t);  // of an int32 or int64 tensor
+// [batch * heads]; empty without a tensor
+std::vector<double> per_head(const OptionalTensor&, int64_t batch, int64_t heads);
 
 // pairs of query and key that are computed, per head; an estimate for sharing out work
 double visible_pairs(const AttentionParams&);

@@ -9,6 +9,8 @@
 #include "../../decode_params.h"
 #include "common.h"
 #include "exp2.h"
+#include "mask_tile.h"
+#include "softcap.h"
 
 namespace attnjourney {
 namespace {
@@ -50,10 +52,11 @@ struct Decode {
     }
     int64_t score_size() const { return keys * rows + sums_at_once * 2; }
   };
+  static ATTN_INLINE bool biased(const DecodeParams& p) { return p.mask != MaskKind::none || p.alibi; }
   // numbers of C
   static int64_t space(const DecodeParams& p, int64_t count) {
     const Shape s(p, count);
-    return s.groups * (s.rows * s.qd + s.score_size());
+    return s.groups * (s.rows * s.qd + s.score_size()) + (biased(p) ? s.score_size() : 0);
   }
   // one chunk's result: out [rows][vd], largest [rows], sum [rows]
   static int64_t partial_size(const DecodeParams& p, int64_t count) {
@@ -189,10 +192,37 @@ struct Decode {
     return bad == C(0);
   }
 
+  // B[k * R + r] for keys k0 .. of row `row` + r: what is added to its scores, in log2 units; -inf where the mask hides
+  template <class M>
+  static ATTN_INLINE void mask_column(const M* m, int64_t col, int64_t n, int R, C* B) {
+    const MaskValue<C> f;
+    for (int64_t k = 0; k < n; k++) B[k * R] = f(C(load_one(m + k * col)));
+  }
+  static ATTN_NOINLINE void bias(const DecodeParams& p, const DecodeRows& rows, int64_t row, int64_t count, int64_t k0,
+                                 int64_t n, int R, C* B) {
+    for (int r = 0; r < R; r++, B++) {
+      const int64_t h = (row + r) / p.q_len, t = (row + r) % p.q_len;
+      const int64_t at = h * p.mask_head + t * p.mask_row + k0 * p.mask_col;
+      if (r >= count || p.mask == MaskKind::none)
+        for (int64_t k = 0; k < n; k++) B[k * R] = C(0);
+      else if (p.mask == MaskKind::boolean)
+        for (int64_t k = 0; k < n; k++)
+          B[k * R] = static_cast<const bool*>(rows.mask)[at + k * p.mask_col] ? C(0) : -infinity;
+      else if (p.mask_fp32)
+        mask_column(static_cast<const float*>(rows.mask) + at, p.mask_col, n, R, B);
+      else
+        mask_column(static_cast<const T*>(rows.mask) + at, p.mask_col, n, R, B);
+      if (!p.alibi || r >= count) continue;
+      const C slope = C(rows.slopes[h] * log2_e);
+      const int64_t position = t + p.keys.offset - k0;
+      for (int64_t k = 0; k < n; k++) B[k * R] -= slope * C(position > k ? position - k : k - position);
+    }
+  }
+
   // Scores S[n][R] of keys k0 .. of the rows from `row` on -> weights; O, m, l brought to the new largest score.
   template <int R>
   static ATTN_NOINLINE void softmax(const DecodeParams& p, int64_t row, int64_t count, int64_t k0, int64_t n,
-                                    bool border, C* S, C* O, int64_t vd, C* m, C* l) {
+                                    bool border, C* S, const C* B, C* O, int64_t vd, C* m, C* l) {
     constexpr int period = R > W ? R : W, NV = period / W;  // lane i of a period is row i % R
     const int64_t total = n * R, end = round_up(total, period);
     const auto fill_hidden = [&](C x) {
@@ -203,10 +233,17 @@ struct Decode {
         const int64_t t = (row + r) % p.q_len;
         const KeyRange seen = p.keys.any(t, t);
         const int64_t from = min_of(n, max_of(0, seen.begin - k0)), to = max_of(from, min_of(n, seen.end - k0));
-        for (int64_t k = 0; k < from; k++) S[k * R + r] = x;
-        for (int64_t k = to; k < n; k++) S[k * R + r] = x;
+        const int64_t shown = min_of(n, max_of(0, p.keys.prefix - k0));
+        for (int64_t k = shown; k < from; k++) S[k * R + r] = x;
+        for (int64_t k = max_of(shown, to); k < n; k++) S[k * R + r] = x;
       }
     };
+    if (p.softcap > 0) cap_scores(S, int(end / W), C(p.softcap * log2_e));
+    if (B)
+      for (int64_t i = 0; i < end; i += W) {  // a NaN in a hidden key must not show
+        const V b = load(B + i), hidden = V::set(-infinity);
+        store(S + i, select(eq(b, hidden), hidden, load(S + i) + b));
+      }
     fill_hidden(-infinity);
     V top[NV];
     ATTN_UNROLL for (int v = 0; v < NV; v++) top[v] = V::set(lowest);
@@ -229,6 +266,9 @@ struct Decode {
       ATTN_UNROLL for (int v = 0; v < NV; v++)
           store(S + i + v * W, exp2(load(S + i + v * W) - load(reference + v * W)));
     fill_hidden(C(0));  // exp2 of a hidden score is not 0
+    if (B)
+      for (int64_t i = 0; i < end; i += W)
+        store(S + i, select(eq(load(B + i), V::set(-infinity)), V::zero(), load(S + i)));
     ATTN_UNROLL for (int v = 0; v < NV; v++) top[v] = V::zero();
     for (int64_t i = 0; i < end; i += period)
       ATTN_UNROLL for (int v = 0; v < NV; v++) top[v] = top[v] + load(S + i + v * W);
@@ -242,7 +282,8 @@ struct Decode {
     const Shape s(p, rows.count);
     C *const q = space, *const S = q + s.groups * R * s.qd;
     C *const O = partial, *const m = O + s.groups * R * s.vd, *const l = m + s.groups * R;
-    const C factor = C(p.scale * log2_e);
+    C* const B = biased(p) ? S + s.groups * s.score_size() : nullptr;
+    const C factor = query_factor<C>(p);
     for (int64_t i = 0; i < s.groups * R; i++) {
       C* y = q + i * s.qd;
       int64_t d = 0;
@@ -265,13 +306,14 @@ struct Decode {
         const T* value = static_cast<const T*>(run.value) + k0 * p.v_row;
         const T* next =
             k0 + n < run.count ? key + n * p.k_row : static_cast<const T*>(u + 1 < n_runs ? runs[u + 1].key : run.key);
-        const bool border = first < all.begin || first + n > all.end;
-        const bool guarded = border && !finite(value, p.v_row, n, p.v_head_dim);
+        const bool border = (first < all.begin || first + n > all.end) && first + n > p.keys.prefix;
+        const bool guarded = (border || p.mask != MaskKind::none) && !finite(value, p.v_row, n, p.v_head_dim);
         for (int64_t g = 0; g < s.groups; g++) {
           C* w = S + g * s.score_size();
           scores<R>(q + g * R * s.qd, s.qd, key, p.k_row, p.head_dim, n, w, value, p.v_row);
-          softmax<R>(p, rows.first + g * R, rows.count - g * R, first, n, border, w, O + g * R * s.vd, s.vd, m + g * R,
-                     l + g * R);
+          if (B) bias(p, rows, rows.first + g * R, rows.count - g * R, first, n, R, B);
+          softmax<R>(p, rows.first + g * R, rows.count - g * R, first, n, border, w, B, O + g * R * s.vd, s.vd,
+                     m + g * R, l + g * R);
         }
         for (int64_t g = 0; g < s.groups; g++) {
           const C* w = S + g * s.score_size();
@@ -309,7 +351,8 @@ struct Decode {
     for (int64_t i = 0; i < rows.count; i++) {
       const C* largest = first + all_rows * s.vd + i;
       const C* sums_of = largest + all_rows;
-      C top = lowest, sum = 0;
+      const C sink = rows.sinks ? C(rows.sinks[(rows.first + i) / p.q_len] * log2_e) : -infinity;
+      C top = sink > lowest ? sink : lowest, sum = 0;
       for (int64_t c = 0; c < chunks; c++) top = largest[c * size] > top ? largest[c * size] : top;
       C* o = first + i * s.vd;
       for (int64_t c = 0; c < chunks; c++) {
@@ -321,15 +364,16 @@ struct Decode {
           store(o + d, c ? load(o + d) + x : x);
         }
       }
+      const bool empty = sum == C(0), sunk = sink > -infinity;
+      if (sunk) sum += sizeof(C) == 4 ? C(__builtin_exp2f(float(sink - top))) : C(__builtin_exp2(double(sink - top)));
       const C inverse = sum == C(0) ? C(0) : C(1) / sum;
       const int64_t at = rows.first + i;
       T* out = static_cast<T*>(rows.out) + at * p.v_head_dim;
       for (int64_t d = 0; d < p.v_head_dim; d++) store_one(out + d, o[d] * inverse);
       C& lse = static_cast<C*>(rows.lse)[at];
-      lse =
-          sum == C(0)
-              ? -infinity
-              : C((top + (sizeof(C) == 4 ? C(__builtin_log2f(float(sum))) : C(__builtin_log2(double(sum))))) * C(ln_2));
+      lse = empty
+                ? (sunk ? C(rows.sinks[(rows.first + i) / p.q_len]) : -infinity)
+                : (top + (sizeof(C) == 4 ? C(__builtin_log2f(float(sum))) : C(__builtin_log2(double(sum))))) * C(ln_2);
     }
   }
 };

@@ -8,8 +8,8 @@ namespace attnjourney {
 namespace {
 
 // what packed queries are multiplied by
-template <class C>
-ATTN_INLINE C query_factor(const AttentionParams& p) {
+template <class C, class Params>
+ATTN_INLINE C query_factor(const Params& p) {
   return C(p.softcap > 0 ? p.scale / p.softcap * (2 * log2_e) : p.scale * log2_e);
 }
 
