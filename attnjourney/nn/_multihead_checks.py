@@ -7,10 +7,21 @@ from torch import Tensor
 
 
 def check_inputs(
-    module, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None
+    module,
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
 ) -> None:
-    """Raises ValueError for a shape and RuntimeError for a dtype or a device that does not fit."""
-    for name, x in (("query", query), ("key", key), ("value", value)):
+    """Raises ValueError for a shape and RuntimeError for a dtype or a device that does not fit. Beside a cache key and
+    value may both be None."""
+    if key is None or value is None:
+        for name, x in (("key", key), ("value", value), ("key_padding_mask", key_padding_mask)):
+            if x is not None:
+                raise ValueError(f"{name}: expected None where key or value is None, got shape {tuple(x.shape)}")
+    given = [(name, x) for name, x in (("query", query), ("key", key), ("value", value)) if x is not None]
+    for name, x in given:
         if x.is_nested:
             raise RuntimeError(f"{name}: expected a dense tensor and key_padding_mask, got a nested tensor")
     if query.dim() not in (2, 3):
@@ -18,7 +29,7 @@ def check_inputs(
     batched = query.dim() == 3
     at = (0, 1) if module.batch_first else (1, 0)  # batch, seq
     batch, length = (query.shape[d] for d in at) if batched else (1, query.shape[0])
-    keys = key.shape[at[1] if batched else 0] if key.dim() == query.dim() else "S"
+    keys = key.shape[at[1] if batched else 0] if key is not None and key.dim() == query.dim() else "S"
 
     def shape(seq, width):
         return (seq, width) if not batched else (batch, seq, width) if module.batch_first else (seq, batch, width)
@@ -28,6 +39,8 @@ def check_inputs(
         ("key", key, keys, module.kdim),
         ("value", value, keys, module.vdim),
     ):
+        if x is None:
+            continue
         expected = shape(seq, width)
         if tuple(x.shape) != expected:
             beside = "" if name == "query" else f" beside query's {tuple(query.shape)}"
@@ -59,3 +72,16 @@ def _mask_dtype(name: str, mask: Tensor, query: Tensor) -> None:
         raise RuntimeError(f"{name}: expected dtype {expected}, got {mask.dtype}")
     if mask.device != query.device:
         raise RuntimeError(f"{name}: expected to be on the device of query, {query.device}, got {mask.device}")
+
+
+def check_mask(module, query: Tensor, attn_mask: Tensor) -> None:
+    """attn_mask beside a cache, query (N, L, embed): the number of its keys is for the cache to check."""
+    batch, length = query.shape[:2]
+    if attn_mask.dim() not in (2, 3) or attn_mask.shape[-2] != length:
+        fits = False
+    else:
+        fits = attn_mask.dim() == 2 or attn_mask.shape[0] == batch * module.num_heads
+    if not fits:
+        text = f"({length}, S) or (batch * num_heads, L, S) = ({batch * module.num_heads}, {length}, S)"
+        raise ValueError(f"attn_mask: expected shape {text}, got {tuple(attn_mask.shape)}")
+    _mask_dtype("attn_mask", attn_mask, query)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import attention
+from ._cached import NewTokens, check_cache
 from ._parts import (
     check_divides,
     check_positive,
@@ -14,6 +15,7 @@ from ._parts import (
     padding_as_mask,
     split_heads,
 )
+from .cache import KeyValueCache
 
 
 class CausalSelfAttention(nn.Module):
@@ -39,11 +41,24 @@ class CausalSelfAttention(nn.Module):
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias, device=device, dtype=dtype)
 
     def forward(
-        self, x: Tensor, *, key_padding_mask: Tensor | None = None, position_ids: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """key_padding_mask (batch, seq): bool, True is a key that nobody sees; floating, added to its scores.
-        position_ids is there for the sake of one signature: this layer has no rotation that would read them."""
+        """
+        Args:
+            x: (batch, seq, embed).
+            key_padding_mask: (batch, seq). bool: True is a key that nobody sees. Floating: added to its scores.
+            position_ids: for the sake of one signature: this layer has no rotation that would read them.
+            cache: of num_heads heads of embed_dim / num_heads: x are the tokens that follow those in it, and are added
+                to it, but for those that key_padding_mask (bool) hides. Without gradients only.
+        """
         dropout_p = self.dropout if self.training else 0.0
+        if cache is not None:
+            return self._cached(x, key_padding_mask, cache, dropout_p)
         if key_padding_mask is None and is_plain(self.qkv_proj, self.out_proj):
             return torch.ops.attnjourney.gpt_attention(  # (batch, seq, embed)
                 x,
@@ -58,6 +73,13 @@ class CausalSelfAttention(nn.Module):
         mask = padding_as_mask(key_padding_mask, *x.shape[:2])
         query, key, value = (split_heads(t, self.num_heads) for t in self.qkv_proj(x).chunk(3, -1))
         return self.out_proj(merge_heads(attention(query, key, value, mask, dropout_p, True)))
+
+    def _cached(self, x: Tensor, key_padding_mask: Tensor | None, cache: KeyValueCache, dropout_p: float) -> Tensor:
+        check_cache(cache, KeyValueCache, dropout_p)
+        check_sequence("x", x, self.qkv_proj.in_features)
+        new = NewTokens(cache, x, key_padding_mask)
+        query, key, value = (split_heads(t, self.num_heads) for t in self.qkv_proj(new.x).chunk(3, -1))
+        return self.out_proj(new.restore(merge_heads(cache.step(query, key, value, new.counts))))
 
     @torch.no_grad()
     def load_gpt2(self, state: dict[str, Tensor]) -> None:

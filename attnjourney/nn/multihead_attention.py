@@ -6,9 +6,11 @@ from torch import Tensor, nn
 
 from ..ops._operator import draw_seed
 from ..reference.mha import attention_mask
+from ._multihead_cached import attend_cached
 from ._multihead_checks import check_inputs
 from ._parts import check_divides, check_positive, check_probability, is_plain, merge_heads, split_heads
 from ._weights import attention_weights
+from .cache import KeyValueCache
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -80,13 +82,15 @@ class MultiheadAttention(nn.MultiheadAttention):
     def forward(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         key_padding_mask: Tensor | None = None,
         need_weights: bool = True,
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
+        *,
+        cache: KeyValueCache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """As torch.nn.MultiheadAttention.forward; shapes with N the batch size, H the number of heads.
 
@@ -100,12 +104,18 @@ class MultiheadAttention(nn.MultiheadAttention):
                 float32): added to the scores. Trainable.
             average_attn_weights: whether the weights are averaged over the heads.
             is_causal: query i sees keys 0 .. i, beside what the masks say.
+            cache: of num_heads heads. key and value are projected and added to it, but for those that key_padding_mask
+                (bool) hides, and query attends to all it holds; key and value None attend to what is there. In
+                self-attention (key is query) the queries are the last tokens of each sequence, by its own length. S of
+                attn_mask and of the weights (KVCache only) is the longest length. Without gradients only.
 
         Returns:
             output, in query's shape; weights, (N, L, S), or (N, H, L, S) where not averaged, or None. S counts the
             keys of add_bias_kv and add_zero_attn too. One sample has no N.
         """
-        check_inputs(self, query, key, value, key_padding_mask, attn_mask)
+        if cache is None and (key is None or value is None):
+            raise ValueError(f"{'key' if key is None else 'value'}: expected a tensor without a cache, got None")
+        check_inputs(self, query, key, value, key_padding_mask, attn_mask if cache is None else None)
         batched = query.dim() == 3
         query, key, value = self._batch_first(query, key, value, batched)
         if not batched and key_padding_mask is not None:
@@ -113,7 +123,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         dropout_p = self.dropout if self.training else 0.0
 
         weights = None
-        if not need_weights and self._is_one_operator():
+        if cache is not None:
+            output, weights = attend_cached(
+                self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal,
+                cache,
+            )  # fmt: skip
+        elif not need_weights and self._is_one_operator():
             output = torch.ops.attnjourney.mha(  # (N, L, embed)
                 query,
                 key,
@@ -149,8 +164,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         """All as (N, seq, width); what is one tensor stays one tensor."""
         if batched and self.batch_first:
             return [query, key, value]
-        query_, key_ = ((x.transpose(0, 1) if batched else x.unsqueeze(0)) for x in (query, key))
-        value_ = value.transpose(0, 1) if batched else value.unsqueeze(0)
+        first = [None if x is None else x.transpose(0, 1) if batched else x.unsqueeze(0) for x in (query, key, value)]
+        query_, key_, value_ = first
         key_ = query_ if key is query else key_
         return [query_, key_, query_ if value is query else key_ if value is key else value_]
 
@@ -160,7 +175,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return same_widths and self.bias_k is None and not self.add_zero_attn and is_plain(self.out_proj)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(N, L, embed), (N, S, embed), (N, S, embed)."""
+        """(N, L, embed), (N, S, embed), (N, S, embed); None for what is None."""
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         if self.in_proj_weight is None:
             weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
@@ -168,7 +183,10 @@ class MultiheadAttention(nn.MultiheadAttention):
             return F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
         else:
             weights = self.in_proj_weight.chunk(3)
-        return tuple(F.linear(x, weight, bias) for x, weight, bias in zip((query, key, value), weights, biases))
+        return tuple(
+            None if x is None else F.linear(x, weight, bias)
+            for x, weight, bias in zip((query, key, value), weights, biases)
+        )
 
     def _add_keys(self, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, length: int):
         """Appends the keys of add_bias_kv and add_zero_attn, which every query sees: k, v, mask, is_causal."""

@@ -4,7 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import attention
+from ._cached import NewTokens, check_cache
 from ._parts import check_positive, check_sequence, is_plain, merge_heads, padding_as_mask, split_heads
+from .cache import LatentCache
 from .rotary import Rotary, Tables, rotate
 
 
@@ -83,6 +85,7 @@ class MultiheadLatentAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         rotary: Tables | None = None,
+        cache: LatentCache | None = None,
     ) -> Tensor:
         """
         Args:
@@ -91,8 +94,13 @@ class MultiheadLatentAttention(nn.Module):
             position_ids: (seq,) or (batch, seq) integers, 0 .. seq - 1 by default.
             rotary: cos, sin (seq, qk_rope_head_dim / 2) or (batch, seq, ...) in place of those of rope; layers may
                 share them.
+            cache: of kv_lora_rank and qk_rope_head_dim. x are the tokens that follow those in it, and are added to it,
+                but for those that key_padding_mask (bool) hides; their positions go on from its lengths. Its rotary
+                keys are interleaved as this layer's. Without gradients only.
         """
         check_sequence("x", x, self.kv_a_proj_with_mqa.in_features)
+        if cache is not None:
+            return self._cached(x, key_padding_mask, position_ids, rotary, cache)
         tables = self.rotary.tables(x, position_ids) if rotary is None else rotary
         if key_padding_mask is not None or not self._is_one_operator():
             return self._composed(x, key_padding_mask, tables)
@@ -130,17 +138,40 @@ class MultiheadLatentAttention(nn.Module):
 
     def _composed(self, x: Tensor, key_padding_mask: Tensor | None, tables: Tables) -> Tensor:
         nope, rope, v = self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim
-        query = self.q_proj(x) if self.q_proj is not None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        query_nope, query_rope = split_heads(query, self.num_heads).split([nope, rope], -1)
-        kv_a = self.kv_a_proj_with_mqa(x)
-        latent, shared_key = kv_a.split([kv_a.shape[-1] - rope, rope], -1)
-        kv = split_heads(self.kv_b_proj(self.kv_a_layernorm(latent)), self.num_heads)
-        key_nope, value = kv.split([nope, v], -1)  # (batch, H, seq, nope), (batch, H, seq, v)
-        shared_key = rotate(shared_key.unsqueeze(1), tables, interleaved=True)  # (batch, 1, seq, rope)
-        query = torch.cat([query_nope, rotate(query_rope, tables, interleaved=True)], -1)
-        key = torch.cat([key_nope, shared_key.expand(-1, self.num_heads, -1, -1)], -1)
+        query = self._query(x, tables)
+        latent, shared_key = self._latent(x, tables).split([self.kv_a_layernorm.weight.shape[0], rope], -1)
+        key_nope, value = split_heads(self.kv_b_proj(latent), self.num_heads).split([nope, v], -1)  # (batch, H, seq, .)
+        key = torch.cat([key_nope, shared_key.unsqueeze(1).expand(-1, self.num_heads, -1, -1)], -1)
         mask = padding_as_mask(key_padding_mask, *x.shape[:2])
         return self.o_proj(merge_heads(attention(query, key, value, mask, 0.0, self.is_causal, scale=self.scale)))
+
+    def _query(self, x: Tensor, tables: Tables) -> Tensor:
+        """(batch, H, seq, nope + rope), the rope part turned."""
+        query = self.q_proj(x) if self.q_proj is not None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        query_nope, query_rope = split_heads(query, self.num_heads).split(
+            [self.qk_nope_head_dim, self.qk_rope_head_dim], -1
+        )
+        return torch.cat([query_nope, rotate(query_rope, tables, interleaved=True)], -1)
+
+    def _latent(self, x: Tensor, tables: Tables) -> Tensor:
+        """(batch, seq, kv_lora + rope): the normed latent, then the rotary key of all heads, turned."""
+        kv_a, rope = self.kv_a_proj_with_mqa(x), self.qk_rope_head_dim
+        latent, shared_key = kv_a.split([kv_a.shape[-1] - rope, rope], -1)
+        shared_key = rotate(shared_key.unsqueeze(1), tables, interleaved=True).squeeze(1)
+        return torch.cat([self.kv_a_layernorm(latent), shared_key], -1)
+
+    def _cached(self, x, key_padding_mask, position_ids, rotary, cache) -> Tensor:
+        check_cache(cache, LatentCache)
+        self.rotary.check_cache()
+        if not is_plain(self.kv_b_proj):
+            raise ValueError("cache: expected kv_b_proj to be a plain Linear beside one, which reads its weight")
+        new = NewTokens(cache, x, key_padding_mask, position_ids)
+        tables = self.rotary.tables(new.x, new.positions) if rotary is None else rotary
+        query, latent = self._query(new.x, tables), self._latent(new.x, tables)
+        options = {"is_causal": self.is_causal, "scale": self.scale}
+        return self.o_proj(
+            new.restore(merge_heads(cache.step(query, latent, self.kv_b_proj.weight, new.counts, **options)))
+        )
 
     def extra_repr(self) -> str:
         dims = f"qk_nope_head_dim={self.qk_nope_head_dim}, qk_rope_head_dim={self.qk_rope_head_dim}"

@@ -37,6 +37,14 @@ class Rotary:
         mscale = self.parameters.get("mscale_all_dim") or 0.0
         return yarn_mscale(self.parameters["factor"], mscale) ** 2 if self.method == "yarn" and mscale else 1.0
 
+    def check_cache(self) -> None:
+        """ValueError where keys in a cache would have been turned by other frequencies than those that follow."""
+        if self.rope is not None and self.method in ("dynamic", "longrope") and "seq_len" not in self.parameters:
+            raise ValueError(
+                f"rope: expected a seq_len beside method {self.method!r} and a cache, whose keys stay as they were "
+                "turned while the frequencies change with the length; got none"
+            )
+
     def tables(self, x: Tensor, position_ids: Tensor | None, seq: int | None = None) -> Tables | tuple[None, None]:
         """cos, sin ([batch,] seq, rotary_dim / 2) for the positions of x (batch, seq, embed), made anew in every call:
         a kept table would be wrong after a change of dtype, device, or inference mode."""
