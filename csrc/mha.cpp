@@ -146,8 +146,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
     for (const Block& b : c.blocks)
       for (int64_t p = b.first; block_needed(b) && p < b.first + b.count; p++) *parts[p] = c.split(grad_buffer, p);
     const AttentionOptions options = attention_options(masks, is_causal, dropout_p, std::move(dropout_seed));
-    if (need_attn_mask || need_padding)
-      gradients.attn_mask = aten::empty(*options.attn_mask, {c.batch, c.heads, c.q_len, c.kv_len});
+    if (need_attn_mask || need_padding) gradients.attn_mask = masks.empty_grad(need_attn_mask, need_padding);
     const Tensor buffer = aten::contiguous(projected);
     backend.backward(c.split_output(layer::input_grad(grad_rows, out_proj_weight)), std::nullopt, c.split(buffer, 0),
                      c.split(buffer, 1), c.split(buffer, 2), options, c.split_output(attn_rows), lse, gradients);

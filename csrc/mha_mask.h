@@ -50,8 +50,15 @@ struct MhaMasks {
     return aten::call("aten::masked_fill", "Tensor", bias, is_bool(a) ? a : p, hidden);
   }
 
-  // from the gradient of combined(), (batch, heads, q_len, kv_len) and dense
+  // Where the gradient of combined() goes: the smallest shape that holds what is wanted of it.
+  Tensor empty_grad(bool want_attn, bool want_padding) const {
+    if (!want_padding && attn->dim() == 2) return aten::empty(*attn, {q_len, kv_len});
+    if (!want_padding) return aten::empty(*attn, {batch, heads, q_len, kv_len});
+    if (!want_attn) return aten::empty(*padding, {batch, 1, 1, kv_len});
+    return aten::empty(*attn, {batch, attn->dim() == 2 ? 1 : heads, q_len, kv_len}, sum_dtype);
+  }
   Tensor attn_grad(const Tensor& grad) const {
+    if (grad.dim() == 2) return grad;
     if (attn->dim() == 2) return torch::stable::to(aten::sum(grad, {0, 1}), attn->scalar_type());
     return torch::stable::to(aten::strided_view(grad, {batch * heads, q_len, kv_len}, {q_len * kv_len, kv_len, 1}),
                              attn->scalar_type());
