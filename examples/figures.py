@@ -75,6 +75,22 @@ def losses(path: Path, losses: dict[str, list[float]], bigram: float) -> Path:
     return save(figure, path)
 
 
+def beyond(path: Path, bits: dict[str, Tensor], labels: dict[str, str], context: int) -> Path:
+    """Loss by position, one curve per method of rotary positions: bits (T,) by method."""
+    figure, axes = plt.subplots(figsize=(9, 5))
+    window = max(1, context // 4)
+    for name, values in bits.items():
+        style = {"color": "#30363d", "linestyle": "--"} if name == "default" else {}
+        curve = smooth(values, window)[window // 2 :]
+        axes.plot(range(window // 2, len(values)), curve.tolist(), label=labels[name], linewidth=1.8, **style)
+    axes.axvline(context, color="#b3261e", linestyle=":")
+    axes.set(xlabel="position", ylabel="bits per byte", title=f"Held-out text (mean of {window} positions)")
+    axes.text(context, axes.get_ylim()[1], " trained length", color="#b3261e", va="top")
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    return save(figure, path)
+
+
 def bars(
     path: Path, values: dict[str, float], title: str, unit: str, form: str, line: tuple[float, str] | None = None
 ) -> Path:

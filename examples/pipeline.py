@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from examples import evaluate, report
+from examples import context, evaluate, report
 from examples.checks import all_checks
 from examples.config import Config
 from examples.data import Text, held_out_windows, sentence
@@ -45,6 +45,7 @@ def run(config: Config, text: Text, out: Path, console: Console) -> Results:
         bigram=evaluate.bigram_bits_per_byte(text.train, inputs, targets),
         speed=evaluate.tokens_per_second(config, text, rounds=min(SPEED_ROUNDS, config.steps)),
         cache=evaluate.cache_bytes_per_token(config),
+        beyond=context.measure(models[context.VARIANT], config, text.held_out),
     )
     results.checks = all_checks(results)
     results.write_json(out / "results.json")

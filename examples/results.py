@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from examples.config import Config
+from examples.context import Beyond
 from examples.data import Text
 from examples.model import GPT, VARIANTS
 
@@ -28,6 +29,7 @@ class Results:
     bigram: float  # the same for the bigram model
     speed: dict[str, float]  # training, bytes per second
     cache: dict[str, tuple[int, str]]  # bytes per token, formula
+    beyond: Beyond | None = None  # the trained length, of GQA; None: the text is too short
     checks: list[Check] = field(default_factory=list)
 
     def table(self) -> tuple[list[str], list[list[str]]]:
@@ -52,6 +54,7 @@ class Results:
             "bits_per_byte": self.bits | {"bigram": self.bigram},
             "bytes_per_second": self.speed,
             "cache_bytes_per_token": {name: size for name, (size, _) in self.cache.items()},
+            "bits_within_and_beyond_the_trained_length": self.beyond and self.beyond.means(),
             "losses": self.losses,
             "checks": [asdict(check) for check in self.checks],
         }

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from examples import figures
+from examples import context, figures
 from examples.data import printable
 from examples.generate import attention_weights, generate
 from examples.model import OURS, VARIANTS
@@ -17,7 +17,10 @@ TEMPERATURE = 0.8
 
 
 def all_sections(results: Results, out: Path) -> list[Section]:
-    return [summary(results), losses(results, out), numbers(results, out), samples(results), attention(results, out)]
+    sections = [summary(results), losses(results, out), numbers(results, out)]
+    if results.beyond is not None:
+        sections.append(beyond(results, out))
+    return [*sections, samples(results), attention(results, out)]
 
 
 def lead(results: Results) -> str:
@@ -88,6 +91,30 @@ def numbers(results: Results, out: Path) -> Section:
         + picture(speed, "Median of whole training steps, the six models in turns: forward, backward, optimiser.")
         + picture(cache, "What generation keeps of each token.")
         + table(["variant", "cache bytes per token"], formulas, kind="words"),
+    )
+
+
+def beyond(results: Results, out: Path) -> Section:
+    """Loss by position, in a context longer than the trained one."""
+    found, trained = results.beyond, results.config.context
+    path = figures.beyond(out / "beyond.png", found.bits, context.LABELS, trained)
+    label = VARIANTS[context.VARIANT].label
+    rows = [[context.LABELS[name], f"{within:.3f}", f"{after:.3f}"] for name, (within, after) in found.means().items()]
+    header = [
+        "rotary positions",
+        f"bits per byte, bytes 1 to {trained}",
+        f"bytes {trained + 1} to {len(found.bits['default'])}",
+    ]
+    return Section(
+        "Beyond the trained length",
+        paragraph(
+            f"{label} was trained on {trained} bytes at a time and reads {found.factor} times as many here, without "
+            "further training: only the frequencies of its rotary positions change. Every method stretches for that "
+            "length; dynamic NTK by the ratio of the two lengths; LongRoPE, whose factors the paper searches for, has "
+            "those of YaRN here, with its own attention factor."
+        )
+        + picture(path, "Dashed: the frequencies of training, at positions that were never trained.")
+        + table(header, rows),
     )
 
 

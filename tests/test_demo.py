@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples import data, demo, evaluate, train
+from examples import context, data, demo, evaluate, train
 from examples.config import Config
 from examples.generate import Cache, attention_weights, forward_cached, generate, generate_without_cache
 from examples.model import GPT, OURS, VARIANTS
@@ -54,7 +54,14 @@ def finished(letters, tmp_path_factory) -> Path:
 
 def test_report_is_one_file_beside_its_pictures(finished):
     report = (finished / "report.html").read_text()
-    pictures = {"losses.png", "bits_per_byte.png", "speed.png", "cache.png", *(f"attention_{n}.png" for n in OURS)}
+    pictures = {
+        "beyond.png",
+        "losses.png",
+        "bits_per_byte.png",
+        "speed.png",
+        "cache.png",
+        *(f"attention_{n}.png" for n in OURS),
+    }
     assert {path.name for path in finished.glob("*.png")} == pictures
     assert all((finished / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
     assert report.count('src="data:image/png;base64,') == report.count("<img ") == len(pictures)
@@ -73,6 +80,8 @@ def test_results_hold_what_the_issue_promises(finished):
     # layers 2, heads 2 x 8, one kv head; latent 4, rope 4; fp32
     sizes = {"mha": 2 * 2 * 16 * 4, "gpt": 2 * 2 * 16 * 4, "gqa": 2 * 2 * 1 * 8 * 4, "mla": 2 * (4 + 4) * 4}
     assert results["cache_bytes_per_token"] == sizes
+    within_and_beyond = results["bits_within_and_beyond_the_trained_length"]
+    assert list(within_and_beyond) == list(context.LABELS)
     for name, size in sizes.items():
         assert Cache(GPT(VARIANTS[name], CONFIG), CONFIG).bytes_per_token() == size
 
@@ -214,6 +223,22 @@ def test_attention_maps_are_the_weights_of_the_layer(model):
     torch.testing.assert_close(first.attention.merge(weights[0] @ value), first.attention(x), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, len(text)))
     assert weights.triu(1).count_nonzero() == 0
+
+
+def test_beyond_the_trained_length():
+    """Unchanged frequencies within the trained length are the model itself; the tables come back afterwards."""
+    model, held_out = GPT(VARIANTS["gqa"], CONFIG), torch.randint(1, 256, (400,), dtype=torch.uint8)
+    before = model.blocks[0].attention.cos
+    found = context.measure(model, CONFIG, held_out)
+    assert found.factor == 4 and model.blocks[0].attention.cos is before
+    inputs, targets = data.held_out_windows(held_out, 4 * CONFIG.context, context.WINDOWS)
+    expected = evaluate.bits_per_byte(model, inputs[:, : CONFIG.context], targets[:, : CONFIG.context])
+    assert found.means()["default"][0] == pytest.approx(expected, rel=1e-5)
+    assert all(bits.shape == (128,) and bits.isfinite().all() for bits in found.bits.values())
+    assert len({tuple(bits.tolist()) for name, bits in found.bits.items() if name != "dynamic"}) == 6
+    torch.testing.assert_close(found.bits["dynamic"], found.bits["ntk"])  # at this one length
+    assert context.measure(model, CONFIG, held_out[:70]).factor == 2
+    assert context.measure(model, CONFIG, held_out[:64]) is None
 
 
 class Quiet:
