@@ -2,7 +2,14 @@
 
 from .causal_self_attention import CausalSelfAttention
 from .grouped_query_attention import GroupedQueryAttention
+from .linear_attention import LinearAttention
 from .multihead_attention import MultiheadAttention
 from .multihead_latent_attention import MultiheadLatentAttention
 
-__all__ = ["CausalSelfAttention", "GroupedQueryAttention", "MultiheadAttention", "MultiheadLatentAttention"]
+__all__ = [
+    "CausalSelfAttention",
+    "GroupedQueryAttention",
+    "LinearAttention",
+    "MultiheadAttention",
+    "MultiheadLatentAttention",
+]

@@ -5,6 +5,7 @@ from .attention import attention, attention_weights, dropout_keep_mask, merge_st
 from .decode import decode, mla_decode
 from .gpt_attention import gpt_attention
 from .gqa import gqa
+from .linear_attention import linear_attention
 from .mha import mha
 from .mla import mla
 
@@ -15,6 +16,7 @@ __all__ = [
     "dropout_keep_mask",
     "gpt_attention",
     "gqa",
+    "linear_attention",
     "merge_states",
     "mha",
     "mla",

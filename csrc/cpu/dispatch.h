@@ -4,6 +4,7 @@
 
 #include "../attention_params.h"
 #include "../decode_params.h"
+#include "../linear_params.h"
 
 namespace attnjourney {
 
@@ -37,10 +38,28 @@ struct DecodeKernels {
   void (*merge)(const DecodeParams&, const DecodeRows&, void* partials, int64_t chunks);
 };
 
+// Linear attention in one dtype: see kernels/linear_attention.h and kernels/linear_attention_backward.h. Blocks and
+// scratch (bytes, for any of the functions) are 64-byte aligned.
+struct LinearKernels {
+  int64_t chunk;  // rows
+  int64_t lanes;  // what the rows of a block are rounded up to
+  int64_t (*space)(const LinearParams&);
+  using Sum = void (*)(const LinearParams&, const LinearHead&, int64_t first, int64_t count, void* block, void* space);
+  using Sweep = void (*)(const LinearParams&, const LinearHead&, int64_t first, int64_t count, void* running,
+                         void* also, void* space);
+  Sum sum_keys;
+  Sweep forward;
+  Sum sum_keys_transposed;
+  Sweep backward_query;
+  Sum sum_queries;
+  Sweep backward_key;
+};
+
 struct KernelTable {
   const char* isa;
   AttentionKernels attention[dtype_count];
   DecodeKernels decode[dtype_count];
+  LinearKernels linear[dtype_count];
 };
 
 extern const KernelTable scalar_kernels;

@@ -8,6 +8,7 @@ struct Tuning {
   static constexpr int forward_panels = 3, forward_keys = 144, forward_tiles = 8;          // 48 queries: P is 27 KB
   static constexpr int backward_panels = 6, backward_keys = 144, backward_max_tiles = 64;  // 96 queries
   static constexpr int64_t backward_chunk_bytes = 1 << 20;
+  static constexpr int64_t linear_chunk = 48;
 };
 }  // namespace
 }  // namespace attnjourney

@@ -12,6 +12,7 @@ struct Tuning {
   static constexpr int dot_forward_keys = 256;                                             // 16-bit operands
   static constexpr int backward_panels = 2, backward_keys = 144, backward_max_tiles = 64;  // 96 queries
   static constexpr int64_t backward_chunk_bytes = 1 << 20;
+  static constexpr int64_t linear_chunk = 64;
 };
 
 }  // namespace

@@ -6,21 +6,22 @@
 namespace attnjourney {
 namespace {
 
-ATTN_INLINE Vf exp2(Vf t) {
-  t = max(Vf::set(-125.f), t);  // in this order a NaN stays: the second operand is returned
-  const Vf n = round(t), f = t - n;
+// the same for -1/2 <= f <= 1/2
+ATTN_INLINE Vf exp2_fraction(Vf f) {
   Vf p = Vf::set(1.327647217e-03f);
   p = fma(p, f, Vf::set(9.675541331e-03f));
   p = fma(p, f, Vf::set(5.550713273e-02f));
   p = fma(p, f, Vf::set(2.402211972e-01f));
   p = fma(p, f, Vf::set(6.931469671e-01f));
-  p = fma(p, f, Vf::set(1.000000072e+00f));
-  return scale_by_power(p, n);
+  return fma(p, f, Vf::set(1.000000072e+00f));
+}
+ATTN_INLINE Vf exp2(Vf t) {
+  t = max(Vf::set(-125.f), t);  // in this order a NaN stays: the second operand is returned
+  const Vf n = round(t);
+  return scale_by_power(exp2_fraction(t - n), n);
 }
 
-ATTN_INLINE Vd exp2(Vd t) {
-  t = max(Vd::set(-1021.0), t);
-  const Vd n = round(t), f = t - n;
+ATTN_INLINE Vd exp2_fraction(Vd f) {
   Vd p = Vd::set(4.4558179083360645e-10);
   p = fma(p, f, Vd::set(7.074194297288521e-09));
   p = fma(p, f, Vd::set(1.0178057087733941e-07));
@@ -32,8 +33,12 @@ ATTN_INLINE Vd exp2(Vd t) {
   p = fma(p, f, Vd::set(0.055504108664821625));
   p = fma(p, f, Vd::set(0.24022650695910158));
   p = fma(p, f, Vd::set(0.6931471805599453));
-  p = fma(p, f, Vd::set(1.0));
-  return scale_by_power(p, n);
+  return fma(p, f, Vd::set(1.0));
+}
+ATTN_INLINE Vd exp2(Vd t) {
+  t = max(Vd::set(-1021.0), t);
+  const Vd n = round(t);
+  return scale_by_power(exp2_fraction(t - n), n);
 }
 
 }  // namespace

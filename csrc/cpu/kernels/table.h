@@ -5,6 +5,7 @@
 #include "attention_forward.h"
 #include "attention_weights.h"
 #include "decode.h"
+#include "linear_attention_backward.h"
 
 namespace attnjourney {
 namespace {
@@ -50,11 +51,42 @@ constexpr DecodeKernels decode_kernels() {
   };
 }
 
+template <class C, auto F>
+void linear_sum(const LinearParams& p, const LinearHead& h, int64_t first, int64_t count, void* block, void* space) {
+  F(p, h, first, count, static_cast<C*>(block), static_cast<C*>(space));
+}
+template <class C, auto F>
+void linear_sweep(const LinearParams& p, const LinearHead& h, int64_t first, int64_t count, void* running, void* also,
+                  void* space) {
+  F(p, h, first, count, static_cast<C*>(running), static_cast<C*>(also), static_cast<C*>(space));
+}
+
+template <class T>
+constexpr LinearKernels linear_kernels() {
+  using C = Compute<T>;
+  using F = LinearForward<T>;
+  using B = LinearBackward<T>;
+  return {
+      F::chunk,
+      Vec<C>::width,
+      [](const LinearParams& p) {
+        return max_of(typename F::Space(p).total, typename B::Space(p).total) * int64_t(sizeof(C));
+      },
+      linear_sum<C, F::sum_keys>,
+      linear_sweep<C, F::run>,
+      linear_sum<C, B::sum_keys>,
+      linear_sweep<C, B::query_sweep>,
+      linear_sum<C, B::sum_queries>,
+      linear_sweep<C, B::key_sweep>,
+  };
+}
+
 constexpr KernelTable make_table(const char* isa) {
   return {
       isa,
       {attention_kernels<double>(), attention_kernels<float>(), attention_kernels<bf16>(), attention_kernels<f16>()},
-      {decode_kernels<double>(), decode_kernels<float>(), decode_kernels<bf16>(), decode_kernels<f16>()}};
+      {decode_kernels<double>(), decode_kernels<float>(), decode_kernels<bf16>(), decode_kernels<f16>()},
+      {linear_kernels<double>(), linear_kernels<float>(), linear_kernels<bf16>(), linear_kernels<f16>()}};
 }
 
 }  // namespace

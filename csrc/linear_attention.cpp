@@ -1,0 +1,163 @@
+#include "linear_attention.h"
+
+#include <cmath>
+
+namespace attnjourney {
+namespace {
+
+void check_shape(const char* name, const Tensor& t, std::vector<int64_t> shape, const char* meaning) {
+  bool same = t.dim() == static_cast<int64_t>(shape.size());
+  std::string expected;
+  for (size_t i = 0; i < shape.size(); i++) {
+    same = same && t.size(static_cast<int64_t>(i)) == shape[i];
+    expected += (i ? ", " : "") + std::to_string(shape[i]);
+  }
+  check_value(same, name, ": expected shape ", meaning, " = (", expected, "), got ", shape_text(t));
+}
+
+void check_state_dtype(const char* name, const Tensor& t, ScalarType expected) {
+  check_runtime(t.scalar_type() == expected, name, ": expected dtype ", dtype_text(expected), ", got ",
+                dtype_text(t.scalar_type()));
+}
+
+}  // namespace
+
+LinearCall check_linear_attention(const LinearInputs& in) {
+  const Tensor &q = in.query, &k = in.key, &v = in.value;
+  LinearCall c;
+  check_dim("query", q, 4);
+  check_floating("query", q);
+  check_same_dtype("key", k, "query", q);
+  check_same_dtype("value", v, "query", q);
+  check_same_device("key", k, "query", q);
+  check_same_device("value", v, "query", q);
+  check_dim("key", k, 4);
+  check_dim("value", v, 4);
+  LinearParams& p = c.params;
+  c.dtype = q.scalar_type();
+  c.state_dtype = c.dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  c.batch = q.size(0), c.q_heads = q.size(1), c.kv_heads = k.size(1);
+  p.q_len = q.size(2), p.kv_len = k.size(2), p.head_dim = q.size(3), p.v_head_dim = v.size(3);
+  check_value(p.head_dim > 0, "query: expected a head_dim (last dimension) of at least 1, got shape ", shape_text(q));
+  check_value(c.kv_heads > 0 ? c.q_heads % c.kv_heads == 0 : c.q_heads == 0,
+              "key: expected a head count that divides query's, ", c.q_heads, ", got ", c.kv_heads, " (key has shape ",
+              shape_text(k), ")");
+  p.group = c.kv_heads > 0 ? c.q_heads / c.kv_heads : 1;
+  check_shape("key", k, {c.batch, c.kv_heads, p.kv_len, p.head_dim}, "(batch, kv_heads, kv_len, head_dim)");
+  check_shape("value", v, {c.batch, c.kv_heads, p.kv_len, p.v_head_dim}, "(batch, kv_heads, kv_len, v_head_dim)");
+  check_value(!in.is_causal || p.q_len == p.kv_len, "key: expected as many keys as query rows with is_causal, ",
+              p.q_len, ", got ", p.kv_len);
+  check_value(in.feature_map >= 0 && in.feature_map <= 2,
+              "feature_map: expected 0 (identity), 1 (relu) or 2 (elu+1), "
+              "got ",
+              in.feature_map);
+  check_value(std::isfinite(in.scale), "scale: expected a finite number, got ", in.scale);
+  check_value(std::isfinite(in.eps) && in.eps >= 0, "eps: expected a finite number of at least 0, got ", in.eps);
+  if (in.key_padding_mask) {
+    const Tensor& m = *in.key_padding_mask;
+    check_runtime(m.scalar_type() == ScalarType::Bool, "key_padding_mask: expected dtype torch.bool, got ",
+                  dtype_text(m.scalar_type()));
+    check_shape("key_padding_mask", m, {c.batch, p.kv_len}, "(batch, kv_len)");
+    check_same_device("key_padding_mask", m, "query", q);
+  }
+  if (in.initial_state) {
+    check_state_dtype("initial_state", *in.initial_state, c.state_dtype);
+    check_shape("initial_state", *in.initial_state, {c.batch, c.kv_heads, p.head_dim, p.v_head_dim},
+                "(batch, kv_heads, head_dim, v_head_dim)");
+    check_same_device("initial_state", *in.initial_state, "query", q);
+  }
+  check_value(in.initial_normalizer.has_value() == (in.normalize && in.initial_state.has_value()),
+              in.initial_normalizer ? "initial_normalizer: expected None without normalize or without initial_state"
+                                    : "initial_normalizer: expected a tensor beside initial_state with normalize, got "
+                                      "None");
+  if (in.initial_normalizer) {
+    check_state_dtype("initial_normalizer", *in.initial_normalizer, c.state_dtype);
+    check_shape("initial_normalizer", *in.initial_normalizer, {c.batch, c.kv_heads, p.head_dim},
+                "(batch, kv_heads, head_dim)");
+    check_same_device("initial_normalizer", *in.initial_normalizer, "query", q);
+  }
+  p.scale = in.scale, p.eps = in.eps, p.causal = in.is_causal, p.normalize = in.normalize;
+  p.feature_map = static_cast<FeatureMap>(in.feature_map);
+  return c;
+}
+
+LinearResults linear_attention_forward(const LinearBackend& backend, const LinearInputs& in) {
+  const LinearCall c = check_linear_attention(in);
+  const LinearParams& p = c.params;
+  const Tensor out = aten::empty(in.query, {c.batch, c.q_heads, p.q_len, p.v_head_dim});
+  const Tensor state = aten::empty(in.query, {c.batch, c.kv_heads, p.head_dim, p.v_head_dim}, c.state_dtype);
+  Tensor denominator, normalizer;
+  if (p.normalize) {
+    denominator = aten::empty(in.query, {c.batch, c.q_heads, p.q_len}, c.state_dtype);
+    normalizer = aten::empty(in.query, {c.batch, c.kv_heads, p.head_dim}, c.state_dtype);
+  } else {
+    denominator = aten::empty(in.query, {0}, c.state_dtype);
+    normalizer = aten::empty(in.query, {0}, c.state_dtype);
+  }
+  backend.forward(c, in, out, denominator, state, normalizer);
+  return {out, denominator, state, normalizer};
+}
+
+LinearGradients linear_attention_backward(const LinearBackend& backend, const LinearInputs& in,
+                                          const LinearGradientInputs& grads, int64_t need) {
+  const LinearCall c = check_linear_attention(in);
+  const LinearParams& p = c.params;
+  check_value(need >= 0 && need < 32, "need: expected a bit set from 0 to 31, got ", need);
+  for (const auto& [name, t] : {std::pair{"grad_out", &grads.grad_out}, {"out", &grads.out}}) {
+    check_same_dtype(name, *t, "query", in.query);
+    check_shape(name, *t, {c.batch, c.q_heads, p.q_len, p.v_head_dim}, "(batch, q_heads, q_len, v_head_dim)");
+  }
+  if (p.normalize) {
+    check_state_dtype("denominator", grads.denominator, c.state_dtype);
+    check_shape("denominator", grads.denominator, {c.batch, c.q_heads, p.q_len}, "(batch, q_heads, q_len)");
+  }
+  if (grads.grad_denominator && p.normalize) {
+    check_state_dtype("grad_denominator", *grads.grad_denominator, c.state_dtype);
+    check_shape("grad_denominator", *grads.grad_denominator, {c.batch, c.q_heads, p.q_len}, "(batch, q_heads, q_len)");
+  }
+  if (grads.grad_state) {
+    check_state_dtype("grad_state", *grads.grad_state, c.state_dtype);
+    check_shape("grad_state", *grads.grad_state, {c.batch, c.kv_heads, p.head_dim, p.v_head_dim},
+                "(batch, kv_heads, head_dim, v_head_dim)");
+  }
+  if (grads.grad_normalizer && p.normalize) {
+    check_state_dtype("grad_normalizer", *grads.grad_normalizer, c.state_dtype);
+    check_shape("grad_normalizer", *grads.grad_normalizer, {c.batch, c.kv_heads, p.head_dim},
+                "(batch, kv_heads, head_dim)");
+  }
+  const Tensor none = aten::none(in.query);
+  const auto like = [&](int bits, const Tensor& t) {
+    if (!(need & bits)) return none;
+    return aten::empty(t, {t.size(0), t.size(1), t.size(2), t.size(3)});
+  };
+  const bool normalizer = need & 16 && in.initial_normalizer;
+  const LinearGradients result{
+      like(1, in.query), like(6, in.key), like(6, in.value), in.initial_state ? like(8, *in.initial_state) : none,
+      normalizer ? aten::empty(in.query, {c.batch, c.kv_heads, p.head_dim}, c.state_dtype) : none};
+  backend.backward(c, in, grads, result);
+  const auto& [grad_query, grad_key, grad_value, grad_state, grad_normalizer] = result;
+  return {grad_query, need & 2 ? grad_key : none, need & 4 ? grad_value : none, grad_state, grad_normalizer};
+}
+
+}  // namespace attnjourney
+
+// feature_map: 0 identity, 1 relu, 2 elu+1
+STABLE_TORCH_LIBRARY_FRAGMENT(attnjourney, m) {
+  m.def(
+      "linear_attention(Tensor query, Tensor key, Tensor value, Tensor? key_padding_mask=None, "
+      "Tensor? initial_state=None, Tensor? initial_normalizer=None, *, int feature_map=2, bool is_causal=True, "
+      "float scale=1.0, bool normalize=True, float eps=1e-06) -> Tensor");
+  m.def(
+      "linear_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? key_padding_mask=None, "
+      "Tensor? initial_state=None, Tensor? initial_normalizer=None, *, int feature_map=2, bool is_causal=True, "
+      "float scale=1.0, bool normalize=True, float eps=1e-06) "
+      "-> (Tensor out, Tensor denominator, Tensor state, Tensor normalizer)");
+  m.def(
+      "linear_attention_backward(Tensor grad_out, Tensor? grad_denominator, Tensor? grad_state, Tensor? "
+      "grad_normalizer, Tensor query, "
+      "Tensor key, Tensor value, Tensor? key_padding_mask, Tensor? initial_state, Tensor? initial_normalizer, "
+      "Tensor out, Tensor denominator, *, int feature_map=2, bool is_causal=True, float scale=1.0, "
+      "bool normalize=True, float eps=1e-06, int need) "
+      "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_initial_state, "
+      "Tensor grad_initial_normalizer)");
+}
