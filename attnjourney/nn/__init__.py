@@ -2,6 +2,7 @@
 
 from .causal_self_attention import CausalSelfAttention
 from .grouped_query_attention import GroupedQueryAttention
+from .infini_attention import InfiniAttention
 from .linear_attention import LinearAttention
 from .multihead_attention import MultiheadAttention
 from .multihead_latent_attention import MultiheadLatentAttention
@@ -9,6 +10,7 @@ from .multihead_latent_attention import MultiheadLatentAttention
 __all__ = [
     "CausalSelfAttention",
     "GroupedQueryAttention",
+    "InfiniAttention",
     "LinearAttention",
     "MultiheadAttention",
     "MultiheadLatentAttention",

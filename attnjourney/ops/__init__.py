@@ -5,6 +5,7 @@ from .attention_weights import attention_weights
 from .decode import decode
 from .gpt_attention import gpt_attention
 from .gqa import gqa
+from .infini_attention import infini_attention
 from .linear_attention import linear_attention
 from .merge_states import merge_states
 from .mha import mha
@@ -19,6 +20,7 @@ __all__ = [
     "decode",
     "gpt_attention",
     "gqa",
+    "infini_attention",
     "linear_attention",
     "merge_states",
     "mha",

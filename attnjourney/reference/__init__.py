@@ -5,6 +5,7 @@ from .attention import attention, attention_weights, dropout_keep_mask, merge_st
 from .decode import decode, mla_decode
 from .gpt_attention import gpt_attention
 from .gqa import gqa
+from .infini_attention import infini_attention
 from .linear_attention import linear_attention
 from .mha import mha
 from .mla import mla
@@ -16,6 +17,7 @@ __all__ = [
     "dropout_keep_mask",
     "gpt_attention",
     "gqa",
+    "infini_attention",
     "linear_attention",
     "merge_states",
     "mha",
