@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "attention_schema.h"
+
 namespace attnjourney {
 namespace {
 
@@ -232,14 +234,6 @@ AttentionCall check_attention(const Tensor& query, const Tensor& key, const Tens
 
 // `need` is a bit set: 1 query, 2 key, 4 value, 8 attn_mask, 16 sinks, 32 alibi_slopes; a gradient not needed comes
 // back with shape (0,).
-#define ATTNJOURNEY_VARLEN_OPTIONS                                                                      \
-  "int causal_alignment=0, SymInt[2] window_size=[-1, -1], SymInt prefix_length=0, float softcap=0.0, " \
-  "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? dropout_seed=None"
-#define ATTNJOURNEY_ATTENTION_OPTIONS                                                                          \
-  "int causal_alignment=0, SymInt[2] window_size=[-1, -1], SymInt prefix_length=0, Tensor? key_lengths=None, " \
-  "Tensor? query_lengths=None, float softcap=0.0, Tensor? sinks=None, Tensor? alibi_slopes=None, "             \
-  "Tensor? dropout_seed=None"
-
 STABLE_TORCH_LIBRARY(attnjourney, m) {
   m.def(
       "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, "

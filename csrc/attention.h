@@ -74,13 +74,28 @@ struct AttentionGradients {
   bool any() const { return query || key || value || attn_mask || sinks || alibi_slopes; }
 };
 
-// What a device supplies. out (..., q_len, v_head_dim) may have any strides with a dense last dimension; lse is dense.
+// Directions of derivatives: of the shape and dtype of what they belong to, nullopt for zero.
+struct AttentionTangents {
+  OptionalTensor query, key, value, attn_mask, sinks, alibi_slopes;
+  OptionalTensor grad_out, grad_lse;
+  OptionalTensor out, lse;  // what the jvp writes and that of the backward reads
+};
+
+// What a device supplies; the derivatives of the two may be missing. out (..., q_len, v_head_dim) may have any strides
+// with a dense last dimension; lse is dense.
 struct AttentionBackend {
   void (*forward)(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionOptions&, Tensor& out,
                   Tensor& lse);
   void (*backward)(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,
                    const Tensor& value, const AttentionOptions&, const Tensor& out, const Tensor& lse,
                    AttentionGradients& gradients);
+  // the derivative of forward in the direction of `tangents`, into tangents.out and tangents.lse
+  void (*jvp)(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionOptions&, const Tensor& out,
+              const Tensor& lse, const AttentionTangents& tangents) = nullptr;
+  // the derivative of backward, where tangents.out and tangents.lse are those that jvp gives
+  void (*backward_jvp)(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,
+                       const Tensor& value, const AttentionOptions&, const Tensor& out, const Tensor& lse,
+                       const AttentionTangents& tangents, AttentionGradients& gradients) = nullptr;
 };
 extern const AttentionBackend cpu_attention;  // csrc/cpu/attention.cpp
 

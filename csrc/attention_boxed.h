@@ -48,6 +48,18 @@ struct AttentionOperators {
     check_dim("value", value, 3);
   }
 
+  // packed sequences have no mask, so no bit and no gradient of one
+  static int64_t dense_need(int64_t need) {
+    check_value(need >= 0 && need < 32, "need: expected a bit set from 0 to 31, got ", need);
+    return (need & 7) | (need & 24) << 1;
+  }
+  using PackedGradientTuple = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+  static PackedGradientTuple packed(const AttentionGradientTuple& dense) {
+    const auto& [query, key, value, mask, sinks, slopes] = dense;
+    const auto back = [](const Tensor& t) { return t.dim() == 3 ? swapped(t) : t; };
+    return {back(query), back(key), back(value), sinks, slopes};
+  }
+
   static std::tuple<Tensor, Tensor> varlen_forward(const Tensor& query, const Tensor& key, const Tensor& value,
                                                    const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
                                                    double dropout_p, bool is_causal, std::optional<double> scale,
@@ -62,23 +74,21 @@ struct AttentionOperators {
     return {swapped(out), lse};
   }
 
-  static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> varlen_backward(
-      const Tensor& grad_out, OptionalTensor grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
-      const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, const Tensor& out, const Tensor& lse, double dropout_p,
-      bool is_causal, std::optional<double> scale, int64_t causal_alignment, std::vector<int64_t> window_size,
-      int64_t prefix_length, double softcap, OptionalTensor sinks, OptionalTensor alibi_slopes,
-      OptionalTensor dropout_seed, int64_t need) {
+  static PackedGradientTuple varlen_backward(const Tensor& grad_out, OptionalTensor grad_lse, const Tensor& query,
+                                             const Tensor& key, const Tensor& value, const Tensor& cu_seqlens_q,
+                                             const Tensor& cu_seqlens_k, const Tensor& out, const Tensor& lse,
+                                             double dropout_p, bool is_causal, std::optional<double> scale,
+                                             int64_t causal_alignment, std::vector<int64_t> window_size,
+                                             int64_t prefix_length, double softcap, OptionalTensor sinks,
+                                             OptionalTensor alibi_slopes, OptionalTensor dropout_seed, int64_t need) {
     check_packed_rank(query, key, value);
     check_dim("grad_out", grad_out, 3);
     check_dim("out", out, 3);
-    check_value(need >= 0 && need < 32, "need: expected a bit set from 0 to 31, got ", need);
-    const auto [grad_query, grad_key, grad_value, mask, grad_sinks, grad_slopes] = attention_backward(
+    return packed(attention_backward(
         backend, swapped(grad_out), grad_lse, swapped(query), swapped(key), swapped(value),
         {std::nullopt, dropout_p, is_causal, scale, true, dropout_seed, causal_alignment, window_of(window_size),
          prefix_length, std::nullopt, std::nullopt, softcap, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k},
-        swapped(out), lse, (need & 7) | (need & 24) << 1);
-    const auto packed = [](const Tensor& t) { return t.dim() == 3 ? swapped(t) : t; };
-    return {packed(grad_query), packed(grad_key), packed(grad_value), grad_sinks, grad_slopes};
+        swapped(out), lse, dense_need(need)));
   }
 };
 

@@ -44,6 +44,56 @@ Tensor empty_like_inputs(const AttentionCall& c, const Tensor& query, const std:
   return torch::stable::transpose(t, 0, 1);
 }
 
+// Checks of tensors that are like the results, (..., heads, q_len, v_head_dim) and (..., heads, q_len), or like an
+// input.
+class Like {
+ public:
+  Like(const AttentionCall& c, const Tensor& query) : c_(c), query_(query) {}
+  std::vector<int64_t> shape(int64_t heads, std::initializer_list<int64_t> rest) const {
+    std::vector<int64_t> s(c_.batch_size, c_.batch_size + c_.batch_dims);
+    if (c_.rank >= 3) s.push_back(heads);
+    s.insert(s.end(), rest);
+    return s;
+  }
+  void out(const char* name, const Tensor& t) const {
+    check_shape(name, t, shape(c_.q_heads, {c_.params.q_len, c_.params.v_head_dim}));
+    check_same_dtype(name, t, "query", query_);
+    check_same_device(name, t, "query", query_);
+  }
+  void lse(const char* name, const Tensor& t) const {
+    check_shape(name, t, shape(c_.q_heads, {c_.params.q_len}));
+    check_runtime(t.scalar_type() == c_.lse_dtype, name, ": expected dtype ", dtype_text(c_.lse_dtype), ", got ",
+                  dtype_text(t.scalar_type()));
+    check_same_device(name, t, "query", query_);
+  }
+  void input(const char* name, const OptionalTensor& t, const char* like_name, const OptionalTensor& like) const {
+    if (!t) return;
+    check_value(like.has_value(), name, ": expected None where ", like_name, " is None, got shape ", shape_text(*t));
+    const auto s = like->sizes();
+    check_shape(name, *t, {s.begin(), s.end()});
+    check_same_dtype(name, *t, like_name, *like);
+    check_same_device(name, *t, "query", query_);
+  }
+  void tangents(const AttentionTangents& t, const Tensor& key, const Tensor& value, const AttentionOptions& o) const {
+    input("query_tangent", t.query, "query", query_);
+    input("key_tangent", t.key, "key", key);
+    input("value_tangent", t.value, "value", value);
+    input("attn_mask_tangent", t.attn_mask, "attn_mask", o.attn_mask);
+    check_value(!t.attn_mask || c_.params.mask == MaskKind::floating,
+                "attn_mask_tangent: expected None beside a mask of dtype torch.bool");
+    input("sinks_tangent", t.sinks, "sinks", o.sinks);
+    input("alibi_slopes_tangent", t.alibi_slopes, "alibi_slopes", o.alibi_slopes);
+    if (t.grad_out) out("grad_out_tangent", *t.grad_out);
+    if (t.grad_lse) lse("grad_lse_tangent", *t.grad_lse);
+    if (t.out) out("out_tangent", *t.out);
+    if (t.lse) lse("lse_tangent", *t.lse);
+  }
+
+ private:
+  const AttentionCall& c_;
+  const Tensor& query_;
+};
+
 }  // namespace
 
 std::tuple<Tensor, Tensor> attention_forward(const AttentionBackend& backend, const Tensor& query, const Tensor& key,
@@ -58,44 +108,48 @@ std::tuple<Tensor, Tensor> attention_forward(const AttentionBackend& backend, co
   return {out, lse};
 }
 
+std::tuple<Tensor, Tensor> attention_jvp(const AttentionBackend& backend, const Tensor& query, const Tensor& key,
+                                         const Tensor& value, const AttentionOptions& options, const Tensor& out,
+                                         const Tensor& lse, AttentionTangents tangents) {
+  const AttentionCall c = check_attention(query, key, value, options);
+  const Like like(c, query);
+  like.out("out", out);
+  like.lse("lse", lse);
+  like.tangents(tangents, key, value, options);
+  tangents.lse = aten::empty(query, like.shape(c.q_heads, {c.params.q_len}), c.lse_dtype);
+  tangents.out = empty_like_inputs(c, query, like.shape(c.q_heads, {c.params.q_len, c.params.v_head_dim}));
+  backend.jvp(query, key, value, options, out, lse, tangents);
+  return {*tangents.out, *tangents.lse};
+}
+
 AttentionGradientTuple attention_backward(const AttentionBackend& backend, const Tensor& grad_out,
                                           const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,
                                           const Tensor& value, const AttentionOptions& options, const Tensor& out,
-                                          const Tensor& lse, int64_t need) {
+                                          const Tensor& lse, int64_t need, const AttentionTangents* tangents) {
   const AttentionCall c = check_attention(query, key, value, options);
   const AttentionParams& p = c.params;
-  const auto shape = [&](int64_t heads, std::initializer_list<int64_t> rest) {
-    std::vector<int64_t> s(c.batch_size, c.batch_size + c.batch_dims);
-    if (c.rank >= 3) s.push_back(heads);
-    s.insert(s.end(), rest);
-    return s;
-  };
-  const auto lse_like = [&](const char* name, const Tensor& t) {
-    check_shape(name, t, shape(c.q_heads, {p.q_len}));
-    check_runtime(t.scalar_type() == c.lse_dtype, name, ": expected dtype ", dtype_text(c.lse_dtype), ", got ",
-                  dtype_text(t.scalar_type()));
-    check_same_device(name, t, "query", query);
-  };
-  const auto out_like = [&](const char* name, const Tensor& t) {
-    check_shape(name, t, shape(c.q_heads, {p.q_len, p.v_head_dim}));
-    check_same_dtype(name, t, "query", query);
-    check_same_device(name, t, "query", query);
-  };
-  out_like("grad_out", grad_out);
-  out_like("out", out);
-  lse_like("lse", lse);
-  if (grad_lse) lse_like("grad_lse", *grad_lse);
+  const Like like(c, query);
+  like.out("grad_out", grad_out);
+  like.out("out", out);
+  like.lse("lse", lse);
+  if (grad_lse) like.lse("grad_lse", *grad_lse);
+  if (tangents) like.tangents(*tangents, key, value, options);
   check_value(need >= 0 && need < 64, "need: expected a bit set from 0 to 63, got ", need);
 
-  const auto like = [](const Tensor& t) { return aten::empty(t, t.sizes()); };
+  const auto empty_like = [](const Tensor& t) { return aten::empty(t, t.sizes()); };
   AttentionGradients g;
-  if (need & 1) g.query = empty_like_inputs(c, query, shape(c.q_heads, {p.q_len, p.head_dim}));
-  if (need & 2) g.key = empty_like_inputs(c, query, shape(c.kv_heads, {p.kv_len, p.head_dim}));
-  if (need & 4) g.value = empty_like_inputs(c, query, shape(c.kv_heads, {p.kv_len, p.v_head_dim}));
-  if ((need & 8) && p.mask == MaskKind::floating) g.attn_mask = like(*options.attn_mask);
-  if ((need & 16) && options.sinks) g.sinks = like(*options.sinks);
-  if ((need & 32) && options.alibi_slopes) g.alibi_slopes = like(*options.alibi_slopes);
-  if (g.any()) backend.backward(grad_out, grad_lse, query, key, value, options, out, lse, g);
+  if (need & 1) g.query = empty_like_inputs(c, query, like.shape(c.q_heads, {p.q_len, p.head_dim}));
+  if (need & 2) g.key = empty_like_inputs(c, query, like.shape(c.kv_heads, {p.kv_len, p.head_dim}));
+  if (need & 4) g.value = empty_like_inputs(c, query, like.shape(c.kv_heads, {p.kv_len, p.v_head_dim}));
+  if ((need & 8) && p.mask == MaskKind::floating) g.attn_mask = empty_like(*options.attn_mask);
+  if ((need & 16) && options.sinks) g.sinks = empty_like(*options.sinks);
+  if ((need & 32) && options.alibi_slopes) g.alibi_slopes = empty_like(*options.alibi_slopes);
+  if (g.any()) {
+    if (tangents)
+      backend.backward_jvp(grad_out, grad_lse, query, key, value, options, out, lse, *tangents, g);
+    else
+      backend.backward(grad_out, grad_lse, query, key, value, options, out, lse, g);
+  }
   return {g.query ? reduce_to(*g.query, query) : aten::none(query),
           g.key ? reduce_heads(c, *g.key, key) : aten::none(query),
           g.value ? reduce_heads(c, *g.value, value) : aten::none(query),

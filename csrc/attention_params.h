@@ -41,6 +41,18 @@ struct HeadPointers {
   double slope = 0;                // of ALiBi
 };
 
+// Tangents of one query head, for derivatives in a direction: like what they belong to, null where zero, with row
+// strides of their own.
+struct HeadTangents {
+  const void *query = nullptr, *key = nullptr, *value = nullptr, *mask = nullptr;
+  const void *grad_out = nullptr, *grad_lse = nullptr;
+  void *out = nullptr, *lse = nullptr;  // written by the jvp, read by that of the backward
+  double sink = 0, slope = 0;
+  int64_t q_row = 0, k_row = 0, v_row = 0, mask_row = 0, mask_col = 0, grad_out_row = 0, out_row = 0;
+
+  bool scores() const { return query || key || mask || slope != 0; }  // any score changes
+};
+
 // Where the gradients of one query head go, and those of its key/value head; null where none is wanted.
 struct HeadGradients {
   void* query = nullptr;  // [q_len, head_dim]

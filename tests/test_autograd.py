@@ -3,7 +3,6 @@ raises."""
 
 import pytest
 import torch
-from torch.autograd import forward_ad
 from torch.autograd.gradcheck import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -256,64 +255,6 @@ def test_second_backward_of_freed_graph_and_version_check():
     changed.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
-
-
-def test_create_graph_raises():
-    query, key, value = qkv()
-    for operator in (attnjourney.attention, lambda *x: ops.attention_forward(*x)[0]):
-        with pytest.raises(NotImplementedError, match="attnjourney::attention: double backward"):
-            torch.autograd.grad(operator(query, key, value).sum(), query, create_graph=True)
-
-
-def test_raw_backward_raises_when_differentiated():
-    query, key, value = qkv()
-    with torch.no_grad():
-        out, lse = ops.attention_forward(query, key, value)
-    grads = ops.attention_backward(torch.ones_like(out), None, query, key, value, None, out, lse)
-    with pytest.raises(NotImplementedError, match="attnjourney::attention: double backward"):
-        grads[0].sum().backward()
-
-
-@pytest.mark.parametrize("grad_mode", [True, False])
-@pytest.mark.parametrize("operator", [attnjourney.attention, ops.attention_forward])
-def test_forward_mode_raises(operator, grad_mode):
-    plain = [x.detach() for x in qkv()]
-    mask = float_mask(3, 3).detach()
-    with torch.set_grad_enabled(grad_mode), forward_ad.dual_level():
-        operator(*plain, mask)  # no tangent: nothing to lose
-        for i in range(4):
-            inputs = [*plain, mask]
-            inputs[i] = forward_ad.make_dual(inputs[i], torch.ones_like(inputs[i]))
-            with pytest.raises(NotImplementedError, match="attnjourney::attention: forward-mode"):
-                operator(*inputs)
-
-
-def test_forward_mode_of_backward_raises():
-    query, key, value = qkv()
-    out = attnjourney.attention(query, key, value)
-    with forward_ad.dual_level():
-        grad_out = forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out))
-        with pytest.raises(NotImplementedError, match="attnjourney::attention: forward-mode"):
-            torch.autograd.grad(out, query, grad_out)
-
-
-def test_torch_func_higher_order_raises():
-    from torch.func import hessian, jacfwd, jacrev, jvp, vmap
-
-    inputs = tuple(x.detach() for x in qkv((1, 1, 2, 2)))
-
-    def loss(query):
-        return attnjourney.attention(query, *inputs[1:]).square().sum()
-
-    for transformed in (
-        lambda: jvp(loss, inputs[:1], inputs[:1]),
-        lambda: jacfwd(loss)(inputs[0]),
-        lambda: hessian(loss)(inputs[0]),
-        lambda: jacrev(jacrev(loss))(inputs[0]),
-        lambda: vmap(lambda q: jvp(loss, (q,), (q,)))(inputs[0].expand(2, 1, 1, 2, 2)),
-    ):
-        with pytest.raises(NotImplementedError, match="attnjourney::attention: "):
-            transformed()
 
 
 def test_errors_keep_their_type_and_text():

@@ -42,6 +42,7 @@ SELECTION = [
     "test_options.py::test_values_and_gradients",
     "test_linear_attention.py::test_values_and_gradients",
     "test_linear_attention.py::test_a_nan_shows_in_the_rows_that_see_it_and_in_no_other",
+    "test_derivatives.py::test_values",
 ]
 
 

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from ._operator import NAMESPACE, Signature
+from ._operator import NAMESPACE, Signature, carries_tangent
 from ._registration import LIBRARY, _any_requires_grad, _below_autograd, _grad_enabled
 
 
@@ -41,6 +42,8 @@ def register_inference(
                 f"{which}: expected a tensor that does not require grad, {NAMESPACE}::{name} has no backward: "
                 "call it under torch.no_grad() or detach the tensor"
             )
+        if forward_ad._current_level >= 0 and any(map(carries_tangent, (*args, *kwargs.values()))):
+            raise NotImplementedError(f"{NAMESPACE}::{name} has no forward derivative: its tangent would be lost")
         with _below_autograd():
             result = operator(*args, **kwargs)
         for i in written:

@@ -1,4 +1,7 @@
-"""The autograd nodes of an operator: one for eager mode and torch.compile, one for torch.func, one for the backward."""
+"""The autograd nodes of an operator: one for eager mode and torch.compile, one for torch.func.
+
+_derivatives.py has those of its derivatives.
+"""
 
 from __future__ import annotations
 
@@ -7,56 +10,15 @@ from collections.abc import Callable
 import torch
 from torch.autograd import Function, forward_ad
 
-from ._operator import Operator, Signature, pick
+from ._derivatives import Derivatives, one_call_a_sample
+from ._operator import Operator, pick
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _grad_enabled = torch.is_grad_enabled
 _transforms_active = torch._C._are_functorch_transforms_active
 
 
-def backward_node(op: Operator, vmap_rule: Callable | None) -> type[Function]:
-    """op_backward as a Function: batches under vmap; its own derivatives raise."""
-
-    class Backward(Function):
-        @staticmethod
-        def forward(*flat):
-            with _below_autograd():
-                return op.backward.call(flat)
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            pass
-
-        @staticmethod
-        def backward(ctx, *grads):
-            raise op.refuse("double backward")
-
-        @staticmethod
-        def jvp(ctx, *tangents):
-            raise op.refuse("forward-mode automatic differentiation of the backward")
-
-        @staticmethod
-        def vmap(info, in_dims, *flat):
-            batched = vmap_rule(info, in_dims, *flat) if vmap_rule else None
-            return batched or one_call_a_sample(op.backward, info, in_dims, flat)
-
-    Backward.__name__ = Backward.__qualname__ = op.name.replace("::", "_") + "_backward"
-    return Backward
-
-
-def one_call_a_sample(signature: Signature, info, in_dims, flat: tuple) -> tuple[tuple, tuple]:
-    """The batching rule of last resort."""
-    samples = [
-        signature.call(
-            tuple(x.select(d, i) if isinstance(x, torch.Tensor) and d is not None else x for x, d in zip(flat, in_dims))
-        )
-        for i in range(info.batch_size)
-    ]
-    outputs = tuple(None if x[0] is None else torch.stack(x) for x in zip(*samples))
-    return outputs, tuple(None if x is None else 0 for x in outputs)
-
-
-def eager_node(op: Operator, backward_function: type[Function], all_outputs: bool) -> Callable:
+def eager_node(op: Operator, derivatives: Derivatives, all_outputs: bool) -> Callable:
     """The node of eager mode and torch.compile. forward(ctx, ...) instead of setup_context: that alone costs 60 us."""
     grads_of = pick([op.forward.outputs.index(o) for o in op.differentiable])
     not_differentiable = pick([i for i, o in enumerate(op.forward.outputs) if o not in op.differentiable])
@@ -71,6 +33,8 @@ def eager_node(op: Operator, backward_function: type[Function], all_outputs: boo
             with _below_autograd():
                 outputs = op.forward.call(flat)
             op.save(ctx, flat, outputs)
+            if forward_ad._current_level >= 0:
+                ctx.save_for_forward(*op.pick_tensors((*flat, *outputs)))
             if not all_outputs:
                 return outputs[0]
             if has_constants:
@@ -80,13 +44,15 @@ def eager_node(op: Operator, backward_function: type[Function], all_outputs: boo
         @staticmethod
         def backward(ctx, *grads):
             needs = ctx.needs_input_grad
-            flat = op.backward_arguments(ctx, grads_of(grads) if all_outputs else (*grads, *missing), needs)
+            grads = grads_of(grads) if all_outputs else (*grads, *missing)
+            higher = _grad_enabled() or forward_ad._current_level >= 0  # will be differentiated again
+            if higher and op.composite is not None:
+                return _through_composite(op, ctx, grads, needs)
+            flat = op.backward_arguments(ctx, grads, needs)
             if flat is None:
                 return (None,) * len(needs)
-            if _transforms_active() or forward_ad._current_level >= 0:
-                gradients = backward_function.apply(*flat)
-            elif _grad_enabled():
-                raise op.refuse("double backward (create_graph=True)")
+            if higher or _transforms_active():
+                gradients = derivatives.backward_node.apply(*flat)
             else:
                 with _below_autograd():
                     gradients = op.backward.call(flat)
@@ -94,13 +60,14 @@ def eager_node(op: Operator, backward_function: type[Function], all_outputs: boo
 
         @staticmethod
         def jvp(ctx, *tangents):
-            raise op.refuse("forward-mode automatic differentiation")
+            changes = _jvp(op, derivatives, ctx, tangents)
+            return changes if all_outputs else changes[0]
 
     Eager.__name__ = Eager.__qualname__ = op.name.replace("::", "_")
     return super(Function, Eager).apply  # the C++ part alone: Function.apply's Python serves torch.func only
 
 
-def transformed_node(op: Operator, backward_function: type[Function], vmap_rule: Callable) -> type[Function]:
+def transformed_node(op: Operator, derivatives: Derivatives, vmap_rule: Callable) -> type[Function]:
     """The node of torch.func: every transform peels off one level and comes back here."""
 
     class Transformed(Function):
@@ -111,6 +78,7 @@ def transformed_node(op: Operator, backward_function: type[Function], vmap_rule:
         @staticmethod
         def setup_context(ctx, inputs, output):
             op.save(ctx, inputs, output)
+            ctx.save_for_forward(*op.pick_tensors((*inputs, *output)))
 
         @staticmethod
         def backward(ctx, *grads):
@@ -118,11 +86,11 @@ def transformed_node(op: Operator, backward_function: type[Function], vmap_rule:
             flat = op.backward_arguments(ctx, grads, needs)
             if flat is None:
                 return (None,) * len(needs)
-            return op.spread(backward_function.apply(*flat), needs)
+            return op.spread(derivatives.backward_node.apply(*flat), needs)
 
         @staticmethod
         def jvp(ctx, *tangents):
-            raise op.refuse("forward-mode automatic differentiation")
+            return _jvp(op, derivatives, ctx, tangents)
 
         @staticmethod
         def vmap(info, in_dims, *flat):
@@ -130,3 +98,34 @@ def transformed_node(op: Operator, backward_function: type[Function], vmap_rule:
 
     Transformed.__name__ = Transformed.__qualname__ = op.name.replace("::", "_")
     return Transformed
+
+
+def _jvp(op: Operator, derivatives: Derivatives, ctx, tangents: tuple) -> tuple:
+    """The tangents of all results of op_forward."""
+    if op.jvp is None:
+        raise op.refuse(f"forward-mode automatic differentiation of {op.forward.operator.name()}")
+    named = {name: t for name, t in zip(op.forward.names, tangents) if t is not None}
+    changes = dict(zip(op.differentiable, derivatives.jvp(op.named(ctx), named)))
+    return tuple(changes.get(o) for o in op.forward.outputs)
+
+
+def _through_composite(op: Operator, ctx, grads: tuple, needs: tuple) -> tuple:
+    """The gradients of an operator without op_jvp as differentiable functions of its inputs: the backward of its
+    composite, run once more. Its memory is that of the operators it is composed of."""
+    if all(g is None for g in grads):
+        return (None,) * len(needs)
+    again = _grad_enabled()
+    values = op.named(ctx)
+    named = {name: values[name] for name in op.forward.names}
+    wanted = [i for i, need in enumerate(needs) if need]
+    with torch.enable_grad(), torch.autocast(grads[0].device.type, enabled=False):
+        for i in wanted:  # a view each: an input that is there twice gets its two gradients apart
+            name = op.forward.names[i]
+            named[name] = named[name].view_as(named[name])
+        out = op.composite(**named)
+        inputs = [named[op.forward.names[i]] for i in wanted]
+        found = torch.autograd.grad(out, inputs, grads[0], create_graph=again, allow_unused=True)
+    result = [None] * len(needs)
+    for i, g in zip(wanted, found):
+        result[i] = g
+    return tuple(result)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .. import _library
 
@@ -50,6 +51,11 @@ class Signature:
         return self.operator(*flat[:n], **dict(zip(self.keywords, flat[n:])))
 
 
+def carries_tangent(x: Any) -> bool:
+    """Whether forward-mode differentiation, if it is on, moves x."""
+    return forward_ad._current_level >= 0 and isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None
+
+
 def pick(indices: Sequence[int]) -> Callable[[Sequence], tuple]:
     """tuple(x[i] for i in indices), fast."""
     if len(indices) == 1:
@@ -58,15 +64,20 @@ def pick(indices: Sequence[int]) -> Callable[[Sequence], tuple]:
 
 
 class Operator:
-    """The three overloads of an operator and what follows from their schemas."""
+    """The overloads of an operator and what follows from their schemas."""
 
-    def __init__(self, name: str, prepare: Callable[..., tuple] | None = None):
+    def __init__(self, name: str, prepare: Callable[..., tuple] | None = None, composite: Callable | None = None):
         namespace = getattr(torch.ops, NAMESPACE)
         self.name = f"{NAMESPACE}::{name}"
         self.prepare = prepare
         self.public = Signature(getattr(namespace, name).default)
         self.forward = forward = Signature(getattr(namespace, name + "_forward").default)
         self.backward = backward = Signature(getattr(namespace, name + "_backward").default)
+        self.jvp = self.backward_jvp = None  # derivatives in a direction
+        if hasattr(namespace, name + "_jvp"):
+            self.jvp = Signature(getattr(namespace, name + "_jvp").default)
+            self.backward_jvp = Signature(getattr(namespace, name + "_backward_jvp").default)
+        self.composite = composite if self.jvp is None else None  # what second derivatives go through instead
 
         if forward.names[: len(self.public.names)] != self.public.names:
             raise RuntimeError(f"{self.name}_forward must begin with the arguments of {self.name}")
@@ -75,9 +86,10 @@ class Operator:
 
         # saved for backward: tensors through save_for_backward, the rest as attributes
         pool = forward.names + [o for o in forward.outputs if o not in forward.names]
-        used = [n for n in backward.names if n in pool]
+        used = [n for n in pool if n in backward.names or (self.composite and n in forward.names)]
         tensors = [n for n in used if n not in forward.names or n in forward.tensors]
         others = [n for n in used if n not in tensors]
+        self.tensors, self.others = tensors, others
         everything = forward.names + forward.outputs
         self.pick_tensors = pick([everything.index(n) for n in tensors])
         self.pick_others = pick([forward.names.index(n) for n in others])
@@ -122,6 +134,10 @@ class Operator:
         ctx.save_for_backward(*self.pick_tensors((*flat, *outputs)))
         ctx.others = self.pick_others(flat)
         ctx.set_materialize_grads(False)
+
+    def named(self, ctx) -> dict[str, Any]:
+        """What `save` has saved, by name."""
+        return {**dict(zip(self.tensors, ctx.saved_tensors)), **dict(zip(self.others, ctx.others))}
 
     def backward_arguments(self, ctx, grads: tuple, needs: tuple) -> tuple | None:
         """The flat arguments of op_backward; None if no gradient has come in."""

@@ -27,10 +27,22 @@ What a call of `op` meets, from the outside in:
     Autograd                                     one node if anything requires grad, else op_forward alone
     CPU, CUDA                                    op_forward alone (inference_mode comes straight here)
 
-op_forward and op_backward have the same kernels, so calling them directly loses no gradient either. Forward-mode AD
-and double backward raise NotImplementedError.
+op_forward and op_backward have the same kernels, so calling them directly loses no gradient either.
 
-_operator.py reads the schemas, _nodes.py holds the autograd nodes, this file registers.
+Forward-mode AD and second derivatives come from two more schemas, or else go through the composite:
+
+    op_jvp(arguments...) -> (Tensor <output>_tangent, ...)
+    op_backward_jvp(arguments...) -> (Tensor grad_<input>_tangent, ...)
+
+* `op_jvp` takes any inputs and outputs of op_forward under their names, and `Tensor? <input>_tangent` for every input
+  with a gradient; None is a tangent of zero. It returns a tangent for every differentiable output, in order.
+* `op_backward_jvp` takes any arguments of op_backward, tangents of its inputs, its `grad_<output>` and the outputs by
+  the same rule, and last `need`. It returns the derivatives of op_backward's results.
+
+What these two give closes over all second derivatives (see _derivatives.py); third ones raise NotImplementedError. An
+operator without them and without a composite raises it for second ones and in forward mode, too.
+
+_operator.py reads the schemas, _nodes.py and _derivatives.py hold the autograd nodes, this file registers.
 """
 
 from __future__ import annotations
@@ -42,8 +54,9 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from ._nodes import backward_node, eager_node, transformed_node
-from ._operator import NAMESPACE, Operator, draw_seed
+from ._derivatives import Derivatives
+from ._nodes import eager_node, transformed_node
+from ._operator import NAMESPACE, Operator, Signature, draw_seed
 
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # lives as long as the module: its kernels go with it
 
@@ -90,9 +103,9 @@ def register(
     prepare: Callable[..., tuple] | None = None,
     fake_backward: Callable[..., tuple] | None = None,
     composite: Callable[..., Tensor] | None = None,
-    vmap: tuple[Callable, Callable] | None = None,
+    vmap: tuple[Callable, ...] | None = None,
     autocast: Sequence[str] = (),
-    flops: Callable[..., tuple[int, int]] | None = None,
+    flops: Callable[..., tuple[int, ...]] | None = None,
 ) -> torch._ops.OpOverload:
     """Completes the operator `name`, whose schemas and kernels the C++ library has registered, and returns it.
 
@@ -103,18 +116,21 @@ def register(
         prepare: the positional arguments of `op` -> those of op_forward; may, say, put None for a tensor that is there
             twice. Cheap: it is on the way of every call.
         fake_backward: the same for op_backward. Default: each gradient is like its input, which op_backward must take.
-        composite: `op` in terms of differentiable torch functions; serves torch.func. Takes the arguments of `op`.
-        vmap: instead of composite, the batching rules of op_forward and op_backward: `rule(info, in_dims, *arguments)`
-            as in torch.autograd.Function.vmap, arguments flat in schema order; None stands for one call a sample.
+        composite: `op` in terms of differentiable torch functions; serves torch.func, forward-mode AD and double
+            backward. Takes the arguments of `op_forward`.
+        vmap: instead of composite, the batching rules of op_forward, op_backward and, where there are any, op_jvp and
+            op_backward_jvp: `rule(info, in_dims, *arguments)` as in torch.autograd.Function.vmap, arguments flat in
+            schema order; its None stands for one call a sample.
         autocast: inputs that autocast casts.
-        flops: (of the forward, of the backward), from shapes in place of tensors.
+        flops: of the forward, of the backward and, where there are any, of op_jvp and op_backward_jvp, from shapes in
+            place of tensors.
     """
     if (composite is None) == (vmap is None):
         raise TypeError("register: give one of composite and vmap")
-    op = Operator(name, prepare)
-    backward_function = backward_node(op, vmap[1] if vmap else None)
-    _register_kernels(op, name, backward_function)
-    _register_functorch(op, name, backward_function, composite, vmap, autocast)
+    op = Operator(name, prepare, composite)
+    derivatives = Derivatives(op, vmap[1:] if vmap else ())
+    _register_kernels(op, name, derivatives)
+    _register_functorch(op, name, derivatives, composite, vmap, autocast)
     _register_autocast(op, name, autocast)
     _register_fakes(op, fake, fake_backward)
     if flops is not None:
@@ -122,11 +138,10 @@ def register(
     return op.public.operator
 
 
-def _register_kernels(op: Operator, name: str, backward_function: type[Function]) -> None:
-    forward, backward = op.forward.operator, op.backward.operator
-    apply_public = eager_node(op, backward_function, all_outputs=False)
-    apply_forward = eager_node(op, backward_function, all_outputs=True)
-    apply_backward = super(Function, backward_function).apply
+def _register_kernels(op: Operator, name: str, derivatives: Derivatives) -> None:
+    forward, composite = op.forward.operator, op.composite
+    apply_public = eager_node(op, derivatives, all_outputs=False)
+    apply_forward = eager_node(op, derivatives, all_outputs=True)
     draws, dropout_on, prepare, any_requires_grad = op.dropout, op.dropout_on, op.prepare, _any_requires_grad
     grad_enabled, below_autograd = _grad_enabled, _below_autograd
 
@@ -139,6 +154,8 @@ def _register_kernels(op: Operator, name: str, backward_function: type[Function]
 
     def public_autograd(*args, **kwargs):  # the hot path: _needs_node and public_forward written out
         if (grad_enabled() and any_requires_grad(*args, *kwargs.values())) or forward_ad._current_level >= 0:
+            if composite is not None and forward_ad._current_level >= 0:
+                return composite(**op.public.named(args, kwargs))
             return apply_public(*op.flat(args, kwargs))
         if prepare is not None:
             args = prepare(*args)
@@ -153,22 +170,28 @@ def _register_kernels(op: Operator, name: str, backward_function: type[Function]
         with below_autograd():
             return forward(*args, **kwargs)
 
-    def backward_autograd(*args, **kwargs):
-        if _needs_node(args, kwargs):
-            return apply_backward(*op.backward.flat(args, kwargs))
-        with below_autograd():
-            return backward(*args, **kwargs)
+    def derivative_autograd(signature, node):
+        apply, operator = super(Function, node).apply, signature.operator
+
+        def kernel(*args, **kwargs):
+            if _needs_node(args, kwargs):
+                return apply(*signature.flat(args, kwargs))
+            with below_autograd():
+                return operator(*args, **kwargs)
+
+        return kernel
 
     for device in ("CPU", "CUDA"):
         LIBRARY.impl(name, public_forward, device)
     LIBRARY.impl(name, public_autograd, "Autograd")
     LIBRARY.impl(name + "_forward", forward_autograd, "Autograd")
-    LIBRARY.impl(name + "_backward", backward_autograd, "Autograd")
+    for suffix, signature, node in derivatives.all():
+        LIBRARY.impl(name + suffix, derivative_autograd(signature, node), "Autograd")
 
 
-def _register_functorch(op, name, backward_function, composite, vmap, autocast) -> None:
+def _register_functorch(op, name, derivatives, composite, vmap, autocast) -> None:
     cast = _caster(op, autocast)
-    transformed = transformed_node(op, backward_function, vmap[0]) if vmap else None
+    transformed = transformed_node(op, derivatives, vmap[0]) if vmap else None
 
     def cast_inputs(args, kwargs):  # this key comes before the autocast keys
         device = args[0].device.type
@@ -186,10 +209,12 @@ def _register_functorch(op, name, backward_function, composite, vmap, autocast) 
         args, kwargs = cast_inputs(args, kwargs)
         return transformed.apply(*op.forward.flat(args, kwargs))
 
-    def backward(*args, **kwargs):
-        return backward_function.apply(*op.backward.flat(args, kwargs))
+    def derivative(signature, node):
+        return lambda *args, **kwargs: node.apply(*signature.flat(args, kwargs))
 
-    for suffix, kernel in (("", public), ("_forward", forward), ("_backward", backward)):
+    kernels = [("", public), ("_forward", forward)]
+    kernels += [(suffix, derivative(signature, node)) for suffix, signature, node in derivatives.all()]
+    for suffix, kernel in kernels:
         LIBRARY.impl(name + suffix, kernel, "FuncTorchDynamicLayerFrontMode")
 
 
@@ -236,17 +261,29 @@ def _register_fakes(op: Operator, fake: Callable, fake_backward: Callable | None
     def backward(*args, **kwargs):
         return (fake_backward or like_inputs)(**on_one_device(op.backward.named(args, kwargs)))
 
-    for kernel, signature in ((public, op.public), (forward, op.forward), (backward, op.backward)):
+    def jvp(*args, **kwargs):
+        named = on_one_device(op.jvp.named(args, kwargs))
+        return tuple(named[output].new_empty(named[output].shape) for output in op.differentiable)
+
+    def backward_jvp(*args, **kwargs):
+        named = on_one_device(op.backward_jvp.named(args, kwargs))
+        return (fake_backward or like_inputs)(**named)
+
+    kernels = [(public, op.public), (forward, op.forward), (backward, op.backward)]
+    if op.jvp is not None:
+        kernels += [(jvp, op.jvp), (backward_jvp, op.backward_jvp)]
+    for kernel, signature in kernels:
         torch.library.register_fake(signature.operator, kernel, lib=LIBRARY)
 
 
-def _register_flops(op: Operator, flops: Callable[..., tuple[int, int]]) -> None:
-    packets = [s.operator._overloadpacket for s in (op.public, op.forward, op.backward)]
+def _register_flops(op: Operator, flops: Callable[..., tuple[int, ...]]) -> None:
+    def register(signature: Signature, which: int, *more: Signature) -> None:
+        @register_flop_formula([s.operator._overloadpacket for s in (signature, *more)])
+        def formula(*args, out_shape=None, **kwargs) -> int:
+            return flops(**signature.named(args, kwargs))[which]
 
-    @register_flop_formula(packets[:2])
-    def forward(*args, out_shape=None, **kwargs) -> int:
-        return flops(**op.forward.named(args, kwargs))[0]
-
-    @register_flop_formula(packets[2])
-    def backward(*args, out_shape=None, **kwargs) -> int:
-        return flops(**op.backward.named(args, kwargs))[1]
+    register(op.forward, 0, op.public)
+    register(op.backward, 1)
+    if op.jvp is not None:
+        register(op.jvp, 2)
+        register(op.backward_jvp, 3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -35,7 +37,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""softmax(scale * query key^T + mask) value per head, in O(L + S) memory; a drop-in for
     torch.nn.functional.scaled_dot_product_attention (Vaswani et al. 2017, arXiv 1706.03762; computed by the online
-    softmax of FlashAttention, arXiv 2205.14135). All options compose, and all are differentiated.
+    softmax of FlashAttention, arXiv 2205.14135). All options compose, and all are differentiated,
+    twice and in forward mode too, in the same memory.
 
     A row stands at position p = i, or i + S - L with causal_alignment="bottom_right" (with lengths: each sequence's
     own). It sees key j if j < prefix_length, or if causality (j <= p) and the window (p - left <= j <= p + right) allow
@@ -74,7 +77,7 @@ def attention(
     Raises:
         ValueError: a shape, a length or a number that does not fit; names the argument, the expected and the given.
         RuntimeError: a dtype or a device that does not fit.
-        NotImplementedError: differentiated twice, or in forward mode.
+        NotImplementedError: differentiated three times, or twice in forward mode.
     """
     options = {"scale": scale, "enable_gqa": enable_gqa}  # and what is not the default: each one costs time
     if causal_alignment != "top_left":
@@ -121,14 +124,19 @@ def _fake(
     return out, query.new_empty((*lead, length), dtype=lse_dtype)
 
 
-def _flops(*, query, key, value, **_):
-    """As torch counts F.scaled_dot_product_attention: masks are ignored; the backward recomputes the scores."""
+def _flops(*, query, key, value, **others):
+    """As torch counts F.scaled_dot_product_attention: masks are ignored; all but the forward recompute the scores.
+    Products that a missing tangent leaves out are not counted."""
     *lead, length, dim = query
     batch_heads = 1
     for d, n in enumerate(lead):
         batch_heads *= max(n, key[d], value[d])
     pairs = 2 * batch_heads * length * key[-2]
-    return pairs * (dim + value[-1]), pairs * (3 * dim + 2 * value[-1])
+    q, k, v, grad = (others.get(f"{x}_tangent") is not None for x in ("query", "key", "value", "grad_out"))
+    v_dim = value[-1]
+    jvp = dim * (1 + q + k) + v_dim * (1 + v)
+    backward_jvp = dim * (3 + 2 * q + 2 * k) + v_dim * (2 + v + 2 * grad)
+    return tuple(pairs * n for n in (dim + v_dim, 3 * dim + 2 * v_dim, jvp, backward_jvp))
 
 
 # ---- torch.func.vmap: the new dimension goes in front, as one more batch dimension. Inputs without it are expanded
@@ -189,21 +197,44 @@ def _vmap_forward(info, in_dims, *arguments):
     return folded and (operator(**folded[0]), (0, 0))
 
 
-def _vmap_backward(info, in_dims, *arguments):
-    operator = torch.ops.attnjourney.attention_backward.default
+def _fold_all(operator, info, in_dims, arguments) -> tuple[dict, int] | None:
+    """_fold, with results, gradients and tangents folded alike."""
     names = [a.name for a in operator._schema.arguments]
     in_dims, call = dict(zip(names, in_dims)), dict(zip(names, arguments))
-    shapes = {
-        name: _to_front(call[name], in_dims[name], info.batch_size).shape
-        for name in ("attn_mask", "sinks", "alibi_slopes")
-        if call[name] is not None
-    }
     folded = _fold(info, in_dims, call, expand=True)
     if folded is None:
         return None
     call, batch = folded
-    for name in ("grad_out", "grad_lse", "out", "lse"):
-        call[name] = _to_front(call[name], in_dims[name], info.batch_size)
+    rank = call["query"].dim()
+    for name in names:
+        base = name.removesuffix("_tangent")
+        if base in ("grad_out", "grad_lse", "out", "lse") or (base != name and base in _TENSORS):
+            call[name] = _to_front(call[name], in_dims[name], info.batch_size)
+            if base == "attn_mask":
+                call[name] = _align(call[name], rank)
+            elif base in ("sinks", "alibi_slopes"):
+                call[name] = _per_head(call[name], batch)
+    return call, batch
+
+
+def _vmap_jvp(info, in_dims, *arguments):
+    operator = torch.ops.attnjourney.attention_jvp.default
+    folded = _fold_all(operator, info, in_dims, arguments)
+    return folded and (operator(**folded[0]), (0, 0))
+
+
+def _vmap_gradients(operator, info, in_dims, *arguments):
+    names = [a.name for a in operator._schema.arguments]
+    given, dims = dict(zip(names, arguments)), dict(zip(names, in_dims))
+    shapes = {
+        name: _to_front(given[name], dims[name], info.batch_size).shape
+        for name in ("attn_mask", "sinks", "alibi_slopes")
+        if given[name] is not None
+    }
+    folded = _fold_all(operator, info, in_dims, arguments)
+    if folded is None:
+        return None
+    call, batch = folded
     gradients = list(operator(**call))
     need = call["need"]
     for bit, name in ((3, "attn_mask"), (4, "sinks"), (5, "alibi_slopes")):
@@ -219,7 +250,12 @@ def _vmap_backward(info, in_dims, *arguments):
 _attention = register(
     "attention",
     fake=_fake,
-    vmap=(_vmap_forward, _vmap_backward),
+    vmap=(
+        _vmap_forward,
+        partial(_vmap_gradients, torch.ops.attnjourney.attention_backward.default),
+        _vmap_jvp,
+        partial(_vmap_gradients, torch.ops.attnjourney.attention_backward_jvp.default),
+    ),
     autocast=("query", "key", "value", "attn_mask"),
     flops=_flops,
 )

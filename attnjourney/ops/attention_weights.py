@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ._attention_checks import alignment_index
+from ._operator import carries_tangent
 from ._registration import LIBRARY
 from .attention import attention
 
@@ -88,6 +89,9 @@ def attention_weights(
     )
 
 
+_NOT_DIFFERENTIABLE = "attention_weights: its result is not differentiable"
+
+
 class _NotDifferentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weights, *inputs):
@@ -95,18 +99,21 @@ class _NotDifferentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        raise NotImplementedError("attention_weights: its result is not differentiable")
+        raise NotImplementedError(_NOT_DIFFERENTIABLE)
 
     @staticmethod
     def jvp(ctx, *tangents):
-        raise NotImplementedError("attention_weights: its result is not differentiable")
+        raise NotImplementedError(_NOT_DIFFERENTIABLE)
 
 
 def _autograd(*args, **kwargs):
     with torch._C._AutoDispatchBelowAutograd():
         weights = torch.ops.attnjourney._attention_weights.default(*args, **kwargs)
-    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.requires_grad]
-    return _NotDifferentiable.apply(weights, *tensors) if tensors and torch.is_grad_enabled() else weights
+    given = (*args, *kwargs.values())
+    tensors = [x for x in given if isinstance(x, Tensor) and x.requires_grad] if torch.is_grad_enabled() else []
+    if any(map(carries_tangent, given)) or (tensors and torch._C._are_functorch_transforms_active()):
+        raise NotImplementedError(_NOT_DIFFERENTIABLE)
+    return _NotDifferentiable.apply(weights, *tensors) if tensors else weights
 
 
 def _fake(query, key, lse, rows, heads, *args, **kwargs):

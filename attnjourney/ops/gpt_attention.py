@@ -38,7 +38,7 @@ def gpt_attention(
     Raises:
         ValueError: a shape, num_heads or dropout_p that does not fit; names the argument, the expected and the given.
         RuntimeError: a dtype or a device that does not fit.
-        NotImplementedError: differentiated twice, or in forward mode.
+        NotImplementedError: differentiated three times, or twice in forward mode.
     """
     return _gpt_attention(x, num_heads, qkv_weight, qkv_bias, out_weight, out_bias, dropout_p=dropout_p)
 
@@ -63,10 +63,10 @@ def _fake_backward(*, x, need, **_):
     return empty_gradients(x, shapes, need)
 
 
-def _composite(*, x, num_heads, qkv_weight, qkv_bias, out_weight, out_bias, dropout_p):
+def _composite(*, x, num_heads, qkv_weight, qkv_bias, out_weight, out_bias, dropout_p, dropout_seed=None):
     qkv = F.linear(x, qkv_weight, qkv_bias).unflatten(-1, (3, num_heads, -1))  # (batch, seq, 3, heads, head_dim)
     q, k, v = qkv.transpose(-4, -2).unbind(-3)  # each (batch, heads, seq, head_dim)
-    out = attention(q, k, v, None, dropout_p, True)
+    out = attention(q, k, v, None, dropout_p, True, dropout_seed=dropout_seed)
     return F.linear(out.transpose(-3, -2).flatten(-2), out_weight, out_bias)
 
 

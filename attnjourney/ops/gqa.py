@@ -60,7 +60,8 @@ def gqa(
     Raises:
         ValueError: a shape or a head count that does not fit; names the argument, the expected and the given.
         RuntimeError: a dtype or a device that does not fit.
-        NotImplementedError: cos or sin requires grad; differentiated twice, or in forward mode.
+        NotImplementedError: cos or sin requires grad; differentiated three times, or twice
+            in forward mode.
     """
     weights = (q_weight, k_weight, v_weight, o_weight, q_bias, k_bias, v_bias, o_bias)
     return _gqa(x, num_heads, num_kv_heads, *weights, cos=cos, sin=sin, is_causal=is_causal)

@@ -59,7 +59,7 @@ def mha(
     Raises:
         ValueError: a shape, num_heads or dropout_p that does not fit; names the argument, the expected and the given.
         RuntimeError: a dtype or a device that does not fit.
-        NotImplementedError: differentiated twice, or in forward mode.
+        NotImplementedError: differentiated three times, or twice in forward mode.
     """
     return _mha(
         query,
@@ -142,14 +142,19 @@ def _composite(
     key_padding_mask,
     is_causal,
     dropout_p,
+    dropout_seed=None,
 ):
+    key = query if key is None else key  # as mha_forward has them
+    value = key if value is None else value
     weights = in_proj_weight.chunk(3)
     biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
     q, k, v = (  # (batch, heads, seq, head_dim)
         F.linear(x, weight, bias).unflatten(-1, (num_heads, -1)).transpose(-3, -2)
         for x, weight, bias in zip((query, key, value), weights, biases)
     )
-    out = attention(q, k, v, attention_mask(attn_mask, key_padding_mask, num_heads), dropout_p, is_causal)
+    out = attention(
+        q, k, v, attention_mask(attn_mask, key_padding_mask, num_heads), dropout_p, is_causal, dropout_seed=dropout_seed
+    )
     return F.linear(out.transpose(-3, -2).flatten(-2), out_proj_weight, out_proj_bias)
 
 

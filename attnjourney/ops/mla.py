@@ -61,7 +61,8 @@ def mla(
     Raises:
         ValueError: a shape or a number that does not fit; names the argument, the expected and the given.
         RuntimeError: a dtype or a device that does not fit.
-        NotImplementedError: cos or sin requires grad; differentiated twice, or in forward mode.
+        NotImplementedError: cos or sin requires grad; differentiated three times, or twice
+            in forward mode.
     """
     dims = (num_heads, qk_nope_head_dim, qk_rope_head_dim, v_head_dim)
     weights = (q_a_weight, q_a_norm_weight, q_b_weight, kv_a_weight, kv_a_norm_weight, kv_b_weight, o_weight)

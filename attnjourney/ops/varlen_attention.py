@@ -92,6 +92,6 @@ def _one_call_a_sample(info, in_dims, *arguments):
 _varlen_attention = register(
     "varlen_attention",
     fake=_fake,
-    vmap=(_one_call_a_sample, _one_call_a_sample),
+    vmap=(_one_call_a_sample,) * 4,
     autocast=("query", "key", "value"),
 )

@@ -82,6 +82,6 @@ void forward(const Tensor& query, const Tensor& key, const Tensor& value, const 
 
 }  // namespace
 
-const AttentionBackend cpu_attention = {forward, attention_backward_cpu};
+const AttentionBackend cpu_attention = {forward, attention_backward_cpu, attention_jvp_cpu, attention_backward_jvp_cpu};
 
 }  // namespace attnjourney

@@ -5,6 +5,7 @@
 #include "kernels/common.h"
 #include "mask_gradient.h"
 #include "plan.h"
+#include "tangents.h"
 #include "threads.h"
 
 namespace attnjourney {
@@ -31,11 +32,10 @@ void write_per_head(const AttentionCall& c, const std::vector<double>& sums, int
   }
 }
 
-}  // namespace
-
-void attention_backward_cpu(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query,
-                            const Tensor& key, const Tensor& value, const AttentionOptions& options, const Tensor& out,
-                            const Tensor& lse, AttentionGradients& gradients) {
+// the backward, or with `tangents` its derivative in their direction
+void backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,
+              const Tensor& value, const AttentionOptions& options, const Tensor& out, const Tensor& lse,
+              const AttentionTangents* tangents, AttentionGradients& gradients) {
   const Tensor q = aten::rows_contiguous(query), k = aten::rows_contiguous(key), v = aten::rows_contiguous(value);
   const Tensor o = aten::rows_contiguous(out), go = aten::rows_contiguous(grad_out), l = aten::contiguous(lse);
   OptionalTensor gl;
@@ -54,6 +54,7 @@ void attention_backward_cpu(const Tensor& grad_out, const OptionalTensor& grad_l
   }
 
   const Sequences sequences(c, options);
+  const Tangents directions(c, tangents ? *tangents : AttentionTangents{});
   const std::vector<double> sinks = per_head(options.sinks, c.batch, c.q_heads),
                             slopes = per_head(options.alibi_slopes, c.batch, c.q_heads);
   const HeadMap out_map = head_map(c, o, c.q_heads), grad_out_map = head_map(c, go, c.q_heads);
@@ -113,7 +114,8 @@ void attention_backward_cpu(const Tensor& grad_out, const OptionalTensor& grad_l
 
   const AttentionKernels& kernel = kernels_for(c);
   const AttentionParams largest = sequences.largest();
-  const int64_t space = kernel.backward_space(largest), compute_item = item_size(c.lse_dtype);
+  const int64_t space = tangents ? kernel.backward_jvp_space(largest) : kernel.backward_space(largest);
+  const int64_t compute_item = item_size(c.lse_dtype);
   const int64_t ld = (p.head_dim + 64 / compute_item - 1) / (64 / compute_item) * (64 / compute_item);
   const int64_t part_numbers = p.group * largest.q_len * ld;
   for (const BackwardPlan& plan : plans) {
@@ -122,7 +124,12 @@ void attention_backward_cpu(const Tensor& grad_out, const OptionalTensor& grad_l
       std::vector<HeadPointers> h(static_cast<size_t>(p.group));
       std::vector<HeadGradients> g(static_cast<size_t>(p.group));
       group_of(item, part, h.data(), g.data());
-      kernel.backward(sequences.params(item / c.kv_heads), h.data(), g.data(), part, n_parts, partial, scratch);
+      const AttentionParams own = sequences.params(item / c.kv_heads);
+      if (!tangents) return kernel.backward(own, h.data(), g.data(), part, n_parts, partial, scratch);
+      std::vector<HeadTangents> d;
+      for (int64_t i = 0; i < p.group; i++)
+        d.push_back(directions.at(sequences, item / c.kv_heads, item % c.kv_heads * p.group + i));
+      kernel.backward_jvp(own, h.data(), d.data(), g.data(), part, n_parts, partial, scratch);
     };
     if (split) {
       Tensor partials = aten::empty(q, {gradients.query ? split * parts * part_numbers : 0}, c.lse_dtype);
@@ -152,6 +159,21 @@ void attention_backward_cpu(const Tensor& grad_out, const OptionalTensor& grad_l
   mask_gradient.finish();
   if (gradients.sinks) write_per_head(c, grad_sinks, most_parts, *gradients.sinks);
   if (gradients.alibi_slopes) write_per_head(c, grad_slopes, most_parts, *gradients.alibi_slopes);
+}
+
+}  // namespace
+
+void attention_backward_cpu(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query,
+                            const Tensor& key, const Tensor& value, const AttentionOptions& options, const Tensor& out,
+                            const Tensor& lse, AttentionGradients& gradients) {
+  backward(grad_out, grad_lse, query, key, value, options, out, lse, nullptr, gradients);
+}
+
+void attention_backward_jvp_cpu(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query,
+                                const Tensor& key, const Tensor& value, const AttentionOptions& options,
+                                const Tensor& out, const Tensor& lse, const AttentionTangents& tangents,
+                                AttentionGradients& gradients) {
+  backward(grad_out, grad_lse, query, key, value, options, out, lse, &tangents, gradients);
 }
 
 }  // namespace attnjourney

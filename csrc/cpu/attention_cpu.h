@@ -14,5 +14,12 @@ void clear_rows(const AttentionCall&, const Sequences&, const HeadWalk&, int64_t
 void attention_backward_cpu(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query,
                             const Tensor& key, const Tensor& value, const AttentionOptions&, const Tensor& out,
                             const Tensor& lse, AttentionGradients& gradients);
+// as AttentionBackend::jvp
+void attention_jvp_cpu(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionOptions&,
+                       const Tensor& out, const Tensor& lse, const AttentionTangents& tangents);
+// as AttentionBackend::backward_jvp
+void attention_backward_jvp_cpu(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query,
+                                const Tensor& key, const Tensor& value, const AttentionOptions&, const Tensor& out,
+                                const Tensor& lse, const AttentionTangents& tangents, AttentionGradients& gradients);
 
 }  // namespace attnjourney

@@ -19,7 +19,7 @@ struct AttentionKernels {
   int64_t (*forward_space)(const AttentionParams&, int64_t rows);
   void (*forward)(const AttentionParams&, const HeadPointers&, int64_t first_row, int64_t rows, void* space);
   int64_t (*backward_space)(const AttentionParams&);
-  // the share `part` of `parts` of one key/value head; see kernels/attention_backward.h
+  // the share `part` of `parts` of one key/value head; see kernels/attention_walk.h
   void (*backward)(const AttentionParams&, const HeadPointers* group, const HeadGradients* gradients, int64_t part,
                    int64_t parts, void* partial_query, void* space);
   void (*sum_parts)(const AttentionParams&, const void* partial_query, int64_t part_stride, int64_t parts,
@@ -27,6 +27,13 @@ struct AttentionKernels {
   // the weights of up to backward_tile rows; see kernels/attention_weights.h
   int64_t (*weights_space)(const AttentionParams&);
   void (*weights)(const AttentionParams&, const HeadPointers&, int64_t first_row, int64_t rows, void* space);
+  // derivatives in a direction; see kernels/attention_jvp.h and kernels/attention_backward_jvp.h
+  int64_t (*jvp_space)(const AttentionParams&, int64_t rows);
+  void (*jvp)(const AttentionParams&, const HeadPointers&, const HeadTangents&, int64_t first_row, int64_t rows,
+              void* space);
+  int64_t (*backward_jvp_space)(const AttentionParams&);
+  void (*backward_jvp)(const AttentionParams&, const HeadPointers* group, const HeadTangents* tangents,
+                       const HeadGradients* gradients, int64_t part, int64_t parts, void* partial_query, void* space);
 };
 
 // Decoding in one dtype, see kernels/decode.h. Sizes are bytes; scratch and partials are 64-byte aligned.

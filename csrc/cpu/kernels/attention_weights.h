@@ -1,13 +1,13 @@
 // The weights exp(score - lse) of some rows, a tile of P^T at a time; the products and masks are those of the backward.
 #pragma once
-#include "attention_backward.h"
+#include "attention_stages.h"
 
 namespace attnjourney {
 namespace {
 
 template <class C>
 struct Weights {
-  using B = Backward<C>;
+  using B = Stages<C>;
   static constexpr int64_t tile = B::tile, key_block = B::key_block;
 
   // scratch, in numbers
@@ -29,40 +29,22 @@ struct Weights {
     const Space at(p);
     C *P = space + at.P, *key = space + at.key, *rows = space + at.rows;
     T* out = static_cast<T*>(h.out);
-    typename B::QueryTile t{};
-    t.head = &h;
-    t.first = first;
-    t.count = count;
-    t.vectors_used = (count + B::W - 1) / B::W;
+    typename B::QueryRows t{};
+    B::begin(h, first, count, t);
     t.query_t = space + at.query;
     t.minus_lse = space + at.lse;
     t.minus_lse_low = t.minus_lse + tile;
-    pack_transposed(static_cast<const T*>(h.query) + first * p.q_row, p.q_row, count, p.head_dim,
-                    Times<C>{query_factor<C>(p)}, t.query_t, B::panel, B::panel * p.head_dim, B::panel);
+    B::template pack_panels<T>(h.query, p.q_row, t, p.head_dim, query_factor<C>(p), t.query_t);
     for (int64_t r = 0; r < tile; r++) B::split_lse(r < count ? static_cast<const C*>(h.lse)[first + r] : C(0), t, r);
     for (int64_t r = 0; r < count; r++) memset(out + r * p.out_row, 0, size_t(p.kv_len) * sizeof(T));
 
-    const typename B::ScoreStep score{&p, &t, P, nullptr};
-    const typename B::template GradientStep<false, true> none{&t, P, P};
     for (int64_t k0 = 0; k0 < p.keys.key_length; k0 += key_block) {
       const int64_t block = min_of(key_block, p.keys.key_length - k0);
-      const TileKeys seen = tile_keys(p.keys, first, first + count - 1, k0, block);
-      if (seen.empty()) continue;
-      MaskBlock masked = MaskBlock::all_visible;
-      if (p.mask != MaskKind::none || p.alibi) masked = load_bias<T>(p, h, first, count, k0, seen, P, tile);
-      if (masked == MaskBlock::all_hidden) continue;
-      const bool bias = masked == MaskBlock::some_hidden || masked == MaskBlock::added;
+      if (tile_keys(p.keys, first, first + count - 1, k0, block).empty()) continue;
       pack_rows(static_cast<const T*>(h.key) + k0 * p.k_row, p.k_row, block, p.head_dim, key, B::key_ld(p),
                 round_up(p.head_dim, B::W));
-      const typename B::Wanted w{};
-      B::border(p, key, nullptr, t, score, none, w, bias, k0, seen.begin, seen.all_begin);
-      B::border(p, key, nullptr, t, score, none, w, bias, k0, seen.all_end, seen.end);
-      const int64_t a = seen.all_begin, z = seen.all_end, ldk = B::key_ld(p);
-      if (bias)
-        B::template inner<Hidden::by_bias>(key, ldk, t.query_t, p.head_dim, t, score, k0, a, z);
-      else
-        B::template inner<Hidden::no>(key, ldk, t.query_t, p.head_dim, t, score, k0, a, z);
-
+      const TileKeys seen = B::template weigh<T>(p, t, key, k0, block, P, nullptr).seen;
+      if (seen.empty()) continue;
       const int64_t n = seen.end - seen.begin, ld = round_up(n, B::W);
       for (int64_t r = 0; r < count; r += B::W) {  // W rows at a time: [W][ld]
         const int64_t m = min_of(B::W, count - r);

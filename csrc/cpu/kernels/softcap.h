@@ -56,15 +56,19 @@ ATTN_NOINLINE void cap_scores(C* x, int vectors, C cap) {
   for (int i = 0; i < vectors; i++) store(x + i * W, Vec<C>::set(cap) * tanh_of_packed(load(x + i * W)));
 }
 
-// ... and slope = 1 - tanh^2, the derivative of the capped score by the score
+// ... and tanh, whose 1 - tanh^2 is the derivative of the capped score by the score
 template <class C>
-ATTN_NOINLINE void cap_scores(C* x, int vectors, C cap, C* slope) {
+ATTN_NOINLINE void cap_scores(C* x, int vectors, C cap, C* tanh) {
   constexpr int W = Vec<C>::width;
   for (int i = 0; i < vectors; i++) {
     const Vec<C> t = tanh_of_packed(load(x + i * W));
     store(x + i * W, Vec<C>::set(cap) * t);
-    store(slope + i * W, Vec<C>::set(C(1)) - t * t);
+    store(tanh + i * W, t);
   }
+}
+template <class C>
+ATTN_INLINE Vec<C> cap_slope(Vec<C> tanh) {
+  return Vec<C>::set(C(1)) - tanh * tanh;
 }
 
 }  // namespace

@@ -2,7 +2,9 @@
 #pragma once
 #include "../dispatch.h"
 #include "attention_backward.h"
+#include "attention_backward_jvp.h"
 #include "attention_forward.h"
+#include "attention_jvp.h"
 #include "attention_weights.h"
 #include "decode.h"
 #include "linear_attention_backward.h"
@@ -16,6 +18,8 @@ constexpr AttentionKernels attention_kernels() {
   using F = Forward<C>;
   using B = Backward<C>;
   using P = Weights<C>;
+  using J = Jvp<C>;
+  using BJ = BackwardJvp<C>;
   return {
       F::tile,
       F::key_block,
@@ -29,12 +33,20 @@ constexpr AttentionKernels attention_kernels() {
       [](const AttentionParams& p) { return typename B::Space(p).total * int64_t(sizeof(C)); },
       [](const AttentionParams& p, const HeadPointers* heads, const HeadGradients* gradients, int64_t part,
          int64_t parts, void* partial,
-         void* space) { B::template run<T>(p, heads, gradients, part, parts, partial, space); },
+         void* space) { B::template run<T>({p, heads, gradients, part, parts, partial}, static_cast<C*>(space)); },
       [](const AttentionParams& p, const void* partial, int64_t stride, int64_t parts, int64_t first, int64_t rows,
-         const HeadGradients& g) { B::template sum_parts<T>(p, partial, stride, parts, first, rows, g); },
+         const HeadGradients& g) { sum_parts<T>(p, partial, stride, parts, first, rows, g); },
       [](const AttentionParams& p) { return typename P::Space(p).total * int64_t(sizeof(C)); },
       [](const AttentionParams& p, const HeadPointers& h, int64_t first, int64_t rows, void* space) {
         P::template run<T>(p, h, first, rows, static_cast<C*>(space));
+      },
+      [](const AttentionParams& p, int64_t rows) { return typename J::Space(p, rows).total * int64_t(sizeof(C)); },
+      [](const AttentionParams& p, const HeadPointers& h, const HeadTangents& d, int64_t first, int64_t rows,
+         void* space) { J::template run<T>(p, h, d, first, rows, static_cast<C*>(space)); },
+      [](const AttentionParams& p) { return typename BJ::Space(p).total * int64_t(sizeof(C)); },
+      [](const AttentionParams& p, const HeadPointers* heads, const HeadTangents* tangents,
+         const HeadGradients* gradients, int64_t part, int64_t parts, void* partial, void* space) {
+        BJ::template run<T>({p, heads, gradients, part, parts, partial}, tangents, static_cast<C*>(space));
       },
   };
 }

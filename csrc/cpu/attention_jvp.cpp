@@ -1,0 +1,58 @@
+// CPU entry of attention's jvp: the walk over batch, heads and work items of the forward.
+#include <algorithm>
+
+#include "attention_cpu.h"
+#include "plan.h"
+#include "tangents.h"
+#include "threads.h"
+
+namespace attnjourney {
+
+void attention_jvp_cpu(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionOptions& options,
+                       const Tensor& out, const Tensor& lse, const AttentionTangents& tangents) {
+  const Tensor q = aten::rows_contiguous(query), k = aten::rows_contiguous(key), v = aten::rows_contiguous(value);
+  const Tensor o = aten::rows_contiguous(out), l = aten::contiguous(lse);
+  AttentionCall c = check_attention(q, k, v, options);
+  AttentionParams& p = c.params;
+  if (c.q_heads * p.q_len == 0) return;
+  p.dropout = Dropout::from(options.dropout_p, seed_of(options));
+  p.out_row = o.stride(c.rank - 2);
+  const Sequences sequences(c, options);
+  const std::vector<double> sinks = per_head(options.sinks, c), slopes = per_head(options.alibi_slopes, c);
+  const HeadMap out_map = head_map(c, o, c.q_heads), written_map = head_map(c, *tangents.out, c.q_heads);
+  const HeadWalk queries(c, c.query, q), keys(c, c.key, k), values(c, c.value, v), outs(c, out_map, o);
+  const HeadWalk written(c, written_map, *tangents.out), masks(c, c.mask, options.attn_mask.value_or(q));
+  const Tangents directions(c, tangents);
+  char *lses = static_cast<char*>(l.data_ptr()), *lse_tangents = static_cast<char*>(tangents.lse->data_ptr());
+
+  clear_rows(c, sequences, written, c.q_heads, *tangents.out);
+  sequences.unused_rows([&](int64_t b, int64_t first, int64_t count) {
+    for (int64_t h = 0; h < c.q_heads; h++) {
+      char* at = lse_at(c, lse_tangents, b, h, first);
+      std::fill(at, at + count * item_size(c.lse_dtype), char{0});
+    }
+  });
+
+  const ForwardPlan plan = plan_forward(c, sequences);
+  run_queue(plan.items, plan.threads, plan.kernel->jvp_space(p, std::min(plan.rows, p.q_len)),
+            [&](int64_t item, void* scratch) {
+              const auto [b, head, block] = plan.at(item, sequences);
+              const AttentionParams own = sequences.params(b);
+              const int64_t first = block * plan.rows, q_begin = sequences.q_begin(b), k_begin = sequences.k_begin(b);
+              const size_t bh = static_cast<size_t>(b * c.q_heads + head);
+              HeadPointers h;
+              h.index = static_cast<uint32_t>(bh);
+              h.query = queries.at(b, head, q_begin);
+              h.key = keys.at(b, head, k_begin);
+              h.value = values.at(b, head, k_begin);
+              if (options.attn_mask) h.mask = masks.at(b, head);
+              if (options.sinks) h.sink = sinks[bh];
+              if (options.alibi_slopes) h.slope = slopes[bh];
+              h.out = outs.at(b, head, q_begin);
+              h.lse = lse_at(c, lses, b, head, q_begin);
+              plan.kernel->jvp(own, h, directions.at(sequences, b, head), first, std::min(plan.rows, own.q_len - first),
+                               scratch);
+            });
+}
+
+}  // namespace attnjourney
