@@ -13,42 +13,55 @@
 
 namespace attnjourney {
 
-// Half-open range of keys.
-struct KeyRange {
-  int64_t begin, end;
+// Half-open range of keys or rows.
+template <class Int>
+struct KeyRangeOf {
+  Int begin, end;
   ATTNJOURNEY_HD bool empty() const { return begin >= end; }
 };
 
-struct KeyRanges {
-  static constexpr int64_t unbounded = int64_t{1} << 40;
+template <class Int>
+struct KeyRangesOf {
+  using KeyRange = KeyRangeOf<Int>;
+  static constexpr Int unbounded = Int{1} << (sizeof(Int) == 8 ? 40 : 29);  // 32 bits: lengths below 2^28
 
-  int64_t offset = 0;
-  int64_t left = unbounded, right = unbounded;
-  int64_t prefix = 0;
-  int64_t key_length = 0;
+  Int offset = 0;
+  Int left = unbounded, right = unbounded;
+  Int prefix = 0;
+  Int key_length = 0;
 
-  static ATTNJOURNEY_HD int64_t clamp(int64_t x, int64_t hi) { return x < 0 ? 0 : x < hi ? x : hi; }
+  static ATTNJOURNEY_HD Int clamp(Int x, Int hi) { return x < 0 ? 0 : x < hi ? x : hi; }
 
   ATTNJOURNEY_HD bool bounded() const { return left < unbounded || right < unbounded; }
 
   // the window of rows [first, last], all of them together
-  ATTNJOURNEY_HD KeyRange any(int64_t first, int64_t last) const {
+  ATTNJOURNEY_HD KeyRange any(Int first, Int last) const {
     return {clamp(first + offset - left, key_length), clamp(last + offset + right + 1, key_length)};
   }
   // the keys in the window of every row of [first, last]
-  ATTNJOURNEY_HD KeyRange all(int64_t first, int64_t last) const {
+  ATTNJOURNEY_HD KeyRange all(Int first, Int last) const {
     return {clamp(last + offset - left, key_length), clamp(first + offset + right + 1, key_length)};
   }
   // the rows, of q_len, that see any key of [first, last]
-  ATTNJOURNEY_HD KeyRange rows(int64_t first, int64_t last, int64_t q_len) const {
+  ATTNJOURNEY_HD KeyRange rows(Int first, Int last, Int q_len) const {
     if (first < prefix) return {0, q_len};
     return {clamp(first - right - offset, q_len), clamp(last + left - offset + 1, q_len)};
   }
 
-  ATTNJOURNEY_HD bool visible(int64_t row, int64_t key) const {
-    const int64_t p = row + offset;
+  // the rows, of q_len, that see all keys of [first, last]
+  ATTNJOURNEY_HD KeyRange rows_of_all(Int first, Int last, Int q_len) const {
+    if (last >= key_length) return {0, 0};
+    if (last < prefix) return {0, q_len};
+    return {clamp(last - right - offset, q_len), clamp(first + left - offset + 1, q_len)};
+  }
+
+  ATTNJOURNEY_HD bool visible(Int row, Int key) const {
+    const Int p = row + offset;
     return key < key_length && (key < prefix || (key >= p - left && key <= p + right));
   }
 };
+
+using KeyRange = KeyRangeOf<int64_t>;
+using KeyRanges = KeyRangesOf<int64_t>;
 
 }  // namespace attnjourney

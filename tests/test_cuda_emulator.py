@@ -1,5 +1,6 @@
 """CUDA kernels, run on the CPU by tests/emulator: values against fp64, and faults that must be found."""
 
+import math
 import subprocess
 
 import pytest
@@ -16,7 +17,7 @@ def sm80_forward(*shape):
 
 def sm90_forward(dtype, dqk, dv, groups, keys, stages, query_stages, ping_pong, ahead, store):
     sizes = f"{dtype},{dqk},{dv},{groups},{keys},{stages},{query_stages}"
-    return ("forward", (f"SHAPE(causal)=Sm90ForwardShape<{sizes},causal,{ping_pong},{ahead},{store}>",))
+    return ("forward", (f"SHAPE(ranged)=Sm90ForwardShape<{sizes},ranged,{ping_pong},{ahead},{store}>",))
 
 
 FORWARD = {  # kernel: (program, dtype, head_dim, v_head_dim)
@@ -31,19 +32,47 @@ FORWARD = {  # kernel: (program, dtype, head_dim, v_head_dim)
     "sm90-128-fp16": (sm90_forward("Half", 128, 128, 2, 128, 2, 2, 0, 4, 1), torch.float16, 128, 128),
     "sm90-192-bf16": (sm90_forward("Bf16", 192, 128, 2, 128, 2, 1, 1, 4, 0), torch.bfloat16, 192, 128),
 }
-# batch, query heads, key heads, q_len, kv_len, columns less than the kernel's, offset (None: not causal)
+
+
+def causal(offset=0):
+    return {"right": 0, "offset": offset}
+
+
+# batch, query heads, key heads, q_len, kv_len, columns less than the kernel's, which keys are seen (run.py)
 SHAPES = [
-    (1, 1, 1, 200, 200, 0, 0),
-    (2, 4, 2, 65, 150, 8, 85),
-    (1, 2, 1, 150, 65, 16, -85),  # the first 85 rows see no key
-    (1, 4, 2, 129, 72, 0, None),
-    (1, 1, 1, 1, 7, 56, None),
-    (1, 2, 1, 20, 0, 0, 0),
+    (1, 1, 1, 200, 200, 0, causal()),
+    (2, 4, 2, 65, 150, 8, causal(85)),
+    (1, 2, 1, 150, 65, 16, causal(-85)),  # the first 85 rows see no key
+    (1, 4, 2, 129, 72, 0, {}),
+    (1, 1, 1, 1, 7, 56, {}),
+    (1, 2, 1, 20, 0, 0, causal()),
+    (1, 2, 1, 200, 400, 0, {"left": 70, "right": 0, "offset": 150}),
+    (
+        2,
+        2,
+        2,
+        150,
+        560,
+        8,
+        {"left": 30, "right": 25, "prefix": 70, "bottom_right": 1, "lengths": ((150, 99), (560, 165))},
+    ),
+    (3, 2, 1, 130, 260, 0, {"right": 0, "bottom_right": 1, "lengths": ((130, 0, 64), (260, 100, 33))}),
+    (2, 1, 1, 70, 200, 0, {"lengths": ((70, 70), (0, 133))}),
+    (1, 1, 1, 300, 300, 0, {"left": 20, "right": 3, "prefix": 140}),
 ]
 FAULT_SHAPES = [
-    (1, 4, 2, 150, 200, 8, 50),
-    (1, 4, 2, 65, 300, 0, None),
-    (1, 2, 1, 600, 60, 0, -540),  # tiles that see no key: nothing but the queries' own barriers orders them
+    (1, 4, 2, 150, 200, 8, causal(50)),
+    (1, 4, 2, 65, 300, 0, {}),
+    (1, 2, 1, 600, 60, 0, causal(-540)),  # tiles that see no key: nothing but the queries' own barriers orders them
+    (
+        2,
+        2,
+        2,
+        70,
+        420,
+        8,
+        {"left": 30, "right": 25, "prefix": 70, "bottom_right": 1, "lengths": ((70, 59), (420, 165))},
+    ),
 ]
 FAULTY_FORWARD = [("sm80-64-bf16", *fault) for fault in faults.SM80_FORWARD]
 FAULTY_FORWARD += [("sm90-64-bf16", *fault) for fault in faults.SM90_FORWARD]
@@ -58,19 +87,56 @@ BACKWARD = {  # kernel: (program, dtype, head_dim, deterministic)
     "sm90-64-deterministic": (("backward", ("SHAPE=Sm90BackwardShape<Bf16,64,128,true>",)), torch.bfloat16, 64, True),
     "sm90-128-deterministic": (("backward", ("SHAPE=Sm90BackwardShape<Half,128,64,true>",)), torch.float16, 128, True),
 }
-BACKWARD_FAULT_SHAPES = [(1, 1, 1, 400, 130, 0, None), (1, 2, 1, 150, 65, 0, -85), (1, 2, 1, 300, 200, 0, 0)]
+BACKWARD_FAULT_SHAPES = [
+    (1, 1, 1, 400, 130, 0, {}),
+    (1, 2, 1, 150, 65, 0, causal(-85)),
+    (1, 2, 1, 300, 200, 0, causal()),
+    (
+        2,
+        2,
+        2,
+        70,
+        420,
+        8,
+        {"left": 30, "right": 25, "prefix": 70, "bottom_right": 1, "lengths": ((70, 59), (420, 165))},
+    ),
+]
 FAULTY_BACKWARD = [("sm80-128-fp16", *fault) for fault in faults.SM80_BACKWARD]
 FAULTY_BACKWARD += [("sm90-128-bf16", *fault) for fault in faults.SM90_BACKWARD]
 
 
+def visible_keys(shape):
+    """(batch, 1, q_len, kv_len): the rule of csrc/mask.h, once more."""
+    batch, _, _, q_len, kv_len, _, r = shape
+    q_lens, k_lens = (
+        torch.tensor(x).view(-1, 1, 1, 1) for x in r.get("lengths", ((q_len,) * batch, (kv_len,) * batch))
+    )
+    i, j = torch.arange(q_len).view(-1, 1), torch.arange(kv_len)
+    position = i + (k_lens - q_lens if r.get("bottom_right") else r.get("offset", 0))
+    seen = (j >= position - r.get("left", 1 << 20)) & (j <= position + r.get("right", 1 << 20)) | (
+        j < r.get("prefix", 0)
+    )
+    return seen & (j < k_lens) & (i < q_lens)
+
+
 def inputs_of(shape, dtype, head_dim, v_head_dim, outliers=True):
-    batch, q_heads, kv_heads, q_len, kv_len, less, offset = shape
+    """query, key, value; the mask."""
+    batch, q_heads, kv_heads, q_len, kv_len, less, _ = shape
     sizes = [(q_heads, q_len, head_dim), (kv_heads, kv_len, head_dim), (kv_heads, kv_len, v_head_dim)]
     qkv = [
         random_tensor((batch, h, n, d - less), dtype, seed, outliers=outliers) for seed, (h, n, d) in enumerate(sizes)
     ]
-    mask = None if offset is None else torch.ones(q_len, kv_len, dtype=torch.bool).tril(offset)
-    return qkv, mask
+    return qkv, visible_keys(shape)
+
+
+def with_nan(shape, tensors, of_queries):
+    """Copies with NaN wherever the lengths of the batch items say that there is nothing."""
+    lengths = shape[-1].get("lengths")
+    tensors = [x.clone() for x in tensors]
+    for x, queries in zip(tensors, of_queries) if lengths else ():
+        for item, n in zip(x, lengths[0 if queries else 1]):
+            item[:, n:] = math.nan
+    return tensors
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +151,12 @@ def programs():
 
 def check_forward(program, kernel, shape, order, rows_first=False, **extra):
     _, dtype, head_dim, v_head_dim = FORWARD[kernel]
-    (query, key, value), mask = inputs_of(shape, dtype, head_dim, v_head_dim)
-    results, counts = run.forward(program, query, key, value, shape[-1], order, rows_first, **extra)
+    inputs, mask = inputs_of(shape, dtype, head_dim, v_head_dim)
+    given = with_nan(shape, inputs, (True, False, False))
+    results, counts = run.forward(program, *given, shape[-1], order, rows_first, **extra)
     grad_out = torch.zeros_like(results[0])
-    expected = reference_run((query, key, value, mask), grad_out, enable_gqa=True)
-    plain, rounding = plain_run((query, key, value, mask), grad_out, enable_gqa=True)
+    expected = reference_run((*inputs, mask), grad_out, enable_gqa=True)
+    plain, rounding = plain_run((*inputs, mask), grad_out, enable_gqa=True)
     for i, name in enumerate(("out", "lse")):
         assert_close_to_reference(results[i], plain[i], expected[i], name=name, rounding=rounding[i])
     return counts
@@ -117,12 +184,14 @@ def test_forward(programs, kernel):
 
 
 @pytest.mark.parametrize("kernel", ["sm80-64-bf16", "sm90-128-bf16"])
-def test_causal_tiles_above_the_diagonal_are_skipped(programs, kernel):
+def test_tiles_that_no_row_sees_are_skipped(programs, kernel):
     program = build.program(*FORWARD[kernel][0])
-    full = check_forward(program, kernel, (1, 1, 1, 384, 384, 0, None), "forward")
-    causal = check_forward(program, kernel, (1, 1, 1, 384, 384, 0, 0), "forward")
+    full = check_forward(program, kernel, (1, 1, 1, 384, 384, 0, {}), "forward")
+    half = check_forward(program, kernel, (1, 1, 1, 384, 384, 0, causal()), "forward")
     tiles = 384 // (64 if kernel.startswith("sm80") else 128)
-    assert causal["mma"] * 2 * tiles <= full["mma"] * (tiles + 1)
+    assert half["mma"] * 2 * tiles <= full["mma"] * (tiles + 1)
+    window = check_forward(program, kernel, (1, 1, 1, 384, 384, 0, {"left": 63, "right": 0}), "forward")
+    assert window["mma"] * tiles <= full["mma"] * 2
 
 
 @pytest.mark.parametrize("kernel,what,file,old,new", FAULTY_FORWARD, ids=[f"{f[0]}-{f[1]}" for f in FAULTY_FORWARD])
@@ -145,7 +214,8 @@ def check_backward(program, kernel, shape, order, rows_first=False):
     grad_lse = random_tensor(inputs[0].shape[:3], torch.float32, 5, outliers=False)
     out, lse, *expected = reference_run((*inputs, mask), grad_out, grad_lse, enable_gqa=True)
     plain, rounding = plain_run((*inputs, mask), grad_out, grad_lse, enable_gqa=True)
-    given = (out.detach().to(dtype), lse.detach().float(), grad_out, grad_lse)
+    out, grad_out_, *inputs = with_nan(shape, (out.detach().to(dtype), grad_out, *inputs), (1, 1, 1, 0, 0))
+    given = (out, lse.detach().float(), grad_out_, grad_lse)
     results = run.backward(program, inputs, *given, shape[-1], order, rows_first, deterministic=deterministic)
     for i, name in enumerate(("grad_query", "grad_key", "grad_value")):
         assert_close_to_reference(results[i], plain[2 + i], expected[i], GRADIENT_FACTOR, name, rounding[2 + i])

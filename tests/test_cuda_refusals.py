@@ -39,19 +39,19 @@ REFUSED = [
     ({"x": "float"}, "query: expected dtype torch.bfloat16 or torch.float16 on CUDA, got torch.float32"),
     ({"attn_mask": "mask"}, "attn_mask: expected None" + NOT_YET),
     ({"dropout_p": 0.5, "dropout_seed": "seed"}, "dropout_p: expected 0" + NOT_YET),
-    ({"causal_alignment": 1, "is_causal": True}, "causal_alignment: expected 0 (top-left)" + NOT_YET),
-    ({"window_size": [2, -1]}, "window_size: expected (-1, -1)" + NOT_YET),
-    ({"window_size": [-1, 0]}, "window_size: expected (-1, -1)" + NOT_YET),
-    ({"prefix_length": 2, "is_causal": True}, "prefix_length: expected 0" + NOT_YET),
-    ({"key_lengths": "lengths"}, "key_lengths: expected None" + NOT_YET),
-    ({"query_lengths": "lengths"}, "query_lengths: expected None" + NOT_YET),
     ({"softcap": 2.0}, "softcap: expected 0" + NOT_YET),
     ({"sinks": "heads"}, "sinks: expected None" + NOT_YET),
     ({"alibi_slopes": "heads"}, "alibi_slopes: expected None" + NOT_YET),
     ({"scale": -1.0}, "scale: expected a positive number" + NOT_YET),
     ({"x": "wide"}, "query: expected a head_dim"),
 ]
-SERVED = [{}, {"is_causal": True}, {"scale": 2.0, "enable_gqa": True}]
+SERVED = [
+    {},
+    {"is_causal": True, "causal_alignment": 1},
+    {"scale": 2.0, "enable_gqa": True},
+    {"window_size": [2, -1], "prefix_length": 2},
+    {"key_lengths": "lengths", "query_lengths": "lengths"},
+]
 
 
 def run(calls):

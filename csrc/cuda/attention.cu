@@ -11,8 +11,27 @@
 namespace attnjourney {
 namespace {
 
+// Index tensors as the kernels read them: dense int32.
+struct Indices {
+  OptionalTensor query_lengths, key_lengths;
+  explicit Indices(const AttentionOptions& o)
+      : query_lengths(int32(o.query_lengths)), key_lengths(int32(o.key_lengths)) {}
+  static OptionalTensor int32(const OptionalTensor& t) {
+    if (!t) return std::nullopt;
+    Tensor x = aten::empty(*t, {t->numel()}, ScalarType::Int);
+    torch::stable::copy_(x, *t);
+    return x;
+  }
+  static const int* data(const OptionalTensor& t) { return t ? static_cast<const int*>(t->data_ptr()) : nullptr; }
+};
+
+// whether a kernel has to look at which keys a row sees
+bool is_ranged(const AttentionCall& c, const AttentionOptions& o) {
+  return c.params.keys.bounded() || o.query_lengths || o.key_lengths;
+}
+
 template <class Task>
-void describe(Task& p, const AttentionCall& c, const View& q, const View& k, const View& v) {
+void describe(Task& p, const AttentionCall& c, const Indices& indices, const View& q, const View& k, const View& v) {
   p.query = q.data(), p.key = k.data(), p.value = v.data();
   p.query_strides = q.strides, p.key_strides = k.strides, p.value_strides = v.strides;
   p.batch = static_cast<int>(c.batch), p.q_heads = static_cast<int>(c.q_heads);
@@ -20,7 +39,11 @@ void describe(Task& p, const AttentionCall& c, const View& q, const View& k, con
   p.q_len = static_cast<int>(c.params.q_len), p.kv_len = static_cast<int>(c.params.kv_len);
   p.head_dim = static_cast<int>(chunks(c.params.head_dim));
   p.v_head_dim = static_cast<int>(chunks(c.params.v_head_dim));
-  p.offset = static_cast<int>(c.params.keys.offset);
+  const KeyRanges& keys = c.params.keys;
+  const auto bound = [](int64_t x) { return static_cast<int>(std::min<int64_t>(x, Ranges::unbounded)); };
+  p.keys.offset = static_cast<int>(keys.offset), p.keys.left = bound(keys.left), p.keys.right = bound(keys.right);
+  p.keys.prefix = static_cast<int>(keys.prefix), p.keys.key_length = p.kv_len, p.bottom_right = c.bottom_right;
+  p.query_lengths = Indices::data(indices.query_lengths), p.key_lengths = Indices::data(indices.key_lengths);
   p.scale_log2 = static_cast<float>(c.params.scale * 1.4426950408889634);
 }
 
@@ -39,15 +62,16 @@ void forward(const Tensor& query, const Tensor& key, const Tensor& value, const 
   const cudaStream_t stream = current_stream(device.index);
   const View q = view_of(c, query, c.q_heads), k = view_of(c, key, c.kv_heads), v = view_of(c, value, c.kv_heads);
   Output o(c, out, c.q_heads);
+  const Indices indices(options);
   ForwardTask p{};
-  describe(p, c, q, k, v);
+  describe(p, c, indices, q, k, v);
   p.out = o.data(), p.out_strides = o.strides(), p.lse = static_cast<float*>(lse.data_ptr());
   const bool bf16 = c.dtype == ScalarType::BFloat16, hopper = device.capability == 90;
   OptionalTensor counter;
   if (hopper) p.counter = tile_counter(query, device.index, stream, counter);
   const ForwardLaunch launch =
       hopper ? (bf16 ? sm90_forward_bf16 : sm90_forward_fp16) : (bf16 ? sm80_forward_bf16 : sm80_forward_fp16);
-  launch(p, c.params.keys.right == 0, device, stream);
+  launch(p, is_ranged(c, options), device, stream);
   o.finish();
 }
 
@@ -72,9 +96,10 @@ void backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tens
   const Tensor dense_lse = aten::contiguous(lse);
   OptionalTensor dense_grad_lse;
   if (grad_lse) dense_grad_lse = aten::contiguous(*grad_lse);
+  const Indices indices(options);
   std::optional<Output> dq, dk, dv;
   BackwardTask p{};
-  describe(p, c, q, k, v);
+  describe(p, c, indices, q, k, v);
   p.out = o.data(), p.out_strides = o.strides, p.grad_out = d_out.data(), p.grad_out_strides = d_out.strides;
   p.lse = static_cast<const float*>(dense_lse.data_ptr());
   p.grad_lse = dense_grad_lse ? static_cast<const float*>(dense_grad_lse->data_ptr()) : nullptr;
@@ -109,11 +134,11 @@ void backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tens
     torch::stable::zero_(*key_value_sum);
     p.key_value_sum = static_cast<float*>(key_value_sum->data_ptr());
   }
-  const bool causal = c.params.keys.right == 0;
-  p.span = backward_span(p, size, causal, deterministic);
+  const bool ranged = is_ranged(c, options);
+  p.span = backward_span(p, size, ranged, deterministic);
   const BackwardLaunch launch =
       hopper ? (bf16 ? sm90_backward_bf16 : sm90_backward_fp16) : (bf16 ? sm80_backward_bf16 : sm80_backward_fp16);
-  launch(p, causal, device, stream);
+  launch(p, ranged, device, stream);
   for (auto* g : {&dq, &dk, &dv})
     if (*g) (*g)->finish();
 }

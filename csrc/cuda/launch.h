@@ -34,17 +34,17 @@ inline int backward_size(int head_dim, int v_head_dim) {
 inline int backward_rows(int size) { return size == 64 ? 128 : 64; }
 constexpr int backward_keys = 128;
 
-using ForwardLaunch = void (*)(ForwardTask, bool causal, const Device&, cudaStream_t);
-void sm80_forward_bf16(ForwardTask, bool causal, const Device&, cudaStream_t);
-void sm80_forward_fp16(ForwardTask, bool causal, const Device&, cudaStream_t);
-void sm90_forward_bf16(ForwardTask, bool causal, const Device&, cudaStream_t);
-void sm90_forward_fp16(ForwardTask, bool causal, const Device&, cudaStream_t);
+using ForwardLaunch = void (*)(ForwardTask, bool ranged, const Device&, cudaStream_t);
+void sm80_forward_bf16(ForwardTask, bool ranged, const Device&, cudaStream_t);
+void sm80_forward_fp16(ForwardTask, bool ranged, const Device&, cudaStream_t);
+void sm90_forward_bf16(ForwardTask, bool ranged, const Device&, cudaStream_t);
+void sm90_forward_fp16(ForwardTask, bool ranged, const Device&, cudaStream_t);
 
-using BackwardLaunch = void (*)(BackwardTask, bool causal, const Device&, cudaStream_t);
-void sm80_backward_bf16(BackwardTask, bool causal, const Device&, cudaStream_t);
-void sm80_backward_fp16(BackwardTask, bool causal, const Device&, cudaStream_t);
-void sm90_backward_bf16(BackwardTask, bool causal, const Device&, cudaStream_t);
-void sm90_backward_fp16(BackwardTask, bool causal, const Device&, cudaStream_t);
+using BackwardLaunch = void (*)(BackwardTask, bool ranged, const Device&, cudaStream_t);
+void sm80_backward_bf16(BackwardTask, bool ranged, const Device&, cudaStream_t);
+void sm80_backward_fp16(BackwardTask, bool ranged, const Device&, cudaStream_t);
+void sm90_backward_bf16(BackwardTask, bool ranged, const Device&, cudaStream_t);
+void sm90_backward_fp16(BackwardTask, bool ranged, const Device&, cudaStream_t);
 
 // Allows a kernel its shared memory (a driver call of a microsecond or less) and launches it.
 template <class Kernel, class... Args>

@@ -15,7 +15,7 @@ using Kernel = KERNEL;
 #endif
 using Element = Kernel::T;
 
-template <bool Causal>
+template <bool Ranged>
 void launch_main(const BackwardTask& p, const driver::Shape& q, const driver::Shape& k, const driver::Shape& v,
                  const driver::Shape& o, emulator::Options options) {
   const int blocks = p.key_tiles * (p.key_value_sum ? p.q_heads : p.kv_heads) * p.batch;
@@ -23,13 +23,23 @@ void launch_main(const BackwardTask& p, const driver::Shape& q, const driver::Sh
   const auto map = [](const driver::Shape& s, const void* x, int rows) {
     return s.map(static_cast<const Element*>(x), rows);
   };
-  const Sm90BackwardMaps maps{map(q, p.query, Kernel::kRows), map(k, p.key, Kernel::kKeys),
-                              map(v, p.value, Kernel::kKeys), map(o, p.grad_out, Kernel::kRows)};
-  emulator::launch(sm90_backward<Kernel, Causal>, dim3(blocks), dim3(Kernel::kThreads), Kernel::kSmemBytes, options,
+  const Sm90BackwardMaps maps{map(q, p.query, Kernel::kRows),
+                              map(k, p.key, Kernel::kKeys),
+                              map(v, p.value, Kernel::kKeys),
+                              map(o, p.grad_out, Kernel::kRows),
+                              map(q, p.query, 8),
+                              map(k, p.key, 8),
+                              map(v, p.value, 8),
+                              map(o, p.grad_out, 8),
+                              map(q, p.query, 1),
+                              map(k, p.key, 1),
+                              map(v, p.value, 1),
+                              map(o, p.grad_out, 1)};
+  emulator::launch(sm90_backward<Kernel, Ranged>, dim3(blocks), dim3(Kernel::kThreads), Kernel::kSmemBytes, options,
                    maps, p);
 #else
   (void)q, (void)k, (void)v, (void)o;
-  emulator::launch(sm80_backward<Kernel, Causal>, dim3(blocks), dim3(Kernel::kThreads), Kernel::kSmemBytes, options, p);
+  emulator::launch(sm80_backward<Kernel, Ranged>, dim3(blocks), dim3(Kernel::kThreads), Kernel::kSmemBytes, options, p);
 #endif
 }
 
@@ -52,6 +62,7 @@ int main(int argc, char** argv) {
 
     const bool deterministic = a["deterministic"];
     BackwardTask p{};
+    const driver::Lengths lengths(p, a);
     p.query = query->data, p.key = key->data, p.value = value->data, p.out = out->data, p.grad_out = grad_out->data;
     p.lse = lse.data, p.grad_lse = grad_lse.data;
     p.grad_query = grad_query.data, p.grad_key = grad_key.data, p.grad_value = grad_value.data;
@@ -60,7 +71,7 @@ int main(int argc, char** argv) {
     p.value_strides = p.grad_value_strides = v.strides<Strides>();
     p.out_strides = p.grad_out_strides = o.strides<Strides>();
     p.batch = q.batch, p.q_heads = q.heads, p.kv_heads = k.heads, p.group = q.heads / k.heads;
-    p.q_len = q.length, p.kv_len = k.length, p.head_dim = q.dim, p.v_head_dim = v.dim, p.offset = a["offset"];
+    p.head_dim = q.dim, p.v_head_dim = v.dim;
     p.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(q.dim)));
     p.scale_log2 = static_cast<float>(1.4426950408889634 / std::sqrt(static_cast<double>(q.dim)));
     p.rows = (q.length + Kernel::kRows - 1) / Kernel::kRows * Kernel::kRows;
@@ -74,7 +85,7 @@ int main(int argc, char** argv) {
 #ifdef SHAPE
     if (p.group > 1 && !deterministic) p.key_value_sum = key_value_sum.data;
 #endif
-    p.span = a["span"] ? a["span"] : backward_span(p, Kernel::kD, a["causal"], deterministic);
+    p.span = a["span"] ? a["span"] : backward_span(p, Kernel::kD, a["ranged"], deterministic);
 
     const auto options = a.options();
     const auto pass = [&](auto kernel, int64_t length, size_t count) {
@@ -82,7 +93,7 @@ int main(int argc, char** argv) {
       emulator::launch(kernel, grid, dim3(kPassThreads), 0, options, p);
     };
     pass(backward_prepare<Element, Kernel::kD>, p.rows, pairs);
-    if (a["causal"])
+    if (a["ranged"])
       launch_main<true>(p, q, k, v, o, options);
     else
       launch_main<false>(p, q, k, v, o, options);

@@ -67,6 +67,25 @@ std::vector<T> read(size_t count) {
   if (fread(static_cast<void*>(v.data()), sizeof(T), count, stdin) != count) throw emulator::Error("short input");
   return v;
 }
+// The lengths of a task and the keys that its rows see; lengths of the batch items follow on stdin where lengths=1.
+struct Lengths {
+  std::unique_ptr<emulator::Buffer<int>> query, key;
+  template <class Task>
+  Lengths(Task& p, const Arguments& a) {
+    using Ranges = decltype(p.keys);
+    const auto bound = [](int x) { return x < 0 ? Ranges::unbounded : x; };
+    p.q_len = a["q_len"], p.kv_len = a["kv_len"];
+    p.keys.left = bound(a["left"]), p.keys.right = bound(a["right"]), p.keys.prefix = a["prefix"];
+    p.keys.key_length = p.kv_len, p.keys.offset = a["offset"], p.bottom_right = a["bottom_right"];
+    if (!a["lengths"]) return;
+    const auto lengths = [&](const char* name) {
+      return std::make_unique<emulator::Buffer<int>>(read<int>(static_cast<size_t>(a["batch"])), name);
+    };
+    query = lengths("query_lengths"), key = lengths("key_lengths");
+    p.query_lengths = query->data, p.key_lengths = key->data;
+  }
+};
+
 template <class T>
 void write(const emulator::Buffer<T>& b) {
   fwrite(static_cast<const void*>(b.data), sizeof(T), b.size, stdout);

@@ -28,12 +28,12 @@ SM80_FORWARD = [
         "j * 2 + lane / 16));\n          ptx::mma_m16n8k16<T>(acc[2 * j],",
         "j * 2 + lane / 16) + 8);\n          ptx::mma_m16n8k16<T>(acc[2 * j],",
     ),
-    ("mask off by one", "sm80_forward.cuh", "col > r + p.offset))", "col > r + p.offset + 1))"),
+    ("mask off by one", "sm80_forward.cuh", "x >= end ||", "x > end ||"),
     (
         "only the last tile is masked",
         "sm80_forward.cuh",
-        "n0 + kKeys > p.kv_len || (Causal && n0 + kKeys - 1 > row0 + warp * 16 + p.offset)",
-        "n == tiles - 1",
+        "if (!own.whole(n))",
+        "if (n + 1 == tiles.end)",
     ),
     ("keys past the end are read", "sm80_forward.cuh", "row0 + row < rows && chunk * 8 < dim", "chunk * 8 < dim"),
     ("columns past head_dim are read", "sm80_forward.cuh", "row0 + row < rows && chunk * 8 < dim", "row0 + row < rows"),
@@ -46,7 +46,16 @@ SM80_FORWARD = [
         "where.head / p.group",
         "where.head % (p.q_heads / p.group)",
     ),
-    ("one key tile too few", "forward_task.cuh", "+ p.offset + Keys - 1) / Keys", "+ p.offset - 1) / Keys"),
+    ("one key tile too few", "sequence.cuh", "t.end = (t.key_end + Keys - 1) / Keys", "t.end = t.key_end / Keys"),
+    ("prefix forgotten", "sequence.cuh", "t.prefix = min(t.begin,", "t.prefix = min(0,"),
+    ("window starts one key late", "sm80_forward.cuh", "x < begin &&", "x <= begin &&"),
+    (
+        "hidden rows of V not cleared",
+        "sm80_forward.cuh",
+        "n0, tiles.key_end, p.v_head_dim",
+        "n0, p.kv_len, p.v_head_dim",
+    ),
+    ("own lengths forgotten", "sequence.cuh", "if (p.bottom_right) s.keys.offset = k_len - s.q_len;", ""),
 ]
 
 SM90_FORWARD = [
@@ -81,12 +90,12 @@ SM90_FORWARD = [
         "for (int j = 0; j < S::kDv / 8; j++)\n        *reint",
         "for (int j = 1; j < S::kDv / 8; j++)\n        *reint",
     ),
-    ("mask off by one", "sm90_forward.cuh", "row0 + r0 + r + p.offset + 1)", "row0 + r0 + r + p.offset + 2)"),
+    ("mask off by one", "sm90_forward_softmax.cuh", "(i & 1) >= (i & 2", "(i & 1) > (i & 2"),
     (
         "border tile not masked",
         "sm90_forward_producer.cuh",
-        "row + p.offset + 1)) : p.kv_len) / S::kKeys",
-        "row + p.offset + 1)) : p.kv_len) / S::kKeys + 1",
+        "x.whole_end = own.whole_end;",
+        "x.whole_end = own.whole_end + 1;",
     ),
     (
         "probabilities of the last reference",
@@ -105,6 +114,20 @@ SM90_FORWARD = [
         "sm90_forward_producer.cuh",
         "ptx::atomic_add(p.counter, 0u - uint32_t(p.total));",
         "",
+    ),
+    ("window not masked on the left", "sm90_forward_softmax.cuh", "x < begin && x >= prefix", "false"),
+    ("V that is hidden leaks", "sm90_rows.cuh", "if (end >= min(row + Rows, length))", "if (true)"),
+    (
+        "a lane still waits for a phase that comes again",
+        "sm90_forward.cuh",
+        "__syncwarp();  // no lane",
+        "//",
+    ),
+    (
+        "the tile below the window is taken for the prefix's",
+        "sm90_forward.cuh",
+        "after = ptx::uniform(x.y) - 1;",
+        "after = n - 1;",
     ),
     (
         "key heads by remainder instead of quotient",
@@ -138,7 +161,8 @@ SM90_BACKWARD = [
         "ptx::mbarrier_wait(m.do_full + 8 * ds, 0);",
     ),
     ("one dS tile instead of two", "sm90_backward.cuh", "m.ds + (it & 1) * S::kScoreBytes", "m.ds"),
-    ("mask off by one", "sm90_backward.cuh", "n > row + p.offset)) s[i]", "n > row + p.offset + 1)) s[i]"),
+    ("mask off by one", "sm90_backward.cuh", "if (x < begin ||", "if (x + 1 < begin ||"),
+    ("hidden rows not cleared", "sm90_rows.cuh", "if (end >= min(row + Rows, length))", "if (true)"),
     ("K and V used before they landed", "sm90_backward.cuh", "ptx::mbarrier_wait(m.kv_full, 0);", ""),
     ("rows without a key not marked", "backward_passes.cuh", "lse == -INFINITY ? INFINITY", "false ? INFINITY"),
     (
@@ -166,12 +190,12 @@ SM80_BACKWARD = [
     ("stage read before its copy landed", "sm80_backward.cuh", "ptx::cp_async_wait<0>();", ""),
     ("P and dS read before they are complete", "sm80_backward.cuh", "__syncthreads();  // P and dS", "//"),
     ("stage refilled while others read it", "sm80_backward.cuh", "__syncthreads();  // this stage", "//"),
-    ("mask off by one", "sm80_backward.cuh", "n > m + p.offset)) s[i]", "n > m + p.offset + 1)) s[i]"),
+    ("mask off by one", "sm80_backward.cuh", "if (x < begin ||", "if (x + 1 < begin ||"),
     (
         "first query tile left out",
         "backward_task.cuh",
-        "t.key_tile * Keys - p.offset) / Rows",
-        "t.key_tile * Keys + Keys - p.offset) / Rows",
+        "first = some ? any.begin / Rows : 0;",
+        "first = some ? any.begin / Rows + 1 : 0;",
     ),
     ("delta left out", "sm80_backward.cuh", "(dp[i][j][e] - (e & 1 ? delta.y : delta.x))", "dp[i][j][e]"),
 ]

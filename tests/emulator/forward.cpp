@@ -1,4 +1,4 @@
-// Runs one forward kernel, named by -DKERNEL=... (with SM90: a Sm90ForwardShape but for kCausal, as SHAPE(causal)).
+// Runs one forward kernel, named by -DKERNEL=... (with SM90: a Sm90ForwardShape but for kRanged, as SHAPE(ranged)).
 // stdin: query, key, value; stdout: out, lse.
 #include "driver.h"
 #ifdef SHAPE
@@ -10,30 +10,31 @@
 using namespace attnjourney;
 
 #ifdef SHAPE
-template <bool Causal>
+template <bool Ranged>
 void launch(ForwardTask p, const driver::Shape& q, const driver::Shape& k, const driver::Shape& v,
             const driver::Shape& out, const driver::Arguments& a) {
-  using S = SHAPE(Causal);
+  using S = SHAPE(Ranged);
   using T = typename S::T;
   emulator::Buffer<uint32_t> counter(std::vector<uint32_t>{0, 0}, "counter");
   plan_forward(p, S::kRows);
   if (a["section"]) p.section = a["section"];
   p.counter = a["counter"] ? counter.data : nullptr;
-  const Sm90ForwardMaps maps{q.map(static_cast<const T*>(p.query), 64), k.map(static_cast<const T*>(p.key), S::kKeys),
-                             v.map(static_cast<const T*>(p.value), S::kKeys),
-                             out.map(static_cast<const T*>(p.out), 16)};
+  const Sm90ForwardMaps maps{
+      q.map(static_cast<const T*>(p.query), 64),       k.map(static_cast<const T*>(p.key), S::kKeys),
+      v.map(static_cast<const T*>(p.value), S::kKeys), out.map(static_cast<const T*>(p.out), 16),
+      v.map(static_cast<const T*>(p.value), 8),        v.map(static_cast<const T*>(p.value), 1)};
   emulator::launch(sm90_forward<S>, dim3(std::min(a["grid"], p.total)), dim3(S::kThreads), S::kSmemBytes, a.options(),
                    maps, p);
   if (counter.data[0] || counter.data[1]) throw emulator::Error("the tile counter was not left at zero");
 }
 using Element = SHAPE(false)::T;
 #else
-template <bool Causal>
+template <bool Ranged>
 void launch(ForwardTask p, const driver::Shape&, const driver::Shape&, const driver::Shape&, const driver::Shape&,
             const driver::Arguments& a) {
   plan_forward(p, KERNEL::kRows);
   if (a["section"]) p.section = a["section"];
-  emulator::launch(sm80_forward<KERNEL, Causal>, dim3(p.total), dim3(KERNEL::kThreads), KERNEL::kSmemBytes, a.options(),
+  emulator::launch(sm80_forward<KERNEL, Ranged>, dim3(p.total), dim3(KERNEL::kThreads), KERNEL::kSmemBytes, a.options(),
                    p);
 }
 using Element = KERNEL::T;
@@ -51,13 +52,14 @@ int main(int argc, char** argv) {
     emulator::Buffer<Element> value(driver::read<Element>(v.size()), "value"), out(o.size(), "out");
     emulator::Buffer<float> lse(o.size() / o.dim, "lse");
     ForwardTask p{};
+    const driver::Lengths lengths(p, a);
     p.query = query.data, p.key = key.data, p.value = value.data, p.out = out.data, p.lse = lse.data;
     p.query_strides = q.strides<Strides>(), p.key_strides = k.strides<Strides>();
     p.value_strides = v.strides<Strides>(), p.out_strides = o.strides<Strides>();
-    p.batch = q.batch, p.q_heads = q.heads, p.group = q.heads / k.heads, p.q_len = q.length, p.kv_len = k.length;
-    p.head_dim = q.dim, p.v_head_dim = v.dim, p.offset = a["offset"];
+    p.batch = q.batch, p.q_heads = q.heads, p.group = q.heads / k.heads;
+    p.head_dim = q.dim, p.v_head_dim = v.dim;
     p.scale_log2 = static_cast<float>(1.4426950408889634 / std::sqrt(static_cast<double>(q.dim)));
-    if (a["causal"])
+    if (a["ranged"])
       launch<true>(p, q, k, v, o, a);
     else
       launch<false>(p, q, k, v, o, a);

@@ -48,22 +48,29 @@ def run(program, tensors, outputs, arguments, rows_first=False, timeout=120):
     return results, {name: int(value) for name, value in counts.items()}
 
 
-def forward(program, query, key, value, offset=None, order="forward", rows_first=False, **extra):
-    """(out, lse) and counts. offset: causal, row i sees keys up to i + offset; None: all."""
+def _arguments(query, key, value, ranges, order):
+    """ranges: left, right (-1: unbounded), prefix, offset, bottom_right, lengths (of queries, of keys), and `ranged`,
+    which is whether the kernel looks at them (default: if there are any)."""
     batch, q_heads, q_len, head_dim = query.shape
     arguments = {"batch": batch, "q_heads": q_heads, "kv_heads": key.shape[1], "q_len": q_len, "kv_len": key.shape[2]}
-    arguments |= {"head_dim": head_dim, "v_head_dim": value.shape[3], "causal": offset is not None}
-    arguments |= {"offset": offset or 0, "counter": 0, "grid": 3, "section": 0, **order_arguments(order), **extra}
-    outputs = [((batch, q_heads, q_len, value.shape[3]), query.dtype), ((batch, q_heads, q_len), torch.float32)]
-    return run(program, [query, key, value], outputs, arguments, rows_first)
+    arguments |= {"head_dim": head_dim, "v_head_dim": value.shape[3], "ranged": bool(ranges)}
+    arguments |= {"left": -1, "right": -1, "prefix": 0, "offset": 0, "bottom_right": 0, **ranges}
+    lengths = arguments.pop("lengths", ())
+    arguments["lengths"] = bool(lengths)
+    return arguments | order_arguments(order), [torch.tensor(x, dtype=torch.int32) for x in lengths]
 
 
-def backward(program, inputs, out, lse, grad_out, grad_lse, offset=None, order="forward", rows_first=False, **extra):
+def forward(program, query, key, value, ranges, order="forward", rows_first=False, **extra):
+    """(out, lse) and counts."""
+    arguments, lengths = _arguments(query, key, value, ranges, order)
+    arguments |= {"counter": 0, "grid": 3, "section": 0, **extra}
+    outputs = [((*query.shape[:3], value.shape[3]), query.dtype), (tuple(query.shape[:3]), torch.float32)]
+    return run(program, [query, key, value, *lengths], outputs, arguments, rows_first)
+
+
+def backward(program, inputs, out, lse, grad_out, grad_lse, ranges, order="forward", rows_first=False, **extra):
     """Gradients of the three inputs."""
-    query, key, value = inputs
-    batch, q_heads, q_len, head_dim = query.shape
-    arguments = {"batch": batch, "q_heads": q_heads, "kv_heads": key.shape[1], "q_len": q_len, "kv_len": key.shape[2]}
-    arguments |= {"head_dim": head_dim, "v_head_dim": value.shape[3], "causal": offset is not None}
-    arguments |= {"offset": offset or 0, "span": 0, "deterministic": 0, **order_arguments(order), **extra}
+    arguments, lengths = _arguments(*inputs, ranges, order)
+    arguments |= {"span": 0, "deterministic": 0, **extra}
     outputs = [(tuple(t.shape), t.dtype) for t in inputs]
-    return run(program, [*inputs, out, grad_out, lse, grad_lse], outputs, arguments, rows_first)[0]
+    return run(program, [*inputs, out, grad_out, lse, grad_lse, *lengths], outputs, arguments, rows_first)[0]

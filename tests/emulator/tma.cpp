@@ -74,7 +74,9 @@ uint32_t box_bytes(const TensorMap& m) {
   return bytes;
 }
 void check_map(const TensorMap& m, uint32_t tile, Site s) {
-  if (tile % (m.swizzle128 ? 1024 : 16)) fail("TMA tile not aligned to its swizzle pattern, " + who() + " at " + at(s));
+  // the pattern follows the address: a single row may lie anywhere in it
+  if (tile % (m.swizzle128 ? m.box[2] == 1 ? 128 : 1024 : 16))
+    fail("TMA tile not aligned to its swizzle pattern, " + who() + " at " + at(s));
   if (m.swizzle128 && m.box[0] * m.element != 128)
     fail("TMA: the emulator's 128-byte swizzle wants a box 128 bytes wide, at " + at(s));
   if (reinterpret_cast<uintptr_t>(m.base) % 16) fail("TMA: the tensor is not 16-byte aligned, at " + at(s));

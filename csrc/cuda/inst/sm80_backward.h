@@ -6,10 +6,10 @@
 namespace attnjourney {
 
 template <class T>
-void launch_sm80_backward(const BackwardTask& p, bool causal, cudaStream_t stream) {
+void launch_sm80_backward(const BackwardTask& p, bool ranged, cudaStream_t stream) {
   const auto go = [&]<class K>() {
     launch_backward<K>(p, stream, [&] {
-      launch(causal ? sm80_backward<K, true> : sm80_backward<K, false>, int64_t{p.key_tiles} * p.kv_heads * p.batch,
+      launch(ranged ? sm80_backward<K, true> : sm80_backward<K, false>, int64_t{p.key_tiles} * p.kv_heads * p.batch,
              K::kThreads, K::kSmemBytes, stream, p);
     });
   };

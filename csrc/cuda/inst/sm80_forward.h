@@ -6,10 +6,10 @@
 namespace attnjourney {
 
 template <class T>
-void launch_sm80_forward(ForwardTask p, bool causal, cudaStream_t stream) {
+void launch_sm80_forward(ForwardTask p, bool ranged, cudaStream_t stream) {
   const auto go = [&]<class K>() {
     plan_forward(p, K::kRows);
-    launch(causal ? sm80_forward<K, true> : sm80_forward<K, false>, p.total, K::kThreads, K::kSmemBytes, stream, p);
+    launch(ranged ? sm80_forward<K, true> : sm80_forward<K, false>, p.total, K::kThreads, K::kSmemBytes, stream, p);
   };
   const int size = forward_size(p.head_dim, p.v_head_dim);
   if (size == 64064) return go.template operator()<Sm80Forward<T, 64, 64>>();

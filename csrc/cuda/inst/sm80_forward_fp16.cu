@@ -1,5 +1,5 @@
 #include "sm80_forward.h"
 
-void attnjourney::sm80_forward_fp16(ForwardTask p, bool causal, const Device&, cudaStream_t stream) {
-  launch_sm80_forward<Half>(p, causal, stream);
+void attnjourney::sm80_forward_fp16(ForwardTask p, bool ranged, const Device&, cudaStream_t stream) {
+  launch_sm80_forward<Half>(p, ranged, stream);
 }

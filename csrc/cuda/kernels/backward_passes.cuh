@@ -19,8 +19,9 @@ __global__ void __launch_bounds__(kPassThreads) backward_prepare(const BackwardT
   const int blocks = (p.rows + kRows - 1) / kRows, pair = blockIdx.x / blocks;
   const int row = (blockIdx.x - pair * blocks) * kRows + threadIdx.x / kPer, c = threadIdx.x % kPer;
   const int batch = pair / p.q_heads, head = pair - batch * p.q_heads;
+  const int q_len = sequence_of(p, batch).q_len;
   float sum = 0.f;
-  if (row < p.q_len && c * 8 < p.v_head_dim) {
+  if (row < q_len && c * 8 < p.v_head_dim) {
     const auto read = [&](const void* base, const Strides& s) {
       return *reinterpret_cast<const uint4*>(static_cast<const T*>(base) + batch * s.batch + head * s.head +
                                              row * s.row + c * 8);
@@ -39,8 +40,8 @@ __global__ void __launch_bounds__(kPassThreads) backward_prepare(const BackwardT
   const int64_t first = int64_t(pair) * p.rows;
   if (c == 0) {
     const int64_t stat = int64_t(pair) * p.q_len + row;
-    const float lse = row < p.q_len ? p.lse[stat] : -INFINITY;
-    if (p.grad_lse && row < p.q_len) sum -= p.grad_lse[stat];
+    const float lse = row < q_len ? p.lse[stat] : -INFINITY;
+    if (p.grad_lse && row < q_len) sum -= p.grad_lse[stat];
     // Within 16 rows in the order in which a thread of an accumulator fragment wants its columns: 2t, 2t+1, 2t+8, 2t+9.
     const int64_t at = first + (row & ~15) + (row % 8 / 2 * 4 + row % 16 / 8 * 2 + row % 2);
     p.lse2[at] = lse == -INFINITY ? INFINITY : lse * 1.4426950408889634f;

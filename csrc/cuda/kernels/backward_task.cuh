@@ -6,7 +6,7 @@
 
 namespace attnjourney {
 
-struct BackwardTask {
+struct BackwardTask : SequenceTask {
   const void *query, *key, *value, *out, *grad_out;
   const float* lse;       // [batch, q_heads, q_len], dense, natural logarithm
   const float* grad_lse;  // like lse, or null
@@ -14,8 +14,7 @@ struct BackwardTask {
   void *grad_query, *grad_key, *grad_value;
   Strides query_strides, key_strides, value_strides, out_strides, grad_out_strides;
   Strides grad_query_strides, grad_key_strides, grad_value_strides;
-  int batch, q_heads, kv_heads, group, q_len, kv_len, head_dim, v_head_dim;
-  int offset;               // causal: row i sees keys j <= i + offset
+  int batch, q_heads, kv_heads, group, head_dim, v_head_dim;
   float scale, scale_log2;  // positive
   // Scratch. rows: q_len rounded up to the kernel's query tile.
   // [batch, q_heads, rows]; lse2 = lse * log2(e), +inf for rows that see no key and rows past the end, so that their
@@ -26,13 +25,11 @@ struct BackwardTask {
                          // here
   int* turn;             // deterministic: zeros [batch, q_heads, rows / tile, 2]
   int rows, key_tiles;
-  int span;    // (head, batch) pairs worked on at a time, all key tiles of these, the first tiles first
-  int rotate;  // deterministic: all blocks that share queries are resident at once, so they start at staggered query
-               // tiles
+  int span;  // (head, batch) pairs worked on at a time, all key tiles of these, the first tiles first
 };
 
-// Which tile of keys a block works on, and for which query heads. Causal: the first tiles have the most queries, so
-// they start first; a small span keeps the queries that are in use in the second-level cache.
+// Which tile of keys a block works on, and for which query heads. Where causal, the first tiles have the most queries,
+// so they start first; a small span keeps the queries that are in use in the second-level cache.
 struct BackwardTile {
   int key_tile, head_k, batch, first_head, heads;
   explicit __device__ __forceinline__ BackwardTile(const BackwardTask& p) {
@@ -48,40 +45,51 @@ struct BackwardTile {
 };
 
 // The query tiles of a block, one query head after the other.
-template <int Rows, int Keys, bool Causal, bool Deterministic>
+template <int Rows, int Keys, bool Ranged>
 struct BackwardQueries {
-  int first, tiles, head, tile, left;
-  __device__ __forceinline__ BackwardQueries(const BackwardTask& p, const BackwardTile& t) {
+  int first, end, tiles, head, tile;  // [first, end) of `tiles` see a key of the block
+  int whole_begin, whole_end;         // these rows see all of them
+  __device__ __forceinline__ BackwardQueries(const BackwardTask& p, const BackwardTile& t, const Sequence& s) {
     tiles = p.rows / Rows;
-    first = Causal ? min(max(0, t.key_tile * Keys - p.offset) / Rows, tiles) : 0;
-    head = t.first_head;
-    left = tiles - first;
-    tile = first;
-    if (Deterministic && !Causal && p.rotate) tile = t.key_tile * tiles / p.key_tiles;
-  }
-  __device__ __forceinline__ int per_head() const { return tiles - first; }
-  __device__ __forceinline__ void next() {
-    if (++tile == tiles) {
-      tile = first;
-      if (!Deterministic) head++;
+    const int n0 = t.key_tile * Keys;
+    if (Ranged) {
+      const Range any = s.keys.rows(n0, n0 + Keys - 1, s.q_len);
+      const Range all = s.keys.rows_of_all(n0, n0 + Keys - 1, s.q_len);
+      const bool some = n0 < s.keys.key_length && !any.empty();
+      first = some ? any.begin / Rows : 0;
+      end = some ? (any.end + Rows - 1) / Rows : 0;
+      whole_begin = all.begin;
+      whole_end = all.end;
+      if (whole_end == p.q_len) whole_end = p.rows;  // rows past the tensor's end have weights of 0 anyway
+    } else {
+      first = whole_begin = 0;
+      end = tiles;
+      whole_end = n0 + Keys <= p.kv_len ? p.rows : 0;
     }
-    if (Deterministic && --left == 0) {
-      left = tiles - first;
+    head = t.first_head;
+    tile = first;
+  }
+  __device__ __forceinline__ int per_head() const { return end - first; }
+  __device__ __forceinline__ void next() {
+    if (++tile == end) {
+      tile = first;
       head++;
     }
   }
-  // How many blocks add to this query tile before this one: in the order in which they get to it.
-  __device__ __forceinline__ int turn(const BackwardTask& p, const BackwardTile& t) const {
-    if (!p.rotate) return t.key_tile;
-    if (Causal) return min(p.key_tiles - 1, ((tile + 1) * Rows + p.offset - 1) / Keys) - t.key_tile;
-    const int first_here = min(p.key_tiles - 1, ((tile + 1) * p.key_tiles - 1) / tiles);
-    return first_here - t.key_tile + (t.key_tile > first_here ? p.key_tiles : 0);
+  // do rows [row, row + Rows) see all keys of the block?
+  __device__ __forceinline__ bool whole(int row) const { return row >= whole_begin && row + Rows <= whole_end; }
+  // How many blocks add to this query tile before this one: those of the prefix, and of the window from its first one.
+  __device__ __forceinline__ int turn(const BackwardTile& t, const Sequence& s) const {
+    if (!Ranged) return t.key_tile;
+    const int prefix = (s.keys.prefix + Keys - 1) / Keys;
+    const int window = s.keys.any(tile * Rows, tile * Rows).begin / Keys;
+    return t.key_tile < prefix ? t.key_tile : prefix + t.key_tile - max(prefix, window);
   }
 };
 
 // How many (head, batch) pairs run at a time: enough for longest-first to fill the machine, few enough for the cache.
-inline int backward_span(const BackwardTask& p, int head_dim, bool causal, bool deterministic) {
-  if (!causal || deterministic || p.key_tiles == 0) return 1;
+inline int backward_span(const BackwardTask& p, int head_dim, bool ranged, bool deterministic) {
+  if (!ranged || deterministic || p.key_tiles == 0) return 1;
   const int64_t head_bytes = int64_t{p.q_len} * head_dim * 8,
                 pairs = int64_t{p.key_value_sum ? p.q_heads : p.kv_heads} * p.batch;
   int64_t span = 256 / p.key_tiles;

@@ -2,21 +2,22 @@
 #pragma once
 #include <cstdint>
 
+#include "sequence.cuh"
+
 namespace attnjourney {
 
 struct Strides {  // in elements; head_dim is dense
   int64_t batch, head, row;
 };
 
-struct ForwardTask {
+struct ForwardTask : SequenceTask {
   const void *query, *key,
       *value;  // [batch, q_heads, q_len, head_dim], [batch, kv_heads, kv_len, head_dim or v_head_dim]
   void* out;   // [batch, q_heads, q_len, v_head_dim]
   float* lse;  // [batch, q_heads, q_len], dense, natural logarithm; -inf: the row sees no key
   Strides query_strides, key_strides, value_strides, out_strides;
   int batch, q_heads, group;  // group: query heads per key head
-  int q_len, kv_len, head_dim, v_head_dim;
-  int offset;        // causal: row i sees keys j <= i + offset
+  int head_dim, v_head_dim;
   float scale_log2;  // softmax scale * log2(e); positive
   // filled in by plan_forward
   int tiles, total;   // tiles of one head; of all
@@ -26,20 +27,12 @@ struct ForwardTask {
 
 struct ForwardTile {
   int row, head, batch;
-  int key_tiles;  // those that the rows see
 };
 
-// How many of `rows` rows' key tiles of `Keys` keys lie in sight.
-template <int Keys, bool Causal>
-__device__ __forceinline__ int key_tiles_of(const ForwardTask& p, int row, int rows) {
-  const int all = (p.kv_len + Keys - 1) / Keys;
-  return Causal ? min(all, max(0, (min(row + rows, p.q_len) + p.offset + Keys - 1) / Keys)) : all;
-}
-
-template <int Rows, int Keys, bool Causal>
+template <int Rows, bool Ranged>
 __device__ __forceinline__ ForwardTile forward_tile(const ForwardTask& p, int i) {
   int tile, pair;  // pair: batch * q_heads + head
-  if (Causal) {
+  if (Ranged) {
     const int span = p.section * p.tiles, first = i / span * p.section, r = i % span;
     const int width = min(p.section, p.batch * p.q_heads - first);
     tile = p.tiles - 1 - r / width;
@@ -52,7 +45,6 @@ __device__ __forceinline__ ForwardTile forward_tile(const ForwardTask& p, int i)
   t.batch = pair / p.q_heads;
   t.head = pair - t.batch * p.q_heads;
   t.row = tile * Rows;
-  t.key_tiles = key_tiles_of<Keys, Causal>(p, t.row, Rows);
   return t;
 }
 

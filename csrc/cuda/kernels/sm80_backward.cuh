@@ -122,11 +122,12 @@ struct Sm80Backward {
       }
   }
 
-  template <bool Causal>
+  template <bool Ranged>
   static __device__ __forceinline__ void run(const BackwardTask& p) {
     const int tid = threadIdx.x;
     const BackwardTile where(p);
-    BackwardQueries<Rows, Keys, Causal, Deterministic> at(p, where);
+    const Sequence sequence = sequence_of(p, where.batch);
+    BackwardQueries<Rows, Keys, Ranged> at(p, where, sequence);
     const int n0 = where.key_tile * Keys, total = at.per_head() * where.heads;
     const auto head_of = [&](const void* base, const Strides& s, int head) {
       return static_cast<const T*>(base) + where.batch * s.batch + head * s.head;
@@ -138,9 +139,9 @@ struct Sm80Backward {
     uint32_t sp = sdo + 2 * kStage, sds = sp + Keys * kCol, stats = sds + Keys * kCol;
 
     const auto load = [&](int stage, int head, int tile) {
-      load_tile<Rows>(sq + stage * kStage, head_of(p.query, p.query_strides, head), tile * Rows, p.q_len,
+      load_tile<Rows>(sq + stage * kStage, head_of(p.query, p.query_strides, head), tile * Rows, sequence.q_len,
                       p.query_strides.row, p.head_dim);
-      load_tile<Rows>(sdo + stage * kStage, head_of(p.grad_out, p.grad_out_strides, head), tile * Rows, p.q_len,
+      load_tile<Rows>(sdo + stage * kStage, head_of(p.grad_out, p.grad_out_strides, head), tile * Rows, sequence.q_len,
                       p.grad_out_strides.row, p.v_head_dim);
       if (tid < Rows / 2) {  // Rows / 4 chunks each of lse2 and delta
         const float* src = (tid < Rows / 4 ? p.lse2 : p.delta) + (int64_t(where.batch) * p.q_heads + head) * p.rows +
@@ -152,19 +153,21 @@ struct Sm80Backward {
 
     KeySums dk = {}, dv = {};
     if (total > 0) {
-      load_tile<Keys>(sk, head_of(p.key, p.key_strides, where.head_k), n0, p.kv_len, p.key_strides.row, p.head_dim);
-      load_tile<Keys>(sv, head_of(p.value, p.value_strides, where.head_k), n0, p.kv_len, p.value_strides.row,
+      const int k_len = sequence.keys.key_length;
+      load_tile<Keys>(sk, head_of(p.key, p.key_strides, where.head_k), n0, k_len, p.key_strides.row, p.head_dim);
+      load_tile<Keys>(sv, head_of(p.value, p.value_strides, where.head_k), n0, k_len, p.value_strides.row,
                       p.v_head_dim);
       load(0, at.head, at.tile);
     }
     for (int it = 0; it < total; it++) {
       const int stage = it & 1, m0 = at.tile * Rows;
       const int64_t tile = (int64_t(where.batch) * p.q_heads + at.head) * at.tiles + at.tile;
-      const int turn = Deterministic ? at.turn(p, where) : 0;
+      const int turn = Deterministic ? at.turn(where, sequence) : 0;
       const int warp = ptx::opaque(tid / 32);
       const Lane l(warp, ptx::opaque(tid % 32));
       sk = ptx::opaque(sk), sv = ptx::opaque(sv), sp = ptx::opaque(sp);
       sds = ptx::opaque(sds), stats = ptx::opaque(stats);
+      const bool whole = at.whole(m0);
       ptx::cp_async_wait<0>();
       __syncthreads();  // this stage has landed; every warp is done with the other one and with P and dS
       at.next();
@@ -176,17 +179,22 @@ struct Sm80Backward {
       product(dp, sv, tdo, l);
 
       // Element e of tile (i, j): key n0 + wn Keys/4 + 16 i + g + 8 (e / 2), query m0 + wm Rows/2 + 8 j + 2 t + e % 2.
-      if (n0 + Keys > p.kv_len || (Causal && n0 + Keys - 1 > m0 + p.offset)) {
+      if (!whole) {
 #pragma unroll
         for (int i = 0; i < kNT; i++)
 #pragma unroll
-          for (int j = 0; j < kMT; j++)
+          for (int h = 0; h < 2; h++) {
+            const int key = n0 + l.wn * (Keys / 4) + i * 16 + l.g + 8 * h, row = m0 + l.wm * (Rows / 2) + 2 * l.t;
+            const KeyRows rows = Ranged ? key_rows_of(sequence, key) : KeyRows{0, key < p.kv_len ? p.rows : 0};
+            const int begin = rows.begin - row, end = rows.end - row;
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-              const int n = n0 + l.wn * (Keys / 4) + i * 16 + l.g + 8 * (e >> 1);
-              const int m = m0 + l.wm * (Rows / 2) + j * 8 + 2 * l.t + (e & 1);
-              if (n >= p.kv_len || (Causal && n > m + p.offset)) s[i][j][e] = -INFINITY;
-            }
+            for (int j = 0; j < kMT; j++)
+#pragma unroll
+              for (int e = 0; e < 2; e++) {
+                const int x = j * 8 + e;
+                if (x < begin || x >= end) s[i][j][2 * h + e] = -INFINITY;
+              }
+          }
       }
       const unsigned char* st = smem + (stats - base) + stage * kStats + (l.wm * (Rows / 2) + 4 * l.t) * 4;
       Fragments pf, df;
@@ -292,9 +300,9 @@ struct Sm80Backward {
 };
 
 // grid: key_tiles * kv_heads * batch
-template <class Kernel, bool Causal>
+template <class Kernel, bool Ranged>
 __global__ void __launch_bounds__(Kernel::kThreads, 1) sm80_backward(const __grid_constant__ BackwardTask p) {
-  Kernel::template run<Causal>(p);
+  Kernel::template run<Ranged>(p);
 }
 
 }  // namespace attnjourney

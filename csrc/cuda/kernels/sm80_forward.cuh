@@ -35,11 +35,14 @@ struct Sm80Forward {
     ptx::cp_async_commit();
   }
 
-  template <bool Causal>
+  template <bool Ranged>
   static __device__ __forceinline__ void run(const ForwardTask& p) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const ForwardTile where = forward_tile<kRows, kKeys, Causal>(p, blockIdx.x);
-    const int row0 = where.row, head_k = where.head / p.group, tiles = where.key_tiles;
+    const ForwardTile where = forward_tile<kRows, Ranged>(p, blockIdx.x);
+    const Sequence sequence = sequence_of(p, where.batch);
+    const int row0 = where.row, head_k = where.head / p.group, row = row0 + warp * 16 + g;
+    const KeyTiles tiles = key_tiles_of<kKeys, Ranged>(p, sequence, row0, row0 + kRows - 1);
+    const KeyTiles own = key_tiles_of<kKeys, Ranged>(p, sequence, row0 + warp * 16, row0 + warp * 16 + 15);
     const auto head_of = [&](const void* base, const Strides& s, int head) {
       return static_cast<const T*>(base) + where.batch * s.batch + head * s.head;
     };
@@ -48,10 +51,10 @@ struct Sm80Forward {
     const T* value = head_of(p.value, p.value_strides, head_k);
     unsigned char* smem = ptx::dynamic_smem();
     const uint32_t sq = ptx::smem_addr(smem), sk = sq + kQueryBytes, sv = sk + kKeyBytes;
-    const auto load_k = [&](int n0) { load_tile<kDqk>(sk, key, p.key_strides.row, n0, p.kv_len, p.head_dim); };
+    const auto load_k = [&](int n0) { load_tile<kDqk>(sk, key, p.key_strides.row, n0, tiles.key_end, p.head_dim); };
 
     load_tile<kDqk>(sq, query, p.query_strides.row, row0, p.q_len, p.head_dim);
-    if (tiles > 0) load_k(0);
+    if (tiles.count() > 0) load_k(tiles.first() * kKeys);
 
     float acc[kDv / 8][4] = {};
     float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0.f, 0.f};
@@ -60,12 +63,12 @@ struct Sm80Forward {
       ptx::ldmatrix_x4(r, chunk_at<kDqk>(sq, warp * 16 + lane % 16, kk * 2 + lane / 16));
     };
 
-    for (int n = 0; n < tiles; n++) {
+    for (int n = tiles.first(); n < tiles.end; n = tiles.above(n)) {
       const int n0 = n * kKeys;
       ptx::cp_async_wait<0>();  // K (and Q) of this tile have landed
       __syncthreads();          // and every warp is past V of the tile before
-      load_tile<kDv>(sv, value, p.value_strides.row, n0, p.kv_len, p.v_head_dim);
-      if (kKeepQuery && n == 0) {
+      load_tile<kDv>(sv, value, p.value_strides.row, n0, tiles.key_end, p.v_head_dim);
+      if (kKeepQuery && n == tiles.first()) {
 #pragma unroll
         for (int kk = 0; kk < kDqk / 16; kk++) read_q(qf[kk], kk);
       }
@@ -86,21 +89,12 @@ struct Sm80Forward {
 
       // Each thread holds rows g and g + 8 of its warp's 16: element e of s[j] is row g + 8 (e / 2), key 8 j + 2 t + e
       // % 2.
-      const int row = row0 + warp * 16 + g;
-      if (n0 + kKeys > p.kv_len || (Causal && n0 + kKeys - 1 > row0 + warp * 16 + p.offset)) {
-#pragma unroll
-        for (int j = 0; j < kKeys / 8; j++)
-#pragma unroll
-          for (int e = 0; e < 4; e++) {
-            const int col = n0 + j * 8 + 2 * t + (e & 1), r = row + 8 * (e >> 1);
-            if (col >= p.kv_len || (Causal && col > r + p.offset)) s[j][e] = -INFINITY;
-          }
-      }
+      if (!own.whole(n)) hide<Ranged>(s, p, sequence, row, n0 + 2 * t);
       softmax(s, acc, row_max, row_sum, p.scale_log2);
 
       ptx::cp_async_wait<0>();  // V has landed
       __syncthreads();          // all warps are past K
-      if (n + 1 < tiles) load_k(n0 + kKeys);
+      if (tiles.above(n) < tiles.end) load_k(tiles.above(n) * kKeys);
 #pragma unroll
       for (int kk = 0; kk < kKeys / 16; kk++) {
         const float (&x)[4] = s[2 * kk], (&y)[4] = s[2 * kk + 1];
@@ -116,8 +110,26 @@ struct Sm80Forward {
       }
     }
     ptx::cp_async_wait<0>();  // without any key tile, Q is still on its way
-    if (tiles == 0) __syncthreads();
+    if (tiles.count() == 0) __syncthreads();
     write(p, where, acc, row_max, row_sum, smem, sq);
+  }
+
+  // -inf for the keys that rows `row` and row + 8 do not see; key: that of s[0][0]
+  template <bool Ranged>
+  static __device__ __forceinline__ void hide(float (&s)[kKeys / 8][4], const ForwardTask& p, const Sequence& sequence,
+                                              int row, int key) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const RowKeys keys = Ranged ? row_keys_of(sequence, row + 8 * h) : RowKeys{0, p.kv_len, 0};
+      const int begin = keys.begin - key, end = keys.end - key, prefix = keys.prefix - key;
+#pragma unroll
+      for (int j = 0; j < kKeys / 8; j++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          const int x = j * 8 + e;
+          if (x >= end || (Ranged && x < begin && x >= prefix)) s[j][2 * h + e] = -INFINITY;
+        }
+    }
   }
 
   // Scores to probabilities of this tile; the sums and the output so far move to the new maximum.
@@ -185,9 +197,9 @@ struct Sm80Forward {
 };
 
 // grid: total tiles
-template <class Kernel, bool Causal>
+template <class Kernel, bool Ranged>
 __global__ void __launch_bounds__(Kernel::kThreads) sm80_forward(const ForwardTask p) {
-  Kernel::template run<Causal>(p);
+  Kernel::template run<Ranged>(p);
 }
 
 }  // namespace attnjourney

@@ -12,11 +12,11 @@
 
 namespace attnjourney {
 
-template <class S, bool Causal>
+template <class S, bool Ranged>
 struct Sm90BackwardConsumer {
   using T = typename S::T;
   static constexpr int D = S::kD, M = S::kRows;
-  using Queries = BackwardQueries<M, S::kKeys, Causal, S::kDeterministic>;
+  using Queries = BackwardQueries<M, S::kKeys, Ranged>;
   using Fragments = uint32_t[M / 16][4];
   using Scores = float[M / 2];
   using Stats = float4[M / 16];
@@ -82,14 +82,25 @@ struct Sm90BackwardConsumer {
 #pragma unroll
     for (int i = 0; i < M / 16; i++) x[i] = src[4 * i];
   }
-  // s = P of the query tile at m0, pf = P rounded. Element 4 j + e: key + 8 (e / 2), query m0 + 8 j + 2 t + e % 2.
-  __device__ __forceinline__ void softmax(Fragments& pf, const Stats& lse, int m0) {
-    const int first = n0 + group * 64;
-    if (first + 64 > p.kv_len || (Causal && first + 63 > m0 + p.offset)) {
+  __device__ __forceinline__ KeyRows key_rows(int n) const {
+    return Ranged ? key_rows_of(sequence_of(p, where.batch), n) : KeyRows{0, n < p.kv_len ? p.rows : 0};
+  }
+  // s = P of the query tile `at`, pf = P rounded. Element 4 j + e: key + 8 (e / 2), query m0 + 8 j + 2 t + e % 2.
+  __device__ __forceinline__ void softmax(Fragments& pf, const Stats& lse, const Queries& at) {
+    const int m0 = at.tile * M;
+    if (!at.whole(m0)) {
 #pragma unroll
-      for (int i = 0; i < M / 2; i++) {
-        const int n = key + 8 * (i >> 1 & 1), row = m0 + i / 4 * 8 + 2 * (lane % 4) + (i & 1);
-        if (n >= p.kv_len || (Causal && n > row + p.offset)) s[i] = -INFINITY;
+      for (int h = 0; h < 2; h++) {
+        const int row = m0 + 2 * (lane % 4);
+        const KeyRows rows = key_rows(key + 8 * h);
+        const int begin = rows.begin - row, end = rows.end - row;
+#pragma unroll
+        for (int j = 0; j < M / 8; j++)
+#pragma unroll
+          for (int e = 0; e < 2; e++) {
+            const int x = j * 8 + e;
+            if (x < begin || x >= end) s[4 * j + 2 * h + e] = -INFINITY;
+          }
       }
     }
 #pragma unroll
@@ -145,7 +156,7 @@ struct Sm90BackwardConsumer {
       ptx::keep(s);
       Stats lse;
       load_stats(lse, m.lse, 0);
-      softmax(pf, lse, at.tile * M);
+      softmax(pf, lse, at);
     }
     for (int it = 0; it < total; it++) {
       const int this_qs = qs, this_ds = ds;
@@ -185,7 +196,7 @@ struct Sm90BackwardConsumer {
       ptx::bar_sync(4 + 2 * (it & 1) + (group ^ 1), 256);
       issue_dq(dq, ds_tile);
       if (!S::kEarlyLse) load_stats(lse, m.lse, qs);
-      softmax(pf, lse, at.tile * M);
+      softmax(pf, lse, at);
       ptx::wgmma_wait<0>();
       ptx::keep(dq);
       if (S::kDeterministic && it > 0) ptx::bar_sync(8 + group, 160);
@@ -253,50 +264,54 @@ struct Sm90BackwardConsumer {
 
 template <class S>
 struct Sm90Backward {
-  template <bool Causal>
+  template <bool Ranged>
   static __device__ __forceinline__ void run(const Sm90BackwardMaps& maps, const BackwardTask& p) {
     unsigned char* smem = ptx::dynamic_smem();
     const Sm90BackwardMemory<S> m(ptx::smem_addr(smem));
     const BackwardTile where(p);
-    const BackwardQueries<S::kRows, S::kKeys, Causal, S::kDeterministic> at(p, where);
+    const Sequence sequence = sequence_of(p, where.batch);
+    const BackwardQueries<S::kRows, S::kKeys, Ranged> at(p, where, sequence);
     const int total = at.per_head() * where.heads;
     if (threadIdx.x == 0) m.init();
     __syncthreads();
     const int role = ptx::uniform(threadIdx.x / 128);
     if (role == 0) {
       ptx::setmaxnreg_dec<24>();
-      if (threadIdx.x == 0 && total > 0) feed(maps, p, where, at, total, m);
+      if (threadIdx.x == 0 && total > 0) feed(maps, p, where, sequence, at, total, m);
       if (S::kDeterministic && (threadIdx.x / 32 == 1 || threadIdx.x / 32 == 2))
-        add_in_turn(p, where, at, total, m, threadIdx.x / 32 - 1);
+        add_in_turn(p, where, sequence, at, total, m, threadIdx.x / 32 - 1);
     } else {
       ptx::setmaxnreg_inc<240>();
-      Sm90BackwardConsumer<S, Causal>(p, where, m, smem, role - 1).run(at, total);
+      Sm90BackwardConsumer<S, Ranged>(p, where, m, smem, role - 1).run(at, total);
     }
   }
 
   template <class Queries>
   static __device__ __forceinline__ void feed(const Sm90BackwardMaps& maps, const BackwardTask& p,
-                                              const BackwardTile& where, Queries at, int total,
-                                              const Sm90BackwardMemory<S>& m) {
+                                              const BackwardTile& where, const Sequence& sequence, Queries at,
+                                              int total, const Sm90BackwardMemory<S>& m) {
     const int n0 = where.key_tile * S::kKeys, batch = where.batch;
     ptx::mbarrier_arrive_expect_tx(m.kv_full, 2 * S::kKeyBytes);
-    for (int i = 0; i < S::kPanels; i++) {
-      ptx::tma_load_4d(m.k + i * S::kKeyPanel, &maps.key, i * 64, where.head_k, n0, batch, m.kv_full);
-      ptx::tma_load_4d(m.v + i * S::kKeyPanel, &maps.value, i * 64, where.head_k, n0, batch, m.kv_full);
-    }
-    const auto load = [&](const ptx::TensorMap& map, uint32_t tile, const float* from, uint32_t stats, uint32_t bar) {
+    const int k_len = sequence.keys.key_length;
+    tma_load_rows<S::kKeys, S::kPanels>(m.k, maps.key, maps.key8, maps.key1, n0, k_len, p.kv_len, where.head_k, batch,
+                                        m.kv_full);
+    tma_load_rows<S::kKeys, S::kPanels>(m.v, maps.value, maps.value8, maps.value1, n0, k_len, p.kv_len, where.head_k,
+                                        batch, m.kv_full);
+    const auto load = [&](const ptx::TensorMap& map, const ptx::TensorMap& eight, const ptx::TensorMap& one,
+                          uint32_t tile, const float* from, uint32_t stats, uint32_t bar) {
       const int row = at.tile * S::kRows;
       ptx::mbarrier_arrive_expect_tx(bar, S::kQueryBytes + S::kRows * 4);
-      for (int i = 0; i < S::kPanels; i++)
-        ptx::tma_load_4d(tile + i * S::kQueryPanel, &map, i * 64, at.head, row, batch, bar);
+      tma_load_rows<S::kRows, S::kPanels>(tile, map, eight, one, row, sequence.q_len, p.q_len, at.head, batch, bar);
       ptx::bulk_load(stats, from + (int64_t(batch) * p.q_heads + at.head) * p.rows + row, S::kRows * 4, bar);
     };
     int qs = 0, qp = 1, ds = 0, dop = 1;
     for (int it = 0; it < total; it++) {
       ptx::mbarrier_wait(m.q_empty + 8 * qs, qp);
-      load(maps.query, m.q + qs * S::kQueryBytes, p.lse2, m.lse + qs * S::kRows * 4, m.q_full + 8 * qs);
+      load(maps.query, maps.query8, maps.query1, m.q + qs * S::kQueryBytes, p.lse2, m.lse + qs * S::kRows * 4,
+           m.q_full + 8 * qs);
       ptx::mbarrier_wait(m.do_empty + 8 * ds, dop);
-      load(maps.grad_out, m.d_out + ds * S::kQueryBytes, p.delta, m.delta + ds * S::kRows * 4, m.do_full + 8 * ds);
+      load(maps.grad_out, maps.grad_out8, maps.grad_out1, m.d_out + ds * S::kQueryBytes, p.delta,
+           m.delta + ds * S::kRows * 4, m.do_full + 8 * ds);
       if (++qs == S::kQueryStages) qs = 0, qp ^= 1;
       if (++ds == S::kOutStages) ds = 0, dop ^= 1;
       at.next();
@@ -305,11 +320,12 @@ struct Sm90Backward {
 
   // Deterministic: one warp for each warpgroup's half of dQ, in the order that `turn` gives.
   template <class Queries>
-  static __device__ __forceinline__ void add_in_turn(const BackwardTask& p, const BackwardTile& where, Queries at,
-                                                     int total, const Sm90BackwardMemory<S>& m, int half) {
+  static __device__ __forceinline__ void add_in_turn(const BackwardTask& p, const BackwardTile& where,
+                                                     const Sequence& sequence, Queries at, int total,
+                                                     const Sm90BackwardMemory<S>& m, int half) {
     for (int it = 0; it < total; it++) {
       const int64_t tile = (int64_t(where.batch) * p.q_heads + at.head) * at.tiles + at.tile;
-      const int turn = at.turn(p, where);
+      const int turn = at.turn(where, sequence);
       ptx::bar_sync(2 + half, 160);  // written
       if (threadIdx.x % 32 == 0) {
         ptx::turn_wait(p.turn + 2 * tile + half, turn);
@@ -330,10 +346,10 @@ struct Sm90Backward {
 };
 
 // grid: key_tiles * (key_value_sum ? q_heads : kv_heads) * batch
-template <class Shape, bool Causal>
+template <class Shape, bool Ranged>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
     sm90_backward(const __grid_constant__ Sm90BackwardMaps maps, const __grid_constant__ BackwardTask p) {
-  Sm90Backward<Shape>::template run<Causal>(maps, p);
+  Sm90Backward<Shape>::template run<Ranged>(maps, p);
 }
 
 }  // namespace attnjourney

@@ -2,6 +2,7 @@
 #pragma once
 #include "../ptx/sm90.cuh"
 #include "backward_task.cuh"
+#include "sm90_rows.cuh"
 
 namespace attnjourney {
 
@@ -89,6 +90,7 @@ struct Sm90BackwardMemory {
 // Boxes: query, grad_out 64 columns x kRows rows, key, value 64 x 128; sizes (dim, heads, length, batch).
 struct Sm90BackwardMaps {
   ptx::TensorMap query, key, value, grad_out;
+  ptx::TensorMap query8, key8, value8, grad_out8, query1, key1, value1, grad_out1;  // boxes of 8 rows and of one
 };
 
 }  // namespace attnjourney

@@ -45,7 +45,8 @@ struct Sm90Forward {
     int round = 0;  // tiles so far
     int c = 0;      // key tiles so far; pr holds the probabilities of this one
     int n = 0;      // its number
-    int whole = 0, row0 = 0;
+    int after = 0;  // that of the one after it
+    bool hides = false;
 
     auto query_stage = [&] { return group * S::kQueryStages + round % S::kQueryStages; };
     auto qk = [&](int stage) {  // issue S = Q K^T
@@ -79,23 +80,32 @@ struct Sm90Forward {
           pr[kk][q] = 2 * kk + q / 2 < S::kAhead ? soft.early[4 * kk + q] ^ zero
                                                  : ptx::pack2<T>(s[8 * kk + 2 * q], s[8 * kk + 2 * q + 1]);
     };
+    auto slot = [&](int r) -> const Slot& { return slots[group * 4 + r % 4]; };
     auto softmax = [&] {
-      if (n >= whole)
-        soft.mask(s, [&](int r) {
-          const int end = S::kCausal ? min(p.kv_len, row0 + r0 + r + p.offset + 1) : p.kv_len;
-          return end - n * S::kKeys - 2 * t;
-        });
+      if (hides) {
+        const Slot& x = slot(round);
+        soft.hide(s, p, x.sequence(p), x.row + r0, n * S::kKeys + 2 * t);
+      }
       return soft.run(s, scale);
+    };
+    const int whole = p.kv_len / S::kKeys;
+    auto look = [&] {  // under the products: does key tile n hide anything, and which one follows?
+      after = n - 1;
+      hides = n >= whole;
+      if constexpr (S::kRanged) {
+        const int4 x = *reinterpret_cast<const int4*>(&slot(round).begin);
+        if (n == x.x) after = ptx::uniform(x.y) - 1;
+        hides = n < x.z || n >= x.w;
+      }
     };
     auto clear = [&] {
 #pragma unroll
       for (int e = 0; e < S::kDv / 2; e++) o[e] = 0.f;
     };
-    auto slot = [&](int r) -> const Slot& { return slots[group * 4 + r % 4]; };
-    int4 next;         // key_tiles, first, whole, row
-    auto peek = [&] {  // the key tiles of the next tile; less than 0: there is none
+    int2 next;         // start, first
+    auto peek = [&] {  // where the next tile starts; less than 0: there is none
       ptx::mbarrier_wait(b.q_full + 8 * query_stage(), round / S::kQueryStages & 1);
-      next = *reinterpret_cast<const int4*>(&slot(round));
+      next = *reinterpret_cast<const int2*>(&slot(round));
       return ptx::uniform(next.x);
     };
     auto release_q = [&] {
@@ -105,32 +115,32 @@ struct Sm90Forward {
     };
     auto enter = [&] {
       n = ptx::uniform(next.y);
-      whole = ptx::uniform(next.z);
-      row0 = ptx::uniform(next.w);
       soft.start();
     };
 
-    int tiles = peek();
+    int start = peek();
     for (bool started = false;;) {
       if (!started) {
-        for (; tiles == 0; tiles = peek()) {
+        for (; start == 0; start = peek()) {
           Output::write_zeros(r0, t, slot(round), p);
           release_q();
         }
-        if (tiles < 0) break;
+        if (start < 0) break;
         enter();
-        for (int k = tiles - 1; k > n; k--, c++) {  // key tiles that only other warpgroups see
+        for (int k = 1; k < start; k++, c++) {  // key tiles that only other warpgroups see
           token_wait();
           token_pass();
           wait_k(c);
-          release_k(c);
           wait_v(c);
+          __syncwarp();  // no lane may still be waiting when the next phase but one begins
+          release_k(c);
           release_v(c);
         }
         wait_k(c);
         token_wait();
         qk(c % S::kStages);
         token_pass();
+        look();
         ptx::wgmma_wait<0>();
         ptx::keep(s);
         release_k(c);
@@ -138,13 +148,15 @@ struct Sm90Forward {
         pack();
         clear();
       }
-      while (--n >= 0) {
+      while (after >= 0) {
+        n = after;
         wait_k(c + 1);
         token_wait();
         qk((c + 1) % S::kStages);
         wait_v(c);
         pv(c % S::kStages);
         token_pass();
+        look();
         ptx::wgmma_wait<1>();
         ptx::keep(s);
         release_k(c + 1);
@@ -161,8 +173,8 @@ struct Sm90Forward {
       }
       release_q();
       const float last_max[2] = {soft.max[0], soft.max[1]}, last_sum[2] = {soft.sum[0], soft.sum[1]};
-      tiles = peek();
-      started = tiles > 0 && ptx::uniform(next.y) == tiles - 1;
+      start = peek();
+      started = start == 1;
       if (started) {  // as above, across two tiles
         enter();
         wait_k(c + 1);
@@ -171,6 +183,7 @@ struct Sm90Forward {
         wait_v(c);
         pv(c % S::kStages);
         token_pass();
+        look();
         ptx::wgmma_wait<1>();
         ptx::keep(s);
         release_k(c + 1);

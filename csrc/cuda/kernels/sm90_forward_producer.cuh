@@ -24,31 +24,41 @@ struct Sm90ForwardProducer {
                        batch, b.k_full + 8 * s);
     k_count++;
   }
-  __device__ __forceinline__ void load_v(int head, int batch, int n) {
+  __device__ __forceinline__ void load_v(int head, int batch, int n, int end) {
     const int s = v_count % S::kStages;
     ptx::mbarrier_wait(b.v_empty + 8 * s, (v_count / S::kStages & 1) ^ 1);
     ptx::mbarrier_arrive_expect_tx(b.v_full + 8 * s, S::kValueBytes);
-#pragma unroll
-    for (int c = 0; c < S::kDv / 64; c++)
-      ptx::tma_load_4d(smem + S::kValueAt + s * S::kValueBytes + c * S::kKeys * 128, &maps.value, c * 64, head,
-                       n * S::kKeys, batch, b.v_full + 8 * s);
+    tma_load_rows<S::kKeys, S::kDv / 64>(smem + S::kValueAt + s * S::kValueBytes, maps.value, maps.value8, maps.value1,
+                                         n * S::kKeys, S::kRanged ? end : p.kv_len, p.kv_len, head, batch,
+                                         b.v_full + 8 * s);
     v_count++;
   }
 
   // warpgroup w's part of a tile: its slot, and its rows of Q
-  __device__ __forceinline__ void feed_group(int w, int round, bool more, const ForwardTile& t) {
+  __device__ __forceinline__ void feed_group(int w, int round, bool more, const ForwardTile& t,
+                                             const Sequence& sequence, const KeyTiles& tiles) {
     const int at = w * S::kQueryStages + round % S::kQueryStages;
     ptx::mbarrier_wait(b.q_empty + 8 * at, (round / S::kQueryStages & 1) ^ 1);
     const int row = t.row + 64 * w;
-    const int sees = S::kCausal ? max(1, min(p.kv_len, min(row + 64, p.q_len) + p.offset)) : p.kv_len;
+    const KeyTiles own = key_tiles_of<S::kKeys, S::kRanged>(p, sequence, row, row + 63);
     Slot& x = slots[w * 4 + round % 4];
-    x.key_tiles = more ? t.key_tiles : -1;
-    x.first = min(t.key_tiles, (sees + S::kKeys - 1) / S::kKeys) - 1;
-    x.whole = (S::kCausal ? max(0, min(p.kv_len, row + p.offset + 1)) : p.kv_len) / S::kKeys;
+    const int count = tiles.count();
+    x.first = own.count() ? own.end - 1 : tiles.first();
+    const int last =
+        x.first >= tiles.begin ? x.first - tiles.begin + tiles.prefix : x.first;  // how many come before it
+    x.start = !more ? -1 : count ? count - last : 0;
+    x.begin = tiles.begin;
+    x.prefix = tiles.prefix;
+    x.whole_begin = own.whole_begin;
+    x.whole_end = own.whole_end;
     x.row = t.row;
     x.head = t.head;
     x.batch = t.batch;
-    if (t.key_tiles) {
+    x.q_len = sequence.q_len;
+    x.key_length = sequence.keys.key_length;
+    x.offset = sequence.keys.offset;
+    x.key_end = tiles.key_end;
+    if (more && count) {
       ptx::mbarrier_arrive_expect_tx(b.q_full + 8 * at, S::kQueryBytes);
 #pragma unroll
       for (int c = 0; c < S::kDqk / 64; c++)
@@ -60,28 +70,31 @@ struct Sm90ForwardProducer {
   }
 
   __device__ __forceinline__ void run() {
-    int last_head = -1, last_batch = 0;  // a V tile that is still to be loaded: tile 0 of that head
+    bool pending = false;  // the last V tile of the round before is still to be loaded
     uint32_t next = 0;
     for (int i = blockIdx.x, round = 0;; i = p.counter ? int(next) : i + int(gridDim.x), round++) {
       const bool more = i < p.total;
-      const ForwardTile t = more ? forward_tile<S::kRows, S::kKeys, S::kCausal>(p, i) : ForwardTile{0, 0, 0, 0};
+      const ForwardTile t = more ? forward_tile<S::kRows, S::kRanged>(p, i) : ForwardTile{0, 0, 0};
+      const Sequence sequence = sequence_of(p, t.batch);
+      const KeyTiles tiles = key_tiles_of<S::kKeys, S::kRanged>(p, sequence, t.row, t.row + S::kRows - 1);
+      const bool some = more && tiles.count();
       const int head_k = t.head / p.group;
-      if (t.key_tiles) load_k(head_k, t.batch, t.key_tiles - 1);
-#pragma unroll
-      for (int w = 0; w < S::kGroups; w++) feed_group(w, round, more, t);
-      if (last_head >= 0) {
-        load_v(last_head, last_batch, 0);
-        last_head = -1;
+      if (some) load_k(head_k, t.batch, tiles.end - 1);
+#pragma unroll(S::kGroups == 3 && S::kRanged ? 1 : S::kGroups)
+      for (int w = 0; w < S::kGroups; w++) feed_group(w, round, more, t, sequence, tiles);
+      if (pending) {
+        const Slot& x = slots[(round + 3) % 4];
+        load_v(x.head / p.group, x.batch, x.prefix > 0 ? 0 : x.begin, x.key_end);
       }
+      pending = some;
       if (!more) break;
       if (p.counter) next = gridDim.x + ptx::atomic_add(p.counter, 1);
-      for (int n = t.key_tiles - 2; n >= 0; n--) {
-        load_k(head_k, t.batch, n);
-        load_v(head_k, t.batch, n + 1);
-      }
-      if (t.key_tiles) {
-        last_head = head_k;
-        last_batch = t.batch;
+      if (some) {
+        int n = tiles.end - 1;
+        for (int below = tiles.below(n); below >= 0; n = below, below = tiles.below(n)) {
+          load_k(head_k, t.batch, below);
+          load_v(head_k, t.batch, n, tiles.key_end);
+        }
       }
     }
     // The last block to finish leaves the counter as it was found.

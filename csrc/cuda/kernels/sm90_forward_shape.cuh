@@ -2,19 +2,20 @@
 #pragma once
 #include "../ptx/sm90.cuh"
 #include "forward_task.cuh"
+#include "sm90_rows.cuh"
 
 namespace attnjourney {
 
 // Groups: consumer warpgroups of 64 query rows; Stages: of K and of V; QueryStages: of each warpgroup's Q; PingPong:
 // the warpgroups issue their products in turns; Ahead: groups of 8 keys whose exponentials are computed before the
 // maximum is known; Store: the output leaves by TMA through shared memory of its own.
-template <class T_, int Dqk_, int Dv_, int Groups_, int Keys_, int Stages_, int QueryStages_, bool Causal_,
+template <class T_, int Dqk_, int Dv_, int Groups_, int Keys_, int Stages_, int QueryStages_, bool Ranged_,
           bool PingPong_, int Ahead_, bool Store_>
 struct Sm90ForwardShape {
   using T = T_;
   static constexpr int kDqk = Dqk_, kDv = Dv_, kGroups = Groups_, kKeys = Keys_, kStages = Stages_;
   static constexpr int kQueryStages = QueryStages_, kAhead = Ahead_;
-  static constexpr bool kCausal = Causal_, kPingPong = PingPong_, kStore = Store_;
+  static constexpr bool kRanged = Ranged_, kPingPong = PingPong_, kStore = Store_;
   static constexpr int kRows = 64 * kGroups, kThreads = 128 * (kGroups + 1);
   // bytes of a warpgroup's Q, of a stage of K, of V
   static constexpr int kQueryBytes = 64 * kDqk * 2, kKeyBytes = kKeys * kDqk * 2, kValueBytes = kKeys * kDv * 2;
@@ -24,19 +25,29 @@ struct Sm90ForwardShape {
   static constexpr int kOutAt = kValueAt + kStages * kValueBytes;
   static constexpr int kBarriersAt = kOutAt + (kStore ? kGroups * 64 * kDv * 2 : 0);
   static constexpr int kSlotsAt = kBarriersAt + 16 * kQueries + 32 * kStages;  // four for each warpgroup
-  static constexpr int kSmemBytes = kSlotsAt + 128 * kGroups;
+  static constexpr int kSmemBytes = kSlotsAt + 256 * kGroups;
   static constexpr int kProducerRegisters = kGroups == 2 ? 40 : 32, kConsumerRegisters = kGroups == 2 ? 232 : 160;
   static_assert(kDqk % 64 == 0 && kDv % 64 == 0 && kKeys % 16 == 0 && kSmemBytes <= 227 * 1024);
   static_assert(kGroups == 2 || kGroups == 3);
 };
 
-// A tile as one warpgroup sees it. The producer decodes it: divisions in the consumers made them spill.
+// A tile as one warpgroup sees it, key tiles by number. The producer decodes it: divisions in the consumers made them
+// spill.
 struct __align__(16) Sm90ForwardSlot {
-  int key_tiles;  // -1: there are no more tiles
-  int first;      // the last key tile that this warpgroup sees; it works downwards
-  int whole;      // key tiles from here on need the mask
-  int row, head, batch;
-  int unused[2];
+  // 1 + the number of key tiles that only other warpgroups see before this one's first; 0: nobody sees a key; -1: there
+  // are no more tiles
+  int start;
+  int first, row, head;  // first: the last key tile that this warpgroup sees, which works downwards
+  int begin, prefix, whole_begin, whole_end;  // see KeyTiles
+  int batch, q_len, key_length, offset;       // of the sequence
+  int key_end, unused[3];
+  __device__ __forceinline__ Sequence sequence(const ForwardTask& p) const {
+    Sequence s{q_len, p.keys};
+    s.keys.key_length = key_length;
+    s.keys.prefix = s.keys.prefix < key_length ? s.keys.prefix : key_length;
+    s.keys.offset = offset;
+    return s;
+  }
 };
 
 // Addresses of the mbarriers. Q is a ring of kQueryStages for each warpgroup: index group * kQueryStages + stage.
@@ -68,6 +79,7 @@ struct Sm90ForwardBarriers {
 // Boxes: query 64 columns x 64 rows, key and value 64 x kKeys, out 64 x 16; sizes (dim, heads, length, batch).
 struct Sm90ForwardMaps {
   ptx::TensorMap query, key, value, out;
+  ptx::TensorMap value8, value1;  // boxes of 8 rows and of one
 };
 
 }  // namespace attnjourney

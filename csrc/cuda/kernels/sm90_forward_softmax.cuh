@@ -17,13 +17,32 @@ struct Sm90ForwardSoftmax {
     sum[0] = sum[1] = 0.f;
   }
 
-  // limit(r): keys at or past it are hidden from row r (0 or 8), counted like i above without 2 t
-  template <class Limit>
-  static __device__ __forceinline__ void mask(float (&s)[S::kKeys / 2], Limit limit) {
-    const int limit0 = limit(0), limit8 = limit(8);
+  // -inf for the keys that rows `row` and row + 8 do not see; key: that of s[0]
+  static __device__ __forceinline__ void hide(float (&s)[S::kKeys / 2], const ForwardTask& p, const Sequence& sequence,
+                                              int row, int key) {
+    if constexpr (S::kRanged) {
+      if (p.keys.left < Ranges::unbounded) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const RowKeys keys = row_keys_of(sequence, row + 8 * h);
+          const int begin = keys.begin - key, end = keys.end - key, prefix = keys.prefix - key;
+#pragma unroll
+          for (int j = 0; j < S::kKeys / 8; j++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+              const int x = j * 8 + e;
+              if (x >= end || (x < begin && x >= prefix)) s[4 * j + 2 * h + e] = -INFINITY;
+            }
+        }
+        return;
+      }
+    }
+    // the usual case: nothing but an end
+    const int end0 = (S::kRanged ? row_keys_of(sequence, row).end : p.kv_len) - key;
+    const int end8 = (S::kRanged ? row_keys_of(sequence, row + 8).end : p.kv_len) - key;
 #pragma unroll
     for (int i = 0; i < S::kKeys / 2; i++)
-      if (i / 4 * 8 + (i & 1) >= (i & 2 ? limit8 : limit0)) s[i] = -INFINITY;
+      if (i / 4 * 8 + (i & 1) >= (i & 2 ? end8 : end0)) s[i] = -INFINITY;
   }
 
   // Scores to probabilities; returns whether the reference moved.

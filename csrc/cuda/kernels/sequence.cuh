@@ -1,0 +1,100 @@
+// Lengths of the batch items, and the keys that their rows see: csrc/mask.h in tiles.
+#pragma once
+#include "../../mask.h"
+
+namespace attnjourney {
+
+using Ranges = KeyRangesOf<int>;
+using Range = KeyRangeOf<int>;
+
+struct SequenceTask {
+  int q_len, kv_len;                       // of the tensors
+  Ranges keys;                             // of the call
+  const int *query_lengths, *key_lengths;  // [batch] or null; beyond the tensors' lengths they count as these
+  bool bottom_right;                       // the last row stands at the last key
+};
+
+// One batch item: rows from q_len on see nothing, keys from keys.key_length on are seen by none.
+struct Sequence {
+  int q_len;
+  Ranges keys;
+};
+
+__device__ __forceinline__ Sequence sequence_of(const SequenceTask& p, int batch) {
+  Sequence s{p.q_len, p.keys};
+  int k_len = p.kv_len;
+  if (p.query_lengths) s.q_len = max(0, min(p.query_lengths[batch], p.q_len));
+  if (p.key_lengths) k_len = max(0, min(p.key_lengths[batch], p.kv_len));
+  s.keys.key_length = k_len;
+  s.keys.prefix = s.keys.prefix < k_len ? s.keys.prefix : k_len;
+  if (p.bottom_right) s.keys.offset = k_len - s.q_len;
+  return s;
+}
+
+// Tiles of keys that some rows see: numbers [0, prefix) and [begin, end). Those in [whole_begin, whole_end) hide
+// nothing from any of the rows. No row sees a key from key_end on.
+struct KeyTiles {
+  int prefix, begin, end, whole_begin, whole_end, key_end;
+  __device__ __forceinline__ int count() const { return prefix + end - begin; }
+  // the tile after, before tile n; end and -1 are the last ones
+  __device__ __forceinline__ int above(int n) const { return n + 1 == prefix ? begin : n + 1; }
+  __device__ __forceinline__ int below(int n) const { return n == begin ? prefix - 1 : n - 1; }
+  __device__ __forceinline__ int first() const { return prefix > 0 ? 0 : begin; }
+  __device__ __forceinline__ bool whole(int n) const { return n >= whole_begin && n < whole_end; }
+};
+
+// Rows first .. last of a sequence. Not Ranged: they see all keys of the tensor.
+template <int Keys, bool Ranged>
+__device__ __forceinline__ KeyTiles key_tiles_of(const SequenceTask& p, const Sequence& s, int first, int last) {
+  if (!Ranged) return {0, 0, (p.kv_len + Keys - 1) / Keys, 0, p.kv_len / Keys, p.kv_len};
+  const bool cut = last >= s.q_len && s.q_len < p.q_len;  // there are rows that see nothing
+  last = min(last, s.q_len - 1);
+  if (first > last) return {0, 0, 0, 0, 0, 0};
+  Range any = s.keys.any(first, last), all = s.keys.all(first, last);
+  const int prefix = s.keys.prefix;
+  if (any.empty()) any = {prefix, prefix};
+  if (any.begin <= prefix) any.begin = 0;
+  if (any.end < prefix) any.end = prefix;
+  if (all.begin <= prefix && all.begin < all.end)
+    all.begin = 0;
+  else if (all.empty())
+    all = {0, prefix};
+  if (all.end < prefix) all.end = prefix;
+  KeyTiles t;
+  t.key_end = any.end;
+  t.begin = any.begin / Keys;
+  t.end = (t.key_end + Keys - 1) / Keys;
+  t.prefix = min(t.begin, (prefix + Keys - 1) / Keys);
+  t.whole_begin = (all.begin + Keys - 1) / Keys;
+  t.whole_end = cut ? 0 : all.end / Keys;
+  if (t.prefix == t.begin) t.prefix = t.begin = 0;
+  return t;
+}
+
+// The keys that one row sees: [0, prefix) and [begin, end).
+struct RowKeys {
+  int begin, end, prefix;
+};
+__device__ __forceinline__ RowKeys row_keys_of(const Sequence& s, int row) {
+  if (row >= s.q_len) return {0, 0, 0};
+  Range any = s.keys.any(row, row);
+  int prefix = s.keys.prefix;
+  if (any.begin <= prefix) {
+    any.begin = 0;
+    any.end = any.end < prefix ? prefix : any.end;
+    prefix = 0;
+  }
+  return {any.begin, any.end, prefix};
+}
+
+// The rows that see one key: [begin, end).
+struct KeyRows {
+  int begin, end;
+};
+__device__ __forceinline__ KeyRows key_rows_of(const Sequence& s, int key) {
+  if (key >= s.keys.key_length) return {0, 0};
+  const Range rows = s.keys.rows(key, key, s.q_len);
+  return {rows.begin, rows.end};
+}
+
+}  // namespace attnjourney
