@@ -18,7 +18,8 @@ void attention_jvp_cpu(const Tensor& query, const Tensor& key, const Tensor& val
   p.dropout = Dropout::from(options.dropout_p, seed_of(options));
   p.out_row = o.stride(c.rank - 2);
   const Sequences sequences(c, options);
-  const std::vector<double> sinks = per_head(options.sinks, c), slopes = per_head(options.alibi_slopes, c);
+  const std::vector<double> sinks = per_head(options.sinks, c.batch, c.q_heads),
+                            slopes = per_head(options.alibi_slopes, c.batch, c.q_heads);
   const HeadMap out_map = head_map(c, o, c.q_heads), written_map = head_map(c, *tangents.out, c.q_heads);
   const HeadWalk queries(c, c.query, q), keys(c, c.key, k), values(c, c.value, v), outs(c, out_map, o);
   const HeadWalk written(c, written_map, *tangents.out), masks(c, c.mask, options.attn_mask.value_or(q));

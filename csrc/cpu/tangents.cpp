@@ -10,8 +10,8 @@ Tangents::Tangents(const AttentionCall& c, const AttentionTangents& t)
       grad_out_(rows(t.grad_out)),
       out_(rows(t.out)),
       mask_(t.attn_mask),
-      sinks_(per_head(t.sinks, c)),
-      slopes_(per_head(t.alibi_slopes, c)) {
+      sinks_(per_head(t.sinks, c.batch, c.q_heads)),
+      slopes_(per_head(t.alibi_slopes, c.batch, c.q_heads)) {
   if (mask_) mask_map_ = mask_map(c, *mask_, mask_row_, mask_col_);
   if (t.lse) lse_ = aten::contiguous(*t.lse);
   if (t.grad_lse) grad_lse_ = aten::contiguous(*t.grad_lse);
