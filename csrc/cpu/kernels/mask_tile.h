@@ -108,7 +108,7 @@ template <class T, class C>
 ATTN_INLINE bool plain_mask_block(const T* m, int64_t row, int64_t col, int64_t rows, int64_t n, C* B, int64_t ldb) {
   constexpr int W = Vec<C>::width;
   if constexpr (sizeof(Compute<T>) == sizeof(C)) {
-    if (col == 1 && row != 0) return pack_transposed(m, row, rows, n, PlainMaskValue<C>{}, B, W, W, ldb).exact();
+    if (col == 1 && row != 0) return pack_transposed_by(m, row, rows, n, PlainMaskValue<C>{}, B, W, W, ldb).exact();
   }
   return false;
 }
@@ -118,10 +118,7 @@ ATTN_INLINE void mask_block(const T* m, int64_t row, int64_t col, int64_t rows, 
   constexpr int W = Vec<C>::width;
   const MaskValue<C> f;
   if constexpr (sizeof(Compute<T>) == sizeof(C)) {
-    if (col == 1 && row != 0) {
-      pack_transposed(m, row, rows, n, f, B, W, W, ldb);
-      return;
-    }
+    if (col == 1 && row != 0) return pack_transposed(m, row, rows, n, f, B, W, W, ldb);
   }
   const int64_t lanes = round_up(rows, W);
   for (int64_t k = 0; k < n; k++) {

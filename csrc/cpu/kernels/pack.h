@@ -15,10 +15,10 @@ struct Times {
 
 // X[rows][cols] (row stride ld) through f -> Y[column][lane of row], rows in groups of one vector: row r, column d goes
 // to Y[(r / panel) * panel_stride + d * ldy + r % panel]; lanes past the last row are 0. panel is a multiple of W.
-// Returns f, which may have seen what it wants to know.
+// `pack_transposed_by` returns f, which may have seen what it wants to know.
 template <class T, class F>
-ATTN_NOINLINE F pack_transposed(const T* X, int64_t ld, int64_t rows, int64_t cols, F f, Compute<T>* Y, int64_t panel,
-                                int64_t panel_stride, int64_t ldy) {
+ATTN_NOINLINE F pack_transposed_by(const T* X, int64_t ld, int64_t rows, int64_t cols, F f, Compute<T>* Y,
+                                   int64_t panel, int64_t panel_stride, int64_t ldy) {
   using C = Compute<T>;
   constexpr int W = Vec<C>::width;
   for (int64_t r0 = 0; r0 < rows; r0 += W) {
@@ -39,6 +39,11 @@ ATTN_NOINLINE F pack_transposed(const T* X, int64_t ld, int64_t rows, int64_t co
       for (int i = 0; i < W; i++) y[d * ldy + i] = i < m ? f(C(load_one(x + i * ld + d))) : C(0);
   }
   return f;
+}
+template <class T, class F>
+ATTN_INLINE void pack_transposed(const T* X, int64_t ld, int64_t rows, int64_t cols, F f, Compute<T>* Y, int64_t panel,
+                                 int64_t panel_stride, int64_t ldy) {
+  pack_transposed_by(X, ld, rows, cols, f, Y, panel, panel_stride, ldy);
 }
 
 // rows of X in compute precision, columns cols .. padded set to 0; tells whether every number is finite
