@@ -64,6 +64,18 @@ def test_one_window_and_prefix_for_every_operator_at_the_borders_of_tiles(q_len,
             assert torch.equal(got, expected), (name, dtype)
 
 
+@pytest.mark.parametrize("alignment", ("top_left", "bottom_right"))
+@pytest.mark.parametrize("window", ((2**63 - 1, 2**63 - 1), (0, 2**63 - 1), (2**63 - 1, 0)))
+def test_the_largest_window_does_not_overflow(window, alignment):
+    q, k, v = (random_tensor((2, n, 4), torch.float64, s) for s, n in enumerate((7, 5, 5)))
+    shift = -2 if alignment == "bottom_right" else 0
+    i, j = torch.arange(7)[:, None] + shift, torch.arange(5)
+    mask = ((j >= i) | (window[0] > 0)) & ((j <= i) | (window[1] > 0))
+    options = dict(window_size=window, causal_alignment=alignment)
+    for function in (attention, reference.attention):
+        torch.testing.assert_close(function(q, k, v, **options), attention(q, k, v, mask))
+
+
 @pytest.mark.parametrize("kv_len", (511, 512, 600, 1025))
 def test_one_query_over_split_keys_is_the_last_row_of_a_causal_run(kv_len):
     q, k, v = (random_tensor((1, 2, n, 16), seed=s, outliers=False) for s, n in enumerate((1, kv_len, kv_len)))
@@ -114,6 +126,19 @@ def test_hidden_nan_keys_do_not_leak_and_visible_ones_show(name):
     seen = attnjourney.attention_weights(q, k, **arguments)[..., 20] > 0
     shown = attention(q, k, v, **arguments).isnan()
     assert torch.equal(shown.any(-1), seen) and torch.equal(shown.all(-1), seen)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("prefix", (1, 2, 3, 8))
+def test_nan_in_the_key_behind_a_prefix_shows_in_the_rows_whose_window_holds_it(prefix, dtype):
+    # later tiles of rows see the prefix alone, all of it: the key beside its last one must not come along
+    q, k, v = (random_tensor((1, 2, 300, 16), dtype, s, outliers=False) for s in range(3))
+    k[:, :, prefix], v[:, :, prefix] = math.nan, math.nan
+    out = attention(q, k, v, is_causal=True, window_size=(5, -1), prefix_length=prefix)
+    rows = torch.arange(300)
+    expected = (rows >= prefix) & (rows <= prefix + 5)
+    assert torch.equal(out.isnan().all(-1), expected.expand(1, 2, 300))
+    assert torch.equal(out.isnan().any(-1), expected.expand(1, 2, 300))
 
 
 def test_lse_and_gradient_of_a_sink_in_rows_that_see_nothing():

@@ -193,7 +193,7 @@ def _visible(
     q_len = query.shape[-2] if query_lengths is None else _per_item(query_lengths, query)
     kv_len = key.shape[-2] if key_lengths is None else _per_item(key_lengths, query)
     position = rows + (kv_len - q_len if causal_alignment == "bottom_right" else 0)  # top-left: key j <= row i
-    left, right = window_size
+    left, right = (min(w, 1 << 40) for w in window_size)  # position + right must not overflow
     visible = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device)
     if is_causal:
         visible = visible & (keys <= position)

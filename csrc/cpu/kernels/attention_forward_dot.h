@@ -460,7 +460,8 @@ struct ForwardDot {
               if (sum != 0) inverse[i] *= float(p.dropout.keep_scale);
             }
           }
-        const bool border = biased || seen.all_begin > seen.begin || seen.all_end < seen.end;
+        const bool beyond = seen.end % 2 && seen.end < block;  // the last pair holds a key that no row sees
+        const bool border = biased || beyond || seen.all_begin > seen.begin || seen.all_end < seen.end;
         const bool guarded = border && !value_finite;
         Values v{at.ldv, at.ldv, O, !started[t], nullptr, p.out_row, inverse};
         if (last && Dv % W == 0 && !guarded) v.out = out + row * p.out_row;
