@@ -4,6 +4,7 @@ from .causal_self_attention import CausalSelfAttention
 from .grouped_query_attention import GroupedQueryAttention
 from .infini_attention import InfiniAttention
 from .linear_attention import LinearAttention
+from .longformer_self_attention import LongformerSelfAttention
 from .multihead_attention import MultiheadAttention
 from .multihead_latent_attention import MultiheadLatentAttention
 
@@ -12,6 +13,7 @@ __all__ = [
     "GroupedQueryAttention",
     "InfiniAttention",
     "LinearAttention",
+    "LongformerSelfAttention",
     "MultiheadAttention",
     "MultiheadLatentAttention",
 ]

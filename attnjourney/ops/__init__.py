@@ -7,6 +7,7 @@ from .gpt_attention import gpt_attention
 from .gqa import gqa
 from .infini_attention import infini_attention
 from .linear_attention import linear_attention
+from .longformer_attention import longformer_attention
 from .merge_states import merge_states
 from .mha import mha
 from .mla import mla
@@ -22,6 +23,7 @@ __all__ = [
     "gqa",
     "infini_attention",
     "linear_attention",
+    "longformer_attention",
     "merge_states",
     "mha",
     "mla",
