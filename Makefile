@@ -3,6 +3,7 @@
 #   PYTHON=python3  the interpreter of the virtual environment, and of `make gpu`
 #   PYTEST_ARGS=    added to pytest                       ARGS=       added to benchmarks.run
 #   TEXT=           a text file for the demo              OUT=        where results go
+#   PART=bench CASES=...  parts of `make gpu`, and its benchmarks      PREBUILT=1  `make gpu` takes the libraries as they are
 # See setup.py for CXX, CXXFLAGS, MAX_JOBS and CUDA_HOME.
 TORCH ?= 2.13.0
 PYTHON ?= python3
@@ -34,13 +35,11 @@ bench: build  ## build, then the benchmarks: make bench ARGS="..."
 	$(PY) -m benchmarks.run $(ARGS)
 
 gpu: OUT := $(or $(OUT),build/gpu)
-gpu:  ## on a machine with a GPU, with PYTHON's own torch: build, CUDA tests and benchmarks, results in OUT
+gpu:  ## on a machine with a GPU, with PYTHON's own torch: build, then the parts of tests/gpu.py, results in OUT
 	@$(PYTHON) -c 'import torch; raise SystemExit(not torch.cuda.is_available())' 2>/dev/null \
 		|| { echo "make gpu: $(PYTHON) has no torch that sees a CUDA device (torch.cuda.is_available() is False)"; exit 1; }
-	mkdir -p "$(OUT)"
-	$(PYTHON) setup.py -q build_ext --inplace
-	$(PYTHON) -m pytest -q -m cuda --junitxml="$(OUT)/cuda-tests.xml" $(PYTEST_ARGS)
-	$(PYTHON) -m benchmarks.run --device cuda --json "$(OUT)/benchmarks.json" $(ARGS)
+	$(if $(PREBUILT),,$(PYTHON) setup.py -q build_ext --inplace)
+	PYTHONPATH=. $(PYTHON) tests/gpu.py --out "$(OUT)" --part "$(PART)" --cases "$(CASES)"
 
 lint: $(VENV)/.torch-$(TORCH)  ## check the style of C++ and Python
 	@$(VENV)/bin/clang-format --dry-run --Werror $(CXX_FILES)

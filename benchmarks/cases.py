@@ -208,6 +208,30 @@ CASES = _dense() + _decode() + [
 ]  # fmt: skip
 
 
+def _gpu() -> list[Case]:
+    """For a data-centre GPU: 16k tokens of width 2048; and two cases for FlexAttention, which compiles for each."""
+    cases = []
+    for n in (1024, 8192):
+        for d, dv in ((128, 128), (64, 64), (192, 128)):
+            for causal in (False, True):
+                cases.append(
+                    Case(
+                        f"gpu-bf16-d{d}-n{n}-{'causal' if causal else 'full'}", "gpu", 16384 // n, 2048 // dv, q_len=n,
+                        head_dim=d, v_head_dim=dv, dtype="bf16", causal=causal, check=n == 1024 and d == 128,
+                        passes=("forward",) if d == 192 else PASSES,
+                    )
+                )  # fmt: skip
+    cases.append(Case("gpu-bf16-gqa8-n8192-causal", "gpu", 2, 16, 2, q_len=8192, head_dim=128, dtype="bf16",
+                      causal=True, check=False))  # fmt: skip
+    for d in (64, 128):
+        cases.append(Case(f"gpu-flex-bf16-d{d}-n4096-causal", "gpu-flex", 4, 2048 // d, q_len=4096, head_dim=d,
+                          dtype="bf16", causal=True, check=False, passes=("forward", "backward")))  # fmt: skip
+    return cases
+
+
+GPU_CASES = _gpu()  # what --device cuda measures
+
+
 def from_shape(text: str) -> Case:
     """A case from "B,H,Hkv,L,S,D,Dv[,causal][,dtype]", as given on the command line; ValueError if it is not one."""
     parts = [part.strip() for part in text.split(",")]

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from . import ceilings, compare, inputs, machine, memory, peers, report
-from .cases import CASES, PASSES, Case, from_shape, select
+from .cases import CASES, GPU_CASES, PASSES, Case, from_shape, select
 from .measure import blank, measure
 from .truth import Truth
 
@@ -57,8 +57,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         args.chosen = peers.find(",".join(default) if args.peers is None else args.peers)
     except ValueError as error:
         p.error(str(error))
+    cases = GPU_CASES if args.device == "cuda" else CASES
     if args.case or not args.shape:
-        args.cases += [case for case in select(args.case) if case.quick or not args.quick]
+        args.cases += [case for case in select(args.case, cases) if case.quick or not args.quick]
     if not args.cases:
         p.error(f"--case: nothing fits {args.case!r}; --list shows what there is")
     return args
@@ -141,7 +142,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     console = Console()
     if args.list:
-        report.listing(CASES, peers.PEERS.values(), args.device, console)
+        report.listing(GPU_CASES if args.device == "cuda" else CASES, peers.PEERS.values(), args.device, console)
         return 0
     old = json.loads(args.compare.read_text()) if args.compare else None
     document = run(args, console)

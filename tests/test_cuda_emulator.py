@@ -146,7 +146,7 @@ def programs():
     requests += [(*FORWARD[k][0], build.faulty_sources(*edit)) for k, _, *edit in FAULTY_FORWARD]
     requests += [entry[0] for entry in BACKWARD.values()]
     requests += [(*BACKWARD[k][0], build.faulty_sources(*edit)) for k, _, *edit in FAULTY_BACKWARD]
-    build.build_all([("self_test",), *requests])
+    build.build_all([("self_test",), ("conformance",), *requests])
 
 
 def check_forward(program, kernel, shape, order, rows_first=False, **extra):
@@ -164,6 +164,12 @@ def check_forward(program, kernel, shape, order, rows_first=False, **extra):
 
 def test_the_emulator_itself(programs):
     done = subprocess.run([build.program("self_test")], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_conformance(programs):
+    """The answers that a GPU is held to (`make gpu PART=conformance`) are those of the host twins."""
+    done = subprocess.run([build.program("conformance")], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
