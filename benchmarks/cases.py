@@ -12,6 +12,7 @@ from . import layers
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PASSES = ("forward", "backward", "both")
+DERIVATIVES = ("jvp", "double_backward")  # of the cases that list them
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Case:
     layer: str = ""  # "mha", "gpt", "gqa", "mla": projections and attention, width heads * head_dim
     decode: bool = False  # the last rows of sequences over a cache: ours is the operator `decode`
     scaling: bool = False  # measure one thread and all threads, and print the quotient
+    frozen: bool = False  # key and value get no gradient
     passes: tuple[str, ...] = PASSES
     check: bool = True  # compare with fp64
     only_memory: bool = False  # measure the peak memory alone
@@ -71,20 +73,32 @@ class Case:
     def flops(self, which: str) -> int:
         """Useful floating-point operations of a pass: hidden keys do not count, recomputation in backward does.
 
-        Forward: QK^T and PV, 2 (D + Dv) a pair. Backward: QK^T again, dP = dO V^T, dV, dQ, dK, 2 (3 D + 2 Dv) a pair.
+        Forward: QK^T and PV, 2 (D + Dv) a pair. Backward: QK^T again, dP = dO V^T, dV, dQ, dK, 2 (3 D + 2 Dv) a pair;
+        without dV and dK where they are frozen. Jvp: the forward, then QK^T again, its change (2 D) and that of the
+        output (2 Dv). Double backward: the change of the output as there, QK^T, its change, dP and its change, the
+        changes of dV (Dv), dQ and dK (2 D each).
         """
         if which == "both":
             return self.flops("forward") + self.flops("backward")
         d, dv = self.head_dim, self.v_head_dim
         if self.layer:
             return layers.LAYERS[self.layer].flops(self, which)
-        per_pair = 2 * (d + dv) if which == "forward" else 2 * (3 * d + 2 * dv)
+        jvp = 3 * d + 2 * dv
+        products = {
+            "forward": d + dv,
+            "backward": 2 * d + dv if self.frozen else 3 * d + 2 * dv,
+            "jvp": d + dv + jvp,
+            "double_backward": jvp + 7 * d + 3 * dv,
+        }
+        per_pair = 2 * products[which]
         return self.batch * self.heads * self.pairs * per_pair
 
     def bytes(self, which: str) -> int:
         """Bytes that must move at least: each input read once, each output written once."""
         if which == "both":
             return self.bytes("forward") + self.bytes("backward")
+        if which in DERIVATIVES:  # everything with its tangent
+            return 2 * self.bytes("forward" if which == "jvp" else "backward")
         size = self.torch_dtype.itemsize
         if self.layer:
             return size * layers.LAYERS[self.layer].numel(self, which)
@@ -194,6 +208,15 @@ CASES = _dense() + _decode() + [
     Case("fp32-d64-n1024-mask-float", "masks", heads=4, mask="float"),
     Case("fp32-d64-n1024-mask-float-grad", "masks", heads=4, mask="float-grad"),
     Case("fp32-d64-n1024-mask-padding", "masks", mask="padding", batch=2, heads=4, quick=True),
+    # derivatives in a direction and of second order; frozen keys and values
+    Case("fp32-d64-n1024-full-derivatives", "derivatives", heads=2, passes=("forward", "backward", *DERIVATIVES)),
+    Case("fp32-d64-n2048-causal-derivatives", "derivatives", heads=2, q_len=2048, causal=True,
+         passes=("forward", "backward", *DERIVATIVES)),
+    Case("bf16-d64-n1024-full-derivatives", "derivatives", heads=2, dtype="bf16",
+         passes=("forward", "backward", *DERIVATIVES)),
+    Case("fp32-d64-n1024-full-frozen", "derivatives", heads=2, frozen=True, passes=("backward",)),
+    Case("memory-n8192-derivatives", "derivatives", heads=1, q_len=8192, check=False, only_memory=True,
+         passes=("forward", "both", *DERIVATIVES)),
     # memory beyond inputs and outputs
     Case("memory-n16384", "memory", heads=1, q_len=16384, check=False, only_memory=True, passes=("forward", "both")),
     Case("memory-n16384-causal", "memory", heads=1, q_len=16384, check=False, only_memory=True, causal=True,

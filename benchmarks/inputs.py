@@ -17,9 +17,15 @@ class Inputs:
     mask: torch.Tensor | None
     grad: torch.Tensor  # the gradient of the output
 
+    frozen: bool = False  # the first tensor alone is differentiated
+
     def leaves(self) -> tuple[torch.Tensor, ...]:
         """The tensors, strides kept, as leaves that require gradients."""
-        return tuple(t.detach().requires_grad_() for t in self.tensors)
+        return tuple(t.detach().requires_grad_(not self.frozen or i == 0) for i, t in enumerate(self.tensors))
+
+    def tangents(self) -> tuple[torch.Tensor, ...]:
+        """A direction for each tensor: its own numbers, turned by one row."""
+        return tuple(t.detach().roll(1, -2) for t in self.tensors)
 
 
 def make(case, device: str = "cpu", seed: int = 0) -> Inputs:
@@ -57,4 +63,4 @@ def make(case, device: str = "cpu", seed: int = 0) -> Inputs:
     elif case.mask:
         mask = normal(case.batch, case.heads, case.q_len, case.kv_len)
     tensors = (query, key, value) + ((mask,) if case.mask == "float-grad" else ())
-    return Inputs(tensors, mask, grad)
+    return Inputs(tensors, mask, grad, case.frozen)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from . import ceilings, compare, inputs, machine, memory, peers, report
-from .cases import CASES, GPU_CASES, PASSES, Case, from_shape, select
+from .cases import CASES, DERIVATIVES, GPU_CASES, PASSES, Case, from_shape, select
 from .measure import blank, measure
 from .truth import Truth
 
@@ -25,7 +25,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--shape", action="append", default=[], metavar='"B,H,Hkv,L,S,D,Dv[,causal][,dtype]"', help="a case of your own"
     )
     p.add_argument("--quick", action="store_true", help="a small subset, in under two minutes")
-    p.add_argument("--passes", default=",".join(PASSES), help="forward, backward (alone), both (forward and backward)")
+    p.add_argument(
+        "--passes", default=",".join(PASSES + DERIVATIVES),
+        help="forward, backward (alone), both (forward and backward), jvp (with the forward), double_backward (alone)",
+    )  # fmt: skip
     p.add_argument(
         "--peers", help="comma-separated (see --list), or none; default: all there are, with --quick sdpa,mha"
     )
@@ -42,9 +45,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     p.add_argument("--list", action="store_true", help="list cases and peers")
     args = p.parse_args(argv)
-    unknown = [name for name in args.passes.split(",") if name not in PASSES]
+    known = PASSES + DERIVATIVES
+    unknown = [name for name in args.passes.split(",") if name not in known]
     if unknown:
-        p.error(f"--passes: unknown {', '.join(unknown)}; there are {', '.join(PASSES)}")
+        p.error(f"--passes: unknown {', '.join(unknown)}; there are {', '.join(known)}")
     if args.threads < 1:
         p.error(f"--threads: expected at least 1, got {args.threads}")
     if args.device == "cuda" and not torch.cuda.is_available():

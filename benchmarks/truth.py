@@ -59,7 +59,7 @@ class Truth:
         mask = None if inputs.mask is None else inputs.mask[0, : self.group]
         q, k, v = (t[0, :heads] for t, heads in zip(inputs.tensors, (self.group, 1, 1)))
         self.out, grads = attention(q, k, v, inputs.grad[0, : self.group], case.causal, mask)
-        self.grads = grads[: len(inputs.tensors)]
+        self.grads = grads[: 1 if inputs.frozen else len(inputs.tensors)]
 
     def error(self, result) -> float:
         """Largest absolute difference: of the output, or over all gradients."""

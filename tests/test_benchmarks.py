@@ -80,6 +80,19 @@ def test_pairs_are_the_visible_ones(causal, kv_len, mask):
     assert case.pairs == visible.sum()
 
 
+@pytest.mark.parametrize("which", cases.DERIVATIVES)
+def test_derivative_passes_agree_with_the_math_backend(which):
+    case = next(case for case in CASES if which in case.passes and not case.only_memory).tiny()
+    tensors = inputs.make(case)
+    results = []
+    for peer in (peers.OURS, peers.PEERS["sdpa-math"]):
+        call = peer.build(case, tensors, which)
+        with peer.context():
+            results.append(call())
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)  # the wiring alone
+    assert case.flops(which) > case.flops("forward")
+
+
 SMALL = [case.tiny() for case in CASES if case.group != "dense" or case.q_len == 128]
 
 
@@ -102,7 +115,8 @@ def test_every_case_is_built_alike_for_ours_and_the_peers(case):
                 out = calls[0]()
             gradients = [call() for call in calls[1:]]
         for grads in gradients:
-            assert [g.shape for g in grads] == [t.shape for t in tensors.tensors]
+            wanted = tensors.tensors[: 1 if case.frozen else None]
+            assert [g.shape for g in grads] == [t.shape for t in wanted]
         if case.dropout:
             continue  # everyone has random numbers of his own
         # only the wiring is tested here, how exact our operators are elsewhere
@@ -178,7 +192,7 @@ def document(tmp_path_factory):
     small = [Case(**{**vars(case), "only_memory": case.name.startswith("memory")}) for case in small]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "CASES", small)
-        patch.setattr(run, "select", lambda pattern: small)
+        patch.setattr(run, "select", lambda pattern, cases: small)
         arguments = f"--case x --peers sdpa,mha,zentorch --threads 1 --seconds 0.002 --json {path}"
         assert run.main(arguments.split()) == 0
     return json.loads(path.read_text())
@@ -244,7 +258,7 @@ def test_a_run_is_compared_and_what_seems_slower_is_measured_again(document, tmp
             result["fraction"] = result.get("fraction", 0) * (100 if record["pass"] == "forward" else 0.01)
     path = tmp_path / "old.json"
     path.write_text(json.dumps(old))
-    monkeypatch.setattr(run, "select", lambda pattern: select("fp32-b1-h8-n16-d64"))
+    monkeypatch.setattr(run, "select", lambda pattern, cases: select("fp32-b1-h8-n16-d64"))
     arguments = f"--case x --peers none --threads 1 --seconds 0.002 --no-memory --compare {path}"
     assert run.main(arguments.split()) == 1
     shown = capsys.readouterr().out

@@ -30,9 +30,10 @@ class Peer:
         return contextlib.nullcontext()
 
     def build(self, case, inputs: Inputs, which: str) -> Callable:
-        """A call without arguments for a pass ("forward", "backward", "both").
+        """A call without arguments for a pass (cases.PASSES, cases.DERIVATIVES).
 
-        Forward returns the output, the other passes the gradients of inputs.tensors. Raises Skip.
+        Forward returns the output, jvp output and tangent, backward and both the gradients of the leaves that require
+        them, double_backward those of a sum of these. Raises Skip.
         The first call may be slow (compilation); it is not timed.
         """
         raise NotImplementedError
@@ -69,11 +70,17 @@ class TorchPeer(Peer):
         if which == "forward":
             tensors = inputs.tensors
             return lambda: function(*tensors)
+        if which == "jvp":
+            tensors, tangents = inputs.tensors, inputs.tangents()
+            return lambda: torch.func.jvp(function, tensors, tangents)
         if not self.backward:
             raise Skip("forward only")
         leaves, grad = inputs.leaves(), inputs.grad
-        differentiate = torch.autograd.grad
+        differentiate, wanted = torch.autograd.grad, [x for x in leaves if x.requires_grad]
         if which == "both":
-            return lambda: differentiate(function(*leaves), leaves, grad)
+            return lambda: differentiate(function(*leaves), wanted, grad)
         out = function(*leaves)
-        return lambda: differentiate(out, leaves, grad, retain_graph=True)
+        if which == "backward":
+            return lambda: differentiate(out, wanted, grad, retain_graph=True)
+        first, tangents = differentiate(out, wanted, grad, create_graph=True), inputs.tangents()[: len(wanted)]
+        return lambda: differentiate(first, wanted, tangents, retain_graph=True)

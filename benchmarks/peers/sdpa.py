@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..cases import DERIVATIVES
 from .base import Skip, TorchPeer
+
+
+def _refused(error: Exception) -> Skip:
+    return Skip(f"refused: {str(error).splitlines()[0]}")
 
 
 class Sdpa(TorchPeer):
@@ -15,6 +20,15 @@ class Sdpa(TorchPeer):
     def attend(self, case, inputs):
         function, dropout, gqa = F.scaled_dot_product_attention, case.dropout, case.heads != case.kv_heads
         return lambda q, k, v, causal, mask=None: function(q, k, v, mask, dropout, causal, enable_gqa=gqa)
+
+    def build(self, case, inputs, which):
+        call = super().build(case, inputs, which)
+        if which in DERIVATIVES:  # which the fused backends lack
+            try:
+                call()
+            except (RuntimeError, NotImplementedError) as error:
+                raise _refused(error) from error
+        return call
 
 
 class SdpaBackend(Sdpa):
@@ -36,7 +50,7 @@ class SdpaBackend(Sdpa):
                 call = super().build(case, inputs, which)
                 call()
         except RuntimeError as error:
-            raise Skip(f"refused: {str(error).splitlines()[0]}") from error
+            raise _refused(error) from error
         return call
 
 

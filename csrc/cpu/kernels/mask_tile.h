@@ -97,7 +97,7 @@ struct PlainMaskValue {
   }
   ATTN_INLINE C operator()(C x) {
     const C y = x * C(log2_e);
-    low_one = min_of(low_one, y);
+    low_one = y < low_one ? y : low_one;
     return y;
   }
   bool exact() const { return low_one >= MaskValue<C>::lowest && !any(ge(Vec<C>::set(MaskValue<C>::lowest), low)); }
