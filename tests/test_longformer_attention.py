@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from testing import DTYPES, assert_close_to_reference, pairs, plain_run, random_tensor, row_id
+from testing import DTYPES, FLOOR_ULPS, assert_close_to_reference, pairs, plain_run, random_tensor, row_id
 
 import attnjourney
 from attnjourney import reference
@@ -72,8 +72,8 @@ def test_equals_the_dense_formula(row):
     for i, (a, p, e) in enumerate(zip(actual, plain, expected)):
         if dtype == torch.float64:
             assert (a - e).abs().max() < 1e-12, i
-        else:  # the two parts of a row and their weights are rounded once more each: 4 ulp of the largest number
-            rounding = 4 * torch.finfo(dtype).eps * e.abs().max() * torch.ones_like(e) + unavoidable[i]
+        else:
+            rounding = FLOOR_ULPS * torch.finfo(dtype).eps * e.abs() + unavoidable[i]
             assert_close_to_reference(a, p, e, 2 if i == 0 else 3, f"result {i}", rounding)
 
 
