@@ -163,6 +163,18 @@ def test_lse_of_a_sink(dtype):
     assert not nothing.any() and torch.equal(alone[0, :, 0], sinks.to(alone.dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_sink_near_the_largest_number_takes_all_weight(dtype):
+    largest = torch.finfo(dtype if dtype != torch.float16 else torch.float32).max
+    q, k, v = (random_tensor((1, 2, 7, 8), dtype, s, outliers=False).requires_grad_() for s in range(3))
+    sinks = torch.full((2,), largest * 0.9, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    out, lse = attention(q, k, v, sinks=sinks.requires_grad_(), return_lse=True)
+    assert torch.equal(lse, sinks.detach()[None, :, None].expand(1, 2, 7).to(lse.dtype))
+    grads = torch.autograd.grad(out.sum() + lse.sum(), (q, k, v, sinks))
+    assert max(x.abs().max().item() for x in (out, *grads[:3])) < 1e-30
+    torch.testing.assert_close(grads[3], torch.full_like(sinks, 7.0))
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("value", (0.0, 2.0, 20.0))
 def test_a_sink_trains(value, dtype):

@@ -103,7 +103,7 @@ struct BackwardJvp : Stages<C> {
     const auto number = [&](const void* x, int64_t r) { return x ? static_cast<const C*>(x)[first + r] : C(0); };
     for (int64_t r = 0; r < tile; r++) {
       C delta = 0, change = 0, mu = 0;
-      double lse = S::split_lse(r < count ? number(h.lse, r) : C(0), t, r);
+      S::split_lse(r < count ? number(h.lse, r) : C(0), t, r);
       if (r < count) {
         const C* g = t.grad + r * ldv;
         const T* out = static_cast<const T*>(h.out) + (first + r) * p.out_row;
@@ -112,8 +112,8 @@ struct BackwardJvp : Stages<C> {
         change = S::dot(static_cast<const T*>(d.out) + (first + r) * d.out_row, g, Dv) - number(d.grad_lse, r);
         if (d.grad_out) change += S::dot(out, t.grad_tangent + r * ldv, Dv);
         if (grad_sink && h.sink != -__builtin_inf())
-          *grad_sink -=
-              __builtin_exp2(h.sink * log2_e - lse) * ((d.sink - double(mu)) * double(delta) + double(change));
+          *grad_sink -= __builtin_exp2((h.sink - double(number(h.lse, r))) * log2_e) *
+                        ((d.sink - double(mu)) * double(delta) + double(change));
       }
       t.mu[r] = mu;
       t.minus_delta[r] = -delta;

@@ -39,7 +39,7 @@ ATTN_NOINLINE void add_sink(double sink, C reference, C sum, C& inverse, C& lse)
   } else {  // the sink is the larger by far: it is the reference
     const double weight = __builtin_exp2(-above), whole = 1 + double(sum) * weight;
     inverse = C(weight / whole);
-    lse = C(s * ln_2 + __builtin_log(whole));
+    lse = C(sink + __builtin_log(whole));
   }
 }
 

@@ -49,12 +49,12 @@ struct Stages {
   }
 
   // -lse of row r in log2 units, as two numbers; 0 where no key is visible: the masks make P zero
-  static double split_lse(C lse, QueryRows& t, int64_t r) {
+  static void split_lse(C lse, QueryRows& t, int64_t r) {
     double l = lse != -C(__builtin_inff()) ? double(lse) * log2_e : 0;
-    if (l < double(MaskValue<C>::lowest)) l = double(MaskValue<C>::lowest);
+    l = l < double(MaskValue<C>::lowest) ? double(MaskValue<C>::lowest) : l;
+    l = l > -double(MaskValue<C>::lowest) ? -double(MaskValue<C>::lowest) : l;  // a sink as large; a NaN stays one
     t.minus_lse[r] = C(-l);
     t.minus_lse_low[r] = C(-l - double(C(-l)));
-    return l;
   }
   // sum over n numbers of x y
   template <class X, class Y>
