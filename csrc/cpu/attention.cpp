@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "attention_cpu.h"
-#include "head_walk.h"
+#include "head_inputs.h"
 #include "plan.h"
 #include "threads.h"
 
@@ -40,14 +40,10 @@ void forward(const Tensor& query, const Tensor& key, const Tensor& value, const 
   p.dropout = Dropout::from(options.dropout_p, seed_of(options));
   p.out_row = out.stride(c.rank - 2);
   const Sequences sequences(c, options);
-  const std::vector<double> sinks = per_head(options.sinks, c.batch, c.q_heads),
-                            slopes = per_head(options.alibi_slopes, c.batch, c.q_heads);
-  const HeadMap out_map = head_map(c, out, c.q_heads);
-  const HeadWalk queries(c, c.query, q), keys(c, c.key, k), values(c, c.value, v), outs(c, out_map, out);
-  const HeadWalk masks(c, c.mask, options.attn_mask ? *options.attn_mask : q);
+  const HeadInputs heads(c, options, sequences, q, k, v, out, lse);
   char* lses = static_cast<char*>(lse.mutable_data_ptr());
 
-  clear_rows(c, sequences, outs, c.q_heads, out);
+  clear_rows(c, sequences, heads.out(), c.q_heads, out);
   sequences.unused_rows([&](int64_t b, int64_t first, int64_t count) {
     for (int64_t h = 0; h < c.q_heads; h++) {
       void* at = lse_at(c, lses, b, h, 0);
@@ -64,19 +60,8 @@ void forward(const Tensor& query, const Tensor& key, const Tensor& value, const 
   run_queue(plan.items, plan.threads, space, [&](int64_t item, void* scratch) {
     const auto [b, head, block] = plan.at(item, sequences);
     const AttentionParams own = sequences.params(b);
-    const int64_t first = block * plan.rows, q_begin = sequences.q_begin(b), k_begin = sequences.k_begin(b);
-    const int64_t bh = b * c.q_heads + head;
-    HeadPointers h;
-    h.index = static_cast<uint32_t>(bh);
-    h.query = queries.at(b, head, q_begin);
-    h.key = keys.at(b, head, k_begin);
-    h.value = values.at(b, head, k_begin);
-    if (options.attn_mask) h.mask = masks.at(b, head);
-    if (options.sinks) h.sink = sinks[static_cast<size_t>(bh)];
-    if (options.alibi_slopes) h.slope = slopes[static_cast<size_t>(bh)];
-    h.out = outs.at(b, head, q_begin);
-    h.lse = lse_at(c, lses, b, head, q_begin);
-    plan.kernel->forward(own, h, first, std::min(plan.rows, own.q_len - first), scratch);
+    const int64_t first = block * plan.rows;
+    plan.kernel->forward(own, heads.at(b, head), first, std::min(plan.rows, own.q_len - first), scratch);
   });
 }
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "attention_cpu.h"
+#include "head_inputs.h"
 #include "kernels/common.h"
 #include "mask_gradient.h"
 #include "plan.h"
@@ -55,17 +56,14 @@ void backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tens
 
   const Sequences sequences(c, options);
   const Tangents directions(c, tangents ? *tangents : AttentionTangents{});
-  const std::vector<double> sinks = per_head(options.sinks, c.batch, c.q_heads),
-                            slopes = per_head(options.alibi_slopes, c.batch, c.q_heads);
-  const HeadMap out_map = head_map(c, o, c.q_heads), grad_out_map = head_map(c, go, c.q_heads);
+  const HeadInputs heads(c, options, sequences, q, k, v, o, l);
+  const HeadMap grad_out_map = head_map(c, go, c.q_heads);
   const auto map_of = [&](const OptionalTensor& t, int64_t heads) { return t ? head_map(c, *t, heads) : HeadMap{}; };
   const HeadMap gq_map = map_of(gradients.query, c.q_heads), gk_map = map_of(gradients.key, c.kv_heads);
   const HeadMap gv_map = map_of(gradients.value, c.kv_heads);
-  const HeadWalk queries(c, c.query, q), keys(c, c.key, k), values(c, c.value, v), outs(c, out_map, o);
-  const HeadWalk grads(c, grad_out_map, go), masks(c, c.mask, options.attn_mask ? *options.attn_mask : q);
+  const HeadWalk grads(c, grad_out_map, go);
   const HeadWalk gq(c, gq_map, gradients.query.value_or(q)), gk(c, gk_map, gradients.key.value_or(q));
   const HeadWalk gv(c, gv_map, gradients.value.value_or(q));
-  char* lses = static_cast<char*>(l.data_ptr());
   char* grad_lses = gl ? static_cast<char*>(gl->data_ptr()) : nullptr;
 
   if (gradients.query) clear_rows(c, sequences, gq, c.q_heads, *gradients.query);
@@ -92,15 +90,7 @@ void backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tens
     const int64_t q_begin = sequences.q_begin(b), k_begin = sequences.k_begin(b);
     for (int64_t i = 0; i < p.group; i++) {
       const int64_t head = kv * p.group + i, bh = b * c.q_heads + head;
-      h[i].index = static_cast<uint32_t>(bh);
-      h[i].query = queries.at(b, head, q_begin);
-      h[i].key = keys.at(b, head, k_begin);
-      h[i].value = values.at(b, head, k_begin);
-      if (options.attn_mask) h[i].mask = masks.at(b, head);
-      if (options.sinks) h[i].sink = sinks[static_cast<size_t>(bh)];
-      if (options.alibi_slopes) h[i].slope = slopes[static_cast<size_t>(bh)];
-      h[i].out = outs.at(b, head, q_begin);
-      h[i].lse = lse_at(c, lses, b, head, q_begin);
+      h[i] = heads.at(b, head);
       h[i].grad_out = grads.at(b, head, q_begin);
       if (grad_lses) h[i].grad_lse = lse_at(c, grad_lses, b, head, q_begin);
       if (gradients.query) g[i].query = gq.at(b, head, q_begin), g[i].query_row = gradients.query->stride(c.rank - 2);

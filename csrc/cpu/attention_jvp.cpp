@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "attention_cpu.h"
+#include "head_inputs.h"
 #include "plan.h"
 #include "tangents.h"
 #include "threads.h"
@@ -18,13 +19,11 @@ void attention_jvp_cpu(const Tensor& query, const Tensor& key, const Tensor& val
   p.dropout = Dropout::from(options.dropout_p, seed_of(options));
   p.out_row = o.stride(c.rank - 2);
   const Sequences sequences(c, options);
-  const std::vector<double> sinks = per_head(options.sinks, c.batch, c.q_heads),
-                            slopes = per_head(options.alibi_slopes, c.batch, c.q_heads);
-  const HeadMap out_map = head_map(c, o, c.q_heads), written_map = head_map(c, *tangents.out, c.q_heads);
-  const HeadWalk queries(c, c.query, q), keys(c, c.key, k), values(c, c.value, v), outs(c, out_map, o);
-  const HeadWalk written(c, written_map, *tangents.out), masks(c, c.mask, options.attn_mask.value_or(q));
+  const HeadInputs heads(c, options, sequences, q, k, v, o, l);
+  const HeadMap written_map = head_map(c, *tangents.out, c.q_heads);
+  const HeadWalk written(c, written_map, *tangents.out);
   const Tangents directions(c, tangents);
-  char *lses = static_cast<char*>(l.data_ptr()), *lse_tangents = static_cast<char*>(tangents.lse->data_ptr());
+  char* lse_tangents = static_cast<char*>(tangents.lse->data_ptr());
 
   clear_rows(c, sequences, written, c.q_heads, *tangents.out);
   sequences.unused_rows([&](int64_t b, int64_t first, int64_t count) {
@@ -39,20 +38,9 @@ void attention_jvp_cpu(const Tensor& query, const Tensor& key, const Tensor& val
             [&](int64_t item, void* scratch) {
               const auto [b, head, block] = plan.at(item, sequences);
               const AttentionParams own = sequences.params(b);
-              const int64_t first = block * plan.rows, q_begin = sequences.q_begin(b), k_begin = sequences.k_begin(b);
-              const size_t bh = static_cast<size_t>(b * c.q_heads + head);
-              HeadPointers h;
-              h.index = static_cast<uint32_t>(bh);
-              h.query = queries.at(b, head, q_begin);
-              h.key = keys.at(b, head, k_begin);
-              h.value = values.at(b, head, k_begin);
-              if (options.attn_mask) h.mask = masks.at(b, head);
-              if (options.sinks) h.sink = sinks[bh];
-              if (options.alibi_slopes) h.slope = slopes[bh];
-              h.out = outs.at(b, head, q_begin);
-              h.lse = lse_at(c, lses, b, head, q_begin);
-              plan.kernel->jvp(own, h, directions.at(sequences, b, head), first, std::min(plan.rows, own.q_len - first),
-                               scratch);
+              const int64_t first = block * plan.rows;
+              plan.kernel->jvp(own, heads.at(b, head), directions.at(sequences, b, head), first,
+                               std::min(plan.rows, own.q_len - first), scratch);
             });
 }
 

@@ -221,7 +221,7 @@ struct Stages {
     MaskBlock masked = MaskBlock::all_visible;
     if (p.mask != MaskKind::none || p.alibi) masked = load_bias<T>(p, *t.head, t.first, t.count, k0, seen, P, tile);
     if (masked == MaskBlock::all_hidden) return {none, false};
-    const bool bias = masked == MaskBlock::some_hidden || masked == MaskBlock::added;
+    const bool bias = has_block(masked);
     const ScoreStep score{&p, &t, P, cap_tanh};
     seen_product(p, Product<1>{{K}, {t.query_t}, key_ld(p), p.head_dim}, t, score, score, bias, k0, seen);
     return {seen, bias};
