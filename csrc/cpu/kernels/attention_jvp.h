@@ -21,10 +21,10 @@ struct Jvp : Stages<C> {
   struct QueryTile : QueryRows {
     C* tangent_t;   // panels [head_dim][panel]: query_factor * dQ
     C* sum;         // [tile][value_ld]: (P A) V + P dV
-    C *mu, *total;  // [tile]: sum P A, sum P
+    C *mu, *total;  // [2][tile]: sum P A, sum P, and what rounding took from them
   };
   static int64_t tile_numbers(const AttentionParams& p) {
-    return tile * (2 * round_up(p.head_dim, line) + value_ld(p) + 4);
+    return tile * (2 * round_up(p.head_dim, line) + value_ld(p) + 6);
   }
 
   // scratch, in numbers
@@ -42,6 +42,14 @@ struct Jvp : Stages<C> {
       total = value_tangent + key_block * value_ld(p);
     }
   };
+
+  // One more term of a long sum, in the order of the keys, which does not depend on tiles as blocks of them would. What
+  // rounding takes is kept beside it (Knuth's sum of two).
+  static ATTN_INLINE void add_term(Vec<C> x, Vec<C>& sum, Vec<C>& low) {
+    const Vec<C> next = sum + x, part = next - sum;
+    low = low + ((sum - (next - part)) + (x - part));
+    sum = next;
+  }
 
   // A holds the tangent of the mask, or nothing. P A replaces it; it and P are summed over the keys. A negative P marks
   // a dropped weight, which counts in these sums alone. A hidden NaN stays hidden.
@@ -62,7 +70,8 @@ struct Jvp : Stages<C> {
         for (int r = 0; r < M; r++)
           for (int j = 0; j < N; j++) x.a[r][j] = x.a[r][j] * cap_slope(load(cap_tanh + at(r, j)));
       ATTN_UNROLL for (int j = 0; j < N; j++) {
-        Vec<C> mu = load(t->mu + lane0 + W * j), total = load(t->total + lane0 + W * j);
+        C *mu_at = t->mu + lane0 + W * j, *total_at = t->total + lane0 + W * j;
+        Vec<C> mu = load(mu_at), mu_low = load(mu_at + tile), total = load(total_at), total_low = load(total_at + tile);
         ATTN_UNROLL for (int r = 0; r < M; r++) {
           Vec<C> w = load(P + at(r, j)), kept = w, a = x.a[r][j] * f;
           if (added) a = a + load(A + at(r, j));
@@ -73,12 +82,14 @@ struct Jvp : Stages<C> {
           }
           const auto hidden = eq(w, zero);
           const Vec<C> s = select(hidden, zero, w * a);
-          mu = mu + s;
-          total = total + w;
+          add_term(s, mu, mu_low);
+          add_term(w, total, total_low);
           store(A + at(r, j), Dropout ? select(eq(kept, zero), zero, s) : s);
         }
-        store(t->mu + lane0 + W * j, mu);
-        store(t->total + lane0 + W * j, total);
+        store(mu_at, mu);
+        store(mu_at + tile, mu_low);
+        store(total_at, total);
+        store(total_at + tile, total_low);
       }
     }
   };
@@ -92,13 +103,13 @@ struct Jvp : Stages<C> {
     t.minus_lse = t.sum + tile * value_ld(p);
     t.minus_lse_low = t.minus_lse + tile;
     t.mu = t.minus_lse_low + tile;
-    t.total = t.mu + tile;
+    t.total = t.mu + 2 * tile;
     S::begin(h, first, count, t);
     S::template pack_panels<T>(h.query, p.q_row, t, p.head_dim, query_factor<C>(p), t.query_t);
     if (d.query) S::template pack_panels<T>(d.query, d.q_row, t, p.head_dim, query_factor<C>(p), t.tangent_t);
     for (int64_t r = 0; r < tile; r++) {
       S::split_lse(r < count ? static_cast<const C*>(h.lse)[first + r] : C(0), t, r);
-      t.mu[r] = t.total[r] = C(0);
+      t.mu[r] = t.mu[tile + r] = t.total[r] = t.total[tile + r] = C(0);
     }
     memset(t.sum, 0, size_t(tile * value_ld(p)) * sizeof(C));
   }
@@ -108,7 +119,7 @@ struct Jvp : Stages<C> {
   template <class T>
   static void finish(const AttentionParams& p, const HeadPointers& h, const HeadTangents& d, const QueryTile& t) {
     for (int64_t r = 0; r < t.count; r++) {
-      C mu = t.mu[r], total = t.total[r];
+      C mu = t.mu[r] + t.mu[tile + r], total = t.total[r] + t.total[tile + r];
       if (h.sink != -__builtin_inf()) {
         const C lse = static_cast<const C*>(h.lse)[t.first + r];
         const C weight = C(__builtin_exp2((h.sink - double(lse)) * log2_e));

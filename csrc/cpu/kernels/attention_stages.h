@@ -348,10 +348,12 @@ struct Stages {
     Vec<C> total = Vec<C>::zero();
     for (int64_t k = seen.begin; k < seen.end; k++) {
       const Vec<C> shift = Vec<C>::set(C(t.first + p.keys.offset - k0 - k));
+      Vec<C> of_key = Vec<C>::zero();  // a sum of sums: fewer roundings of a large one
       for (int64_t i = 0; i < t.vectors_used; i++) {
         const Vec<C> d = Vec<C>::iota() + Vec<C>::set(C(i * W)) + shift;
-        total = fma(load(dS + k * tile + i * W), max(d, Vec<C>::zero() - d), total);
+        of_key = fma(load(dS + k * tile + i * W), max(d, Vec<C>::zero() - d), of_key);
       }
+      total = total + of_key;
     }
     return -double(sum(total));
   }
