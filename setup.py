@@ -10,6 +10,7 @@ Environment:
   ATTNJOURNEY_CUDA=1, 0   build _C_cuda.so or not, whatever torch is installed (default: if that torch has CUDA)
   MAX_JOBS                compilers running at once (default: the number of cores)
   ATTNJOURNEY_SANITIZE=1  address and undefined-behaviour sanitizers, objects in build/sanitize
+  ATTNJOURNEY_AMX_TWIN=1  the matrix unit of `amx` in plain C++, for tests where there is none, objects in build/twin
 """
 
 import fcntl
@@ -45,6 +46,7 @@ ISAS = {
     "avx2": (X86, AVX2),
     "avx512": (X86, AVX512),
     "avx512_bf16": (X86, [*AVX512, "-mavx512bf16"]),
+    "amx": (X86, [*AVX512, "-mavx512bf16"]),  # its own instructions are written in assembly
 }
 # csrc/cuda/inst/<arch>_*.cu: what is compiled for it; sm_80's PTX serves every later GPU. Files without kernels: sm_80.
 CUDA_ARCHS = {
@@ -54,6 +56,8 @@ CUDA_ARCHS = {
 
 SANITIZE = os.environ.get("ATTNJOURNEY_SANITIZE", "0") not in ("", "0")
 BUILD = Path("build", "sanitize" if SANITIZE else "release")
+# the matrix unit's kernel, and the file that says who can run it; all other objects are those of the release
+TWIN = {"csrc/cpu/isa/amx.cpp", "csrc/cpu/dispatch.cpp"} if os.environ.get("ATTNJOURNEY_AMX_TWIN") == "1" else set()
 CXX = shlex.split(os.environ.get("CXX") or "g++")
 if SANITIZE:
     SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
@@ -198,14 +202,15 @@ class BuildLibraries(build_ext):
 
         compile_steps = []
         for source in map(Path, extension.sources):
-            output = BUILD / source.with_suffix(".o")
+            twin = ["-DATTNJOURNEY_AMX_TWIN=1"] if str(source) in TWIN else []
+            output = (Path("build", "twin") if twin else BUILD) / source.with_suffix(".o")
             if cuda:
                 arch = CUDA_ARCHS.get(source.name.split("_")[0], ["arch=compute_80,code=sm_80"])
                 archs = [flag for target in arch for flag in ("-gencode", target)]
                 command = [find_nvcc(), "-ccbin", CXX[0], *NVCC_FLAGS, *archs, *headers]
             else:
                 isa = ISAS[isa_of(source)][1] if source.parent.name == "isa" else []
-                command = [*CXX, *CXX_FLAGS, *isa, *headers, *extra]
+                command = [*CXX, *CXX_FLAGS, *isa, *twin, *headers, *extra]
             command += ["-MD", "-MF", str(output.with_suffix(".d")), "-c", str(source), "-o", str(output)]
             compile_steps.append(Step(output, command, [source]))
 
@@ -217,7 +222,7 @@ class BuildLibraries(build_ext):
         # Nothing is exported: the library registers its operators when it is loaded. No rpath: torch is already there.
         exports = BUILD / "exports.map"
         exports.write_text("{ local: *; };\n")
-        output = BUILD / f"{extension.name.split('.')[-1]}.so"
+        output = (Path("build", "twin") if TWIN else BUILD) / f"{extension.name.split('.')[-1]}.so"
         objects = [step.output for step in compile_steps]
         link = ["-shared", "-o", str(output), *map(str, objects), f"-L{torch / 'lib'}"]
         if cuda:

@@ -14,7 +14,8 @@ import torch
 
 SOURCE = Path(__file__).with_name("peak.cpp")
 BUILD = Path(__file__).resolve().parent.parent / "build" / "benchmarks"
-KINDS = {"avx2": 0, "avx512": 1, "avx512_bf16": 2}  # on Arm kind 0 is NEON
+KINDS = {"avx2": 0, "avx512": 1, "avx512_bf16": 2, "amx": 3}  # on Arm kind 0 is NEON
+BF16 = ("amx", "avx512_bf16")  # of bfloat16 products, best first
 WINDOW = 2e-3  # seconds of one measurement between two pieces
 
 
@@ -77,8 +78,9 @@ def for_case(case, device: str, threads: int) -> tuple[str, dict[str, Callable[[
     if case.memory_bound:
         measures["dram"] = lambda: dram(threads)
         return "dram", measures
-    if case.dtype == "bf16" and "avx512_bf16" in supported():
-        measures["bf16"] = lambda: flops("avx512_bf16", threads)
+    bf16 = [kind for kind in BF16 if kind in supported()]
+    if case.dtype == "bf16" and bf16:
+        measures["bf16"] = lambda: flops(bf16[0], threads)
         return "bf16", measures
     if case.dtype == "fp64":
         measures["fma"] = lambda: flops(fma_kind(), threads) / 2

@@ -9,6 +9,10 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif
@@ -69,6 +73,35 @@ __attribute__((target("avx512f,avx512bf16"))) void bf16_avx512() {
 #undef START
 #undef STEP
 }
+constexpr long tile_flop = 16 * 16 * 32 * 2;  // of one product of two matrix registers
+
+// AMX-BF16: six accumulators of eight matrix registers, written in assembly as compilers differ in their names for it
+void bf16_amx() {
+#ifdef __linux__
+  struct alignas(64) {
+    unsigned char palette = 1, rest[15] = {};
+    unsigned short bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    unsigned char rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  } shape;
+  asm volatile("ldtilecfg %0" ::"m"(shape));
+#define EIGHT(f) f(0) f(1) f(2) f(3) f(4) f(5) f(6) f(7)
+#define ZERO(i) asm volatile("tilezero %tmm" #i);
+#define PRODUCT(i) asm volatile("tdpbf16ps %tmm7, %tmm6, %tmm" #i);
+  EIGHT(ZERO)
+  LOOP(PRODUCT(0) PRODUCT(1) PRODUCT(2) PRODUCT(3) PRODUCT(4) PRODUCT(5))
+  asm volatile("tilerelease");
+#undef EIGHT
+#undef ZERO
+#undef PRODUCT
+#endif
+}
+bool amx_allowed() {
+#ifdef __linux__
+  return __builtin_cpu_supports("amx-bf16") && syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // asks for the registers
+#else
+  return false;
+#endif
+}
 #elif defined(__aarch64__)
 void fma_neon() {
   const float32x4_t x = vdupq_n_f32(0.999f), y = vdupq_n_f32(0.001f);
@@ -82,8 +115,8 @@ void fma_neon() {
 }
 #endif
 
-// kind: 0 fp32 with AVX2 (on Arm: NEON), 1 fp32 with AVX-512, 2 bf16 pairs with AVX-512; run is null where the CPU has
-// it not
+// kind: 0 fp32 with AVX2 (on Arm: NEON), 1 fp32 with AVX-512, 2 bf16 pairs with AVX-512, 3 bf16 with AMX; run is null
+// where the CPU has it not
 Work work(int kind) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -91,6 +124,7 @@ Work work(int kind) {
     return {fma_avx2, 12. * 8 * 2 * loops};
   if (kind == 1 && __builtin_cpu_supports("avx512f")) return {fma_avx512, 24. * 16 * 2 * loops};
   if (kind == 2 && __builtin_cpu_supports("avx512bf16")) return {bf16_avx512, 24. * 32 * 2 * loops};
+  if (kind == 3 && amx_allowed()) return {bf16_amx, 6. * tile_flop * loops};
 #elif defined(__aarch64__)
   if (kind == 0) return {fma_neon, 24. * 4 * 2 * loops};
 #endif

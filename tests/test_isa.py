@@ -13,7 +13,13 @@ HERE = Path(__file__).parent
 AVX2 = {"avx2", "fma", "f16c"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 # best first, as the library chooses
-NEEDS = {"avx512_bf16": AVX512 | {"avx512_bf16"}, "avx512": AVX512, "avx2": AVX2, "scalar": set()}
+NEEDS = {
+    "amx": AVX512 | {"avx512_bf16", "amx_bf16"},
+    "avx512_bf16": AVX512 | {"avx512_bf16"},
+    "avx512": AVX512,
+    "avx2": AVX2,
+    "scalar": set(),
+}
 
 
 def cpu_flags():
@@ -82,11 +88,29 @@ def test_values_on(isa):
         pytest.skip(f"this CPU has no {isa}")
     if isa == (os.environ.get("ATTNJOURNEY_ISA") or HERE_RUNS[0]):
         pytest.skip(f"{isa} is what all other tests run on")
+    run_selection(ATTNJOURNEY_ISA=isa)
+
+
+def run_selection(*options, **environment):
     tests = [str(HERE / test) for test in SELECTION]
-    options = ("-q", "-x", "-p", "no:cacheprovider", "--durations=0", "--tb=short")
-    result = run("-m", "pytest", *options, *tests, ATTNJOURNEY_ISA=isa, OMP_NUM_THREADS="1")
+    options = ("-q", "-x", "-p", "no:cacheprovider", "--durations=0", "--tb=short", *options)
+    result = run("-m", "pytest", *options, *tests, OMP_NUM_THREADS="1", **environment)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
     assert " passed" in result.stdout and "failed" not in result.stdout
+
+
+@pytest.mark.skipif(
+    "avx512_bf16" not in HERE_RUNS, reason="this CPU has no avx512_bf16, which the kernel needs as well"
+)
+@pytest.mark.skipif(not (HERE.parent / "setup.py").exists(), reason="no sources to build from")
+def test_the_kernel_of_a_matrix_unit_on_a_twin_of_it():
+    """bfloat16's forward of `amx`, its matrix instructions replaced by the same in C++: two files are built anew."""
+    twin = {"ATTNJOURNEY_AMX_TWIN": "1"}
+    built = run("setup.py", "-q", "build_ext", "--build-lib", "build/twin", **twin)
+    assert built.returncode == 0, built.stdout + built.stderr
+    library = {"ATTNJOURNEY_LIBRARY_DIR": str(HERE.parent / "build/twin/attnjourney"), "ATTNJOURNEY_ISA": "amx"}
+    assert isa_of(library) == "amx"
+    run_selection("-k", "bfloat16 or nan or row or length", **library)
 
 
 @pytest.mark.skipif(not FLAGS, reason="no /proc/cpuinfo with x86 flags")

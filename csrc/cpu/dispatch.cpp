@@ -5,6 +5,11 @@
 #include <stdexcept>
 #include <string>
 
+#if defined(ATTNJOURNEY_X86) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace attnjourney {
 namespace {
 
@@ -17,11 +22,24 @@ bool avx512_runs() {
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && avx2_runs();
 }
 bool avx512_bf16_runs() { return __builtin_cpu_supports("avx512bf16") && avx512_runs(); }
+// Linux gives a process the matrix registers when it asks for them (component 18 of its state).
+bool amx_runs() {
+#ifdef ATTNJOURNEY_AMX_TWIN
+  return avx512_bf16_runs();
+#elif defined(__linux__) && defined(SYS_arch_prctl)
+  constexpr int request_permission = 0x1023, tile_data = 18;
+  return __builtin_cpu_supports("amx-bf16") && avx512_bf16_runs() &&
+         syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+#else
+  return false;
+#endif
+}
 #endif
 
 // __builtin_cpu_supports looks at CPUID and at XGETBV: the operating system must save the registers, too.
 const IsaEntry entries[] = {
 #ifdef ATTNJOURNEY_X86
+    {&amx_kernels, amx_runs},
     {&avx512_bf16_kernels, avx512_bf16_runs},
     {&avx512_kernels, avx512_runs},
     {&avx2_kernels, avx2_runs},

@@ -71,7 +71,7 @@ struct KernelTable {
 
 extern const KernelTable scalar_kernels;
 #ifdef ATTNJOURNEY_X86
-extern const KernelTable avx2_kernels, avx512_kernels, avx512_bf16_kernels;
+extern const KernelTable avx2_kernels, avx512_kernels, avx512_bf16_kernels, amx_kernels;
 #endif
 
 // The best table this machine can run, or the one ATTNJOURNEY_ISA names; throws where that one cannot run.

@@ -1,25 +1,13 @@
 // AVX-512 with products of bfloat16 pairs: the table of AVX-512 but for bfloat16's forward.
-#include "dot_avx512_bf16.h"
-#include "tuning_avx512.h"
-
-// what follows is compiled for these
-#include "../dispatch.h"
-#include "../kernels/attention_forward_dot.h"
-
 namespace attnjourney {
 namespace {
-
-KernelTable make_bf16_table() {
-  KernelTable t = avx512_kernels;  // constant initialised, so it is there
-  t.isa = "avx512_bf16";
-  AttentionKernels& k = t.attention[static_cast<int>(DType::bf16)];
-  k.forward_space = [](const AttentionParams& p, int64_t rows) { return ForwardDot::Space(p, rows).total; };
-  k.forward = [](const AttentionParams& p, const HeadPointers& h, int64_t first, int64_t rows, void* space) {
-    ForwardDot::run(p, h, first, rows, static_cast<char*>(space));
-  };
-  return t;
-}
-
+struct MatrixUnit {
+  static constexpr bool on = false;
+};
 }  // namespace
-const KernelTable avx512_bf16_kernels = make_bf16_table();
 }  // namespace attnjourney
+#include "bf16_table.h"
+
+namespace attnjourney {
+const KernelTable avx512_bf16_kernels = make_bf16_table("avx512_bf16");
+}

@@ -2,9 +2,10 @@
 //
 // S^T = K Q^T: pairs of neighbours along head_dim, K broadcast in place, Q^T packed as it is; the scale comes after the
 // product. O = P V: pairs of keys, P rounded to bfloat16 in the epilogue, V zipped once per key block. The sum counts
-// the rounded weights: they are what O is divided by.
+// the rounded weights: they are what O is divided by. With a matrix unit both products run there (matrix_products.h).
 #pragma once
 #include "attention_forward.h"
+#include "matrix_products.h"
 
 namespace attnjourney {
 namespace {
@@ -32,6 +33,13 @@ struct ForwardDot {
   static constexpr int64_t panel = vectors * W, tile = Tuning::forward_panels * panel;
   static constexpr int64_t key_block = Tuning::dot_forward_keys, tiles = Tuning::forward_tiles;
   static_assert(rows % 2 == 0 && key_block % 2 == 0);
+  // MatrixUnit comes from the instruction set; groups of keys go through it
+  static constexpr bool matrix = MatrixUnit::on;
+  using Matrix = MatrixProducts<MatrixUnit>;
+  static constexpr int64_t group = Matrix::keys;
+  static_assert(!matrix ||
+                (W == Matrix::side && vectors == Matrix::columns && tile == panel && key_block % group == 0));
+  static constexpr int64_t dim_step = matrix ? 2 * Matrix::side : 2;  // head_dim is padded to it
 
   struct Scores {
     const uint32_t* query;      // panels [head_dim / 2][panel]
@@ -46,7 +54,27 @@ struct ForwardDot {
     Vf factor;  // query_factor, and
     float cap;  // softcap in log2 units; 0 for none, and else scale is 1
     Alibi<float> alibi;
+    float* S = nullptr;  // of the matrix unit: [group][tile], scores of the keys from `S_key` on
+    int64_t S_key = 0;
   };
+
+  // calls f over the keys [begin, end) of the block: all at once, or by groups whose scores the matrix unit computes
+  template <class F>
+  static ATTN_INLINE void by_groups(const bf16* K, int64_t ldk, Scores& s, int64_t begin, int64_t end, const F& f) {
+    if constexpr (matrix) {
+      for (int64_t k = begin; k < end; k = s.S_key + group) {
+        const int64_t key = k / group * group;
+        if (s.S_key != key)
+          with_rows<vectors>(s.vectors_used, [&](auto n) {
+            Matrix::template scores<n.count>(K + key * ldk, ldk, s.query, s.pairs, s.S, tile);
+          });
+        s.S_key = key;
+        f(k, min_of(end, key + group));
+      }
+    } else {
+      f(begin, end);
+    }
+  }
 
   // M keys (the first one at an even place) against N vectors from lane0 on; a last single key is paired with weight 0
   template <Hidden H, int M, int N>
@@ -55,14 +83,18 @@ struct ForwardDot {
     Vf a[M][N];
     ATTN_UNROLL for (int r = 0; r < M; r++) ATTN_UNROLL for (int j = 0; j < N; j++) a[r][j] = Vf::zero();
     const uint32_t* Q = s.query + lane0 / panel * panel * s.pairs + lane0 % panel;
-    _Pragma("GCC unroll 2") for (int64_t x = 0; x < s.pairs; x++) {
-      Pairs q[N];
-      ATTN_UNROLL for (int j = 0; j < N; j++) q[j] = load_pairs(Q + x * panel + W * j);
-      ATTN_UNROLL for (int r = 0; r < M; r++) {
-        const Pairs b = broadcast_pair(K + r * ldk + 2 * x);
-        ATTN_UNROLL for (int j = 0; j < N; j++) a[r][j] = dot(a[r][j], b, q[j]);
+    if constexpr (matrix)
+      ATTN_UNROLL for (int r = 0; r < M; r++) ATTN_UNROLL for (int j = 0; j < N; j++) a[r][j] =
+          load(s.S + (k - s.S_key + r) * tile + lane0 + W * j);
+    else
+      _Pragma("GCC unroll 2") for (int64_t x = 0; x < s.pairs; x++) {
+        Pairs q[N];
+        ATTN_UNROLL for (int j = 0; j < N; j++) q[j] = load_pairs(Q + x * panel + W * j);
+        ATTN_UNROLL for (int r = 0; r < M; r++) {
+          const Pairs b = broadcast_pair(K + r * ldk + 2 * x);
+          ATTN_UNROLL for (int j = 0; j < N; j++) a[r][j] = dot(a[r][j], b, q[j]);
+        }
       }
-    }
     if (s.cap != 0) [[unlikely]] {
       alignas(64) float x[M * N * W];
       ATTN_UNROLL for (int r = 0; r < M; r++) ATTN_UNROLL for (int j = 0; j < N; j++)
@@ -203,7 +235,7 @@ struct ForwardDot {
   template <Hidden H>
   static ATTN_NOINLINE void score_inner(const bf16* K, int64_t ldk, const Scores& s, int64_t k0, int64_t begin,
                                         int64_t end) {
-    if (H != Hidden::by_bias && s.cap == 0) {
+    if (!matrix && H != Hidden::by_bias && s.cap == 0) {
       const int64_t n = (end - begin) / rows;
       for (int64_t v = 0; v < s.vectors_used; v += vectors)
         with_rows<vectors>(s.vectors_used - v,
@@ -268,6 +300,30 @@ struct ForwardDot {
       }
     });
   }
+  // n rows of the tile times all pairs, on the matrix unit; `space`: matrix_space numbers
+  static constexpr int64_t matrix_space = matrix ? tile * (key_block / 2 + 2 * Matrix::side) : 0;
+  template <class Products>
+  static ATTN_NOINLINE void value_matrix(const uint32_t* P, const uint32_t* V, int64_t pairs, const Values& v,
+                                         int64_t n, uint32_t* space) {
+    const int64_t groups = (n + Products::side - 1) / Products::side;
+    Products::transpose_weights(P, tile, pairs, groups, space);
+    float* C = reinterpret_cast<float*>(space + tile * key_block / 2);
+    with_rows<Products::columns>(groups, [&](auto g) {
+      for (int64_t d = 0; d < v.columns; d += 2 * W)
+        with_rows<2>((v.columns - d) / W, [&](auto m) {
+          Products::template values<g.count, m.count>(space, V + d, v.ldv, pairs, C);
+          for (int64_t i = 0; i < n; i++) ATTN_UNROLL for (int j = 0; j < m.count; j++) {
+              const int64_t at = i * v.ldv + d + W * j;
+              Vf x = load(C + (i * m.count + j) * W);
+              if (!v.first) x = x + load(v.O + at);
+              if (v.out)
+                store(v.out + i * v.ldout + d + W * j, Vf::broadcast(v.inverse + i) * x);
+              else
+                store(v.O + at, x);
+            }
+        });
+    });
+  }
   // the same where V holds an inf or a NaN: a weight of exactly 0 hides it
   static ATTN_NOINLINE void value_guarded(const uint32_t* P, const uint32_t* V, int64_t n, int64_t count,
                                           const Values& v) {
@@ -329,9 +385,9 @@ struct ForwardDot {
 
   // scratch, in bytes
   struct Space {
-    int64_t ldk, ldv, query, rows16, output, P, bias, key, value, state, total;
+    int64_t ldk, ldv, query, rows16, output, P, bias, key, value, state, scores, products, total;
     Space(const AttentionParams& p, int64_t rows_used) {
-      const int64_t t = min_of(tiles, (rows_used + tile - 1) / tile), pairs = (p.head_dim + 1) / 2;
+      const int64_t t = min_of(tiles, (rows_used + tile - 1) / tile), pairs = round_up(p.head_dim, dim_step) / 2;
       ldk = round_up(p.head_dim, 32);
       ldv = round_up(p.v_head_dim, W);
       query = 0;
@@ -341,8 +397,10 @@ struct ForwardDot {
       bias = P + key_block / 2 * tile * 4;
       key = bias + (p.mask == MaskKind::none && !p.alibi ? 0 : key_block * tile * 4);
       value = key + key_block * ldk * 2;
-      state = value + key_block / 2 * ldv * 4;
-      total = state + (4 * t + 1) * tile * 4;
+      state = value + (key_block / 2 + (matrix ? Matrix::side : 0)) * ldv * 4;
+      scores = state + (4 * t + 1) * tile * 4;
+      products = scores + (matrix ? group * tile * 4 : 0);
+      total = products + matrix_space * 4;
     }
   };
 
@@ -353,20 +411,22 @@ struct ForwardDot {
     bf16 *rows16 = reinterpret_cast<bf16*>(space + at.rows16), *key_copy = reinterpret_cast<bf16*>(space + at.key);
     float *output = reinterpret_cast<float*>(space + at.output), *bias = reinterpret_cast<float*>(space + at.bias);
     float* state = reinterpret_cast<float*>(space + at.state);
-    const int64_t tiles_used = (count + tile - 1) / tile, D = p.head_dim, Dv = p.v_head_dim, pairs = (D + 1) / 2;
+    const int64_t tiles_used = (count + tile - 1) / tile, D = p.head_dim, Dv = p.v_head_dim;
+    const int64_t pairs = round_up(D, dim_step) / 2;
+    [[maybe_unused]] const MatrixUnit unit;
     const bf16 *Q = static_cast<const bf16*>(h.query), *K = static_cast<const bf16*>(h.key);
     const bf16* V = static_cast<const bf16*>(h.value);
     bf16* out = static_cast<bf16*>(h.out);
     float* lse = static_cast<float*>(h.lse);
     float *reference = state, *top = state + tiles_used * tile, *total = top + tiles_used * tile,
           *rounded = total + tiles_used * tile, *inverse = rounded + tiles_used * tile;
-    const bool key_direct = D % 2 == 0 && p.k_row * 2 < 1024;
+    const bool key_direct = D % dim_step == 0 && p.k_row * 2 < 1024;
     bool started[tiles];
     for (int64_t t = 0; t < tiles_used; t++) {
       const int64_t n = min_of(tile, count - t * tile);
       const bf16* q = Q + (first + t * tile) * p.q_row;
       int64_t ldq = p.q_row;
-      if (D % 2 || ldq % 2) copy_rows(q, ldq, n, D, rows16, at.ldk), q = rows16, ldq = at.ldk;
+      if (D % dim_step || ldq % 2) copy_rows(q, ldq, n, D, rows16, at.ldk), q = rows16, ldq = at.ldk;
       pack_transposed(reinterpret_cast<const float*>(q), ldq / 2, n, pairs, Unchanged{},
                       reinterpret_cast<float*>(query + t * tile * pairs), panel, panel * pairs, panel);
       for (int64_t i = 0; i < tile; i++) {
@@ -384,8 +444,10 @@ struct ForwardDot {
       if (k0 > k_first && tile_keys(p.keys, first, first + count - 1, k0, block).empty()) continue;
       const bf16* Kb = K + k0 * p.k_row;
       int64_t ldk = p.k_row;
-      if (!key_direct) copy_rows(Kb, ldk, block, D, key_copy, at.ldk), Kb = key_copy, ldk = at.ldk;
+      if (!key_direct || (matrix && block % group != 0))
+        copy_rows(Kb, ldk, block, D, key_copy, at.ldk), Kb = key_copy, ldk = at.ldk;
       const bool value_finite = zip_values(V + k0 * p.v_row, p.v_row, block, Dv, Vb, at.ldv);
+      if constexpr (matrix) memset(Vb + (block + 1) / 2 * at.ldv, 0, size_t(Matrix::side * at.ldv) * 4);
 
       for (int64_t t = 0; t < tiles_used; t++) {
         const int64_t row = first + t * tile, n = min_of(tile, count - t * tile), used = (n + W - 1) / W;
@@ -406,31 +468,36 @@ struct ForwardDot {
           if (masked == MaskBlock::all_hidden) seen = {0, 0, 0, 0};
         }
         const bool biased = has_block(masked);
-        const Scores s{query + t * tile * pairs,
-                       ref,
-                       bias,
-                       P,
-                       tops,
-                       totals,
-                       rounds,
-                       Vf::set(p.softcap > 0 ? 1 : float(p.scale * log2_e)),
-                       pairs,
-                       used,
-                       &p.keys,
-                       row,
-                       Vf::set(query_factor<float>(p)),
-                       float(p.softcap * log2_e),
-                       alibi_of<float>(p, h, row, k0, masked)};
+        Scores s{query + t * tile * pairs,
+                 ref,
+                 bias,
+                 P,
+                 tops,
+                 totals,
+                 rounds,
+                 Vf::set(p.softcap > 0 ? 1 : float(p.scale * log2_e)),
+                 pairs,
+                 used,
+                 &p.keys,
+                 row,
+                 Vf::set(query_factor<float>(p)),
+                 float(p.softcap * log2_e),
+                 alibi_of<float>(p, h, row, k0, masked),
+                 reinterpret_cast<float*>(space + at.scores),
+                 -1};
         for (int tries = 0; !seen.empty(); tries++) {
           for (int64_t j = 0; j < used; j++) {
             tops[j] = load(top + t * tile + j * W) + load(ref + j * W);
             totals[j] = load(total + t * tile + j * W);
             rounds[j] = load(rounded + t * tile + j * W);
           }
-          score_border(Kb, ldk, s, k0, seen.begin, seen.all_begin, n, biased);
-          with_hidden(inside(masked),
-                      [&](auto hidden) { score_inner<hidden.value>(Kb, ldk, s, k0, seen.all_begin, seen.all_end); });
-          score_border(Kb, ldk, s, k0, seen.all_end, seen.end, n, biased);
+          const auto border = [&](int64_t begin, int64_t end) { score_border(Kb, ldk, s, k0, begin, end, n, biased); };
+          by_groups(Kb, ldk, s, seen.begin, seen.all_begin, border);
+          with_hidden(inside(masked), [&](auto hidden) {
+            by_groups(Kb, ldk, s, seen.all_begin, seen.all_end,
+                      [&](int64_t begin, int64_t end) { score_inner<hidden.value>(Kb, ldk, s, k0, begin, end); });
+          });
+          by_groups(Kb, ldk, s, seen.all_end, seen.end, border);
           if (tries == 2) break;
           Vf factor[tile / W];  // what a lane that moves is scaled by
           for (int64_t j = 0; j < used; j++) factor[j] = Vf::set(1);
@@ -460,16 +527,21 @@ struct ForwardDot {
               if (sum != 0) inverse[i] *= float(p.dropout.keep_scale);
             }
           }
-        const bool beyond = seen.end % 2 && seen.end < block;  // the last pair holds a key that no row sees
+        const bool beyond = (matrix || seen.end % 2) && seen.end < block;  // products reach keys that no row sees
         const bool border = biased || beyond || seen.all_begin > seen.begin || seen.all_end < seen.end;
         const bool guarded = border && !value_finite;
         Values v{at.ldv, at.ldv, O, !started[t], nullptr, p.out_row, inverse};
         if (last && Dv % W == 0 && !guarded) v.out = out + row * p.out_row;
-        split_rows<rows>(n, [&](int64_t r, auto m) {
-          const TileKeys mine = seen.empty() ? seen : tile_keys(p.keys, row + r, row + r + m.count - 1, k0, block);
-          const int64_t begin = max_of(mine.begin, seen.begin) / 2, end = (min_of(mine.end, seen.end) + 1) / 2;
-          value_rows<m.count>(P + begin * tile, Vb + begin * at.ldv, guarded ? 0 : max_of(0, end - begin), v, r);
-        });
+        const int64_t pairs_seen = guarded ? 0 : (seen.end - seen.begin + 1) / 2;
+        if constexpr (matrix)
+          value_matrix<Matrix>(P + seen.begin / 2 * tile, Vb + seen.begin / 2 * at.ldv, pairs_seen, v, n,
+                               reinterpret_cast<uint32_t*>(space + at.products));
+        else
+          split_rows<rows>(n, [&](int64_t r, auto m) {
+            const TileKeys mine = seen.empty() ? seen : tile_keys(p.keys, row + r, row + r + m.count - 1, k0, block);
+            const int64_t begin = max_of(mine.begin, seen.begin) / 2, end = (min_of(mine.end, seen.end) + 1) / 2;
+            value_rows<m.count>(P + begin * tile, Vb + begin * at.ldv, guarded ? 0 : max_of(0, end - begin), v, r);
+          });
         if (guarded)
           value_guarded(P + seen.begin / 2 * tile, Vb + seen.begin / 2 * at.ldv, (seen.end - seen.begin + 1) / 2, n, v);
         started[t] = true;

@@ -1,0 +1,25 @@
+// The table of AVX-512 with another forward in bfloat16. MatrixUnit is defined before this is included.
+#pragma once
+#include "dot_avx512_bf16.h"
+#include "tuning_avx512.h"
+
+// what follows is compiled for these
+#include "../dispatch.h"
+#include "../kernels/attention_forward_dot.h"
+
+namespace attnjourney {
+namespace {
+
+KernelTable make_bf16_table(const char* isa) {
+  KernelTable t = avx512_kernels;  // constant initialised, so it is there
+  t.isa = isa;
+  AttentionKernels& k = t.attention[static_cast<int>(DType::bf16)];
+  k.forward_space = [](const AttentionParams& p, int64_t rows) { return ForwardDot::Space(p, rows).total; };
+  k.forward = [](const AttentionParams& p, const HeadPointers& h, int64_t first, int64_t rows, void* space) {
+    ForwardDot::run(p, h, first, rows, static_cast<char*>(space));
+  };
+  return t;
+}
+
+}  // namespace
+}  // namespace attnjourney
