@@ -1,6 +1,7 @@
 """Inputs on which multi-head attention modules have gone wrong elsewhere, named after what they show."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -305,3 +306,40 @@ def test_the_module_passes_no_dropout_in_evaluation():
     m = module(8, 2, dropout=0.5).eval()
     x = random_tensor((3, 2, 8), torch.float64)
     close(m(x, x, x, need_weights=False)[0], module(8, 2)(x, x, x)[0], 1e-12)
+
+
+@pytest.mark.parametrize("options", [dict(bias=False), dict(kdim=8, vdim=8), {}], ids=str)
+def test_traced_and_exported_with_optional_parts(options):
+    """TorchScript's compiler takes no keyword-only argument (cache) and says so; its tracer and export do the work."""
+    m = module(16, 2, **options).eval()
+    x, memory = random_tensor((5, 3, 16), torch.float64), random_tensor((5, 3, m.kdim), torch.float64)
+    expected = m(x, memory, memory)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        close(torch.jit.trace(m, (x, memory, memory), check_trace=False)(x, memory, memory), expected, 1e-12)
+        with pytest.raises(torch.jit.frontend.NotSupportedError, match="keyword-only arguments"):
+            torch.jit.script(m)
+    close(torch.export.export(m, (x, memory, memory)).module()(x, memory, memory), expected, 1e-12)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_forward_mode_through_a_frozen_module_in_evaluation(need_weights):
+    m = module(8, 2, batch_first=True).eval().requires_grad_(False)
+    theirs = torch_nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64).requires_grad_(False)
+    theirs.load_state_dict(m.state_dict())
+    x, t, mask = (
+        random_tensor(s, torch.float64, i, outliers=False) for i, s in enumerate(((2, 5, 8),) * 2 + ((5, 5),))
+    )
+
+    def run(layer):  # torch's fused kernel has no forward mode
+        return lambda x, mask: layer(x, x, x, attn_mask=mask, need_weights=need_weights or layer is theirs)[0]
+
+    inputs, tangents = (x, mask), (t, mask.cos())
+    got, expected = (torch.func.jvp(run(layer), inputs, tangents) for layer in (m, theirs))
+    close(got, expected)
+    step = 1e-6
+    moved = [run(m)(*(a + s * b for a, b in zip(inputs, tangents))) for s in (step, -step)]
+    close(got[1], (moved[0] - moved[1]) / (2 * step), 1e-7)
+    norms = (lambda x, f=f: f(x, mask).square().sum() for f in map(run, (m, theirs)))
+    of_gradient = [torch.func.jvp(torch.func.grad(norm), (x,), (t,))[1] for norm in norms]
+    close(*of_gradient)

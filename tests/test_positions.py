@@ -125,6 +125,44 @@ def test_far_positions_turn_in_full_precision(dtype):
     torch.testing.assert_close(score(65546, 65536), score(10, 0), rtol=1e-4, atol=1e-4)
 
 
+ROTARY_LAYERS = {
+    "gqa": lambda **options: attnjourney.nn.GroupedQueryAttention(128, 1, 1, rope=10000.0, **options),
+    "mla": lambda **options: attnjourney.nn.MultiheadLatentAttention(
+        128, 1, q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=128, v_head_dim=16,
+        rope=10000.0, **options,
+    ),
+}  # fmt: skip
+
+
+def turned_by(module, x, monkeypatch, **options):
+    """cos and sin that a layer's forward turns its heads with."""
+    found = []
+    tables = attnjourney.nn.rotary.rope_tables
+    monkeypatch.setattr(attnjourney.nn.rotary, "rope_tables", lambda *a: found.append(tables(*a)) or found[-1])
+    module(x, **options)
+    return found[0]
+
+
+@pytest.mark.parametrize("name", ROTARY_LAYERS)
+@pytest.mark.parametrize("cast", ["bfloat16", "float16", "double_and_back", "autocast"])
+def test_a_layer_that_is_cast_keeps_its_angles(name, cast, monkeypatch):
+    module, x = ROTARY_LAYERS[name](), torch.randn(1, 259, 128)
+    positions = torch.cat([torch.tensor([0, 1, 8192]), 65536 + torch.arange(256)])
+    options = dict(position_ids=positions)
+    if cast == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            cos, sin = turned_by(module, x, monkeypatch, **options)
+    else:
+        dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(cast, torch.float32)
+        module = module.double() if cast == "double_and_back" else module
+        cos, sin = turned_by(module.to(dtype), x.to(dtype), monkeypatch, **options)
+    assert cos.dtype == sin.dtype == torch.float32
+    expected = angles(positions, 128)
+    torch.testing.assert_close(cos.double(), expected.cos(), rtol=0, atol=1e-7)
+    torch.testing.assert_close(sin.double(), expected.sin(), rtol=0, atol=1e-7)
+    assert len(torch.cat([cos, sin], -1).unique(dim=0)) == len(positions)
+
+
 def test_autocast_leaves_positions_apart():
     x = torch.ones(1, 1, 256, 64)
     expected = rope(x, offset=65536)
@@ -327,6 +365,11 @@ def test_alibi_slopes():
     twelve = [0.5**k for k in range(1, 9)] + [0.70710678, 0.35355339, 0.1767767, 0.08838835]
     assert alibi_slopes(12).tolist() == pytest.approx(twelve, rel=1e-7)
     assert alibi_slopes(6).tolist() == pytest.approx([0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125], rel=1e-7)
+    assert alibi_slopes(8).tolist() == pytest.approx([0.5**k for k in range(1, 9)], rel=1e-7)
+    assert alibi_slopes(2).tolist() == [2**-4, 2**-8] and alibi_slopes(3).tolist() == [2**-4, 2**-8, 2**-2]
+    assert alibi_slopes(5).tolist() == [2**-2, 2**-4, 2**-6, 2**-8, 2**-1]
+    forty = [2 ** (-k / 4) for k in range(1, 33)] + [2 ** (-(2 * i + 1) / 8) for i in range(8)]
+    assert alibi_slopes(40).tolist() == pytest.approx(forty, rel=1e-7)
     assert alibi_slopes(1).tolist() == [2**-8] and alibi_slopes(16)[0].item() == pytest.approx(2**-0.5)
     assert all(len(alibi_slopes(n)) == n for n in range(1, 40))
     with pytest.raises(ValueError, match="num_heads: expected a positive number, got 0"):

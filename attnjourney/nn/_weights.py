@@ -25,7 +25,7 @@ def attention_weights(
         mask = mask.expand(torch.broadcast_shapes(mask.shape, (length, key.shape[2])))
 
     def block(begin: int, q: Tensor, k: Tensor, lse: Tensor, mask: Tensor | None) -> Tensor:
-        scores = q.to(wide) @ k.mT * dim**-0.5
+        scores = q.to(wide) @ k.mT * float(dim) ** -0.5  # a size is a float32 tensor to torch.jit.trace
         visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
         if is_causal:
             visible = visible.tril(begin)  # key j <= row begin + i

@@ -15,12 +15,16 @@ their output is to be ignored.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from ..ops import kv_cache as ops
 from ..ops.decode import UNBOUNDED, decode
 from ..ops.mla_decode import mla_decode
+
+Result = Tensor | tuple[Tensor, Tensor]  # of attend, without and with return_lse
 
 
 def check_sizes(**sizes: int) -> None:
@@ -37,6 +41,16 @@ class Cache:
     value: Tensor | None
     lengths: Tensor
     capacity: int
+
+    def _step(self, append: Callable[[], None], attend: Callable[[], Result]) -> Result:
+        """append, then attend; an error in either leaves the cache as it was."""
+        before = self.lengths.clone()
+        append()
+        try:
+            return attend()
+        except Exception:
+            self.truncate(before)
+            raise
 
     def _new_lengths(self, lengths: Tensor | int) -> Tensor:
         return torch.full_like(self.lengths, lengths) if isinstance(lengths, int) else lengths
@@ -84,7 +98,7 @@ class KeyValueCache(Cache):
         sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
         return_lse: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Result:
         """Attention of the last rows of each sequence over what the cache holds: see attnjourney.decode.
 
         query: (batch, num_heads, N, head_dim). Returns (batch, num_heads, N, v_head_dim).
@@ -95,18 +109,10 @@ class KeyValueCache(Cache):
             softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, return_lse=return_lse,
         )  # fmt: skip
 
-    def step(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None = None, **options
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def step(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None = None, **options) -> Result:
         """append, then attend with its options; an error in either leaves the cache as it was."""
         self._window(options.get("window_size"))
-        before = self.lengths.clone()
-        self.append(key, value, lengths)
-        try:
-            return self.attend(query, **options)
-        except (ValueError, RuntimeError):
-            self.truncate(before)
-            raise
+        return self._step(lambda: self.append(key, value, lengths), lambda: self.attend(query, **options))
 
     def _place(self) -> dict:
         """Where `decode` finds the keys, beside key, value and lengths."""
@@ -212,7 +218,7 @@ class WindowCache(KVCache):
         torch.maximum(self.longest, self.lengths, out=self.longest)
         self._recent = recent
 
-    def attend(self, query: Tensor, **options) -> Tensor | tuple[Tensor, Tensor]:
+    def attend(self, query: Tensor, **options) -> Result:
         """As KVCache.attend, without prefix_length; window_size is (window, -1) by default and may be narrower on the
         left, never wider."""
         if self._recent is None or query.dim() != 4 or query.shape[2] <= self.max_append:
@@ -220,19 +226,18 @@ class WindowCache(KVCache):
         options["window_size"] = self._window(options.get("window_size"))
         return self._recent.attend(query, **options)
 
-    def step(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None = None, **options
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def step(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None = None, **options) -> Result:
         options["window_size"] = self._window(options.get("window_size"))
-        recent, longest = self._beside(key, value, lengths), self.longest.clone()
+        recent, before = self._beside(key, value, lengths), (self.longest.clone(), self._recent)
         if recent is not None:  # the ring is written last: that cannot be taken back
             out = recent.attend(query, **options)
             self._write(key, value, lengths, recent)
             return out
         try:
             return super().step(query, key, value, lengths, **options)
-        except (ValueError, RuntimeError):
-            self.longest.copy_(longest)
+        except Exception:
+            self.longest.copy_(before[0])
+            self._recent = before[1]
             raise
 
     def _place(self) -> dict:
@@ -285,7 +290,7 @@ class _Recent:
         self.cache.lengths.copy_(kept)
         self.cache.append(key, value, counts)
 
-    def attend(self, query: Tensor, attn_mask: Tensor | None = None, **options) -> Tensor | tuple[Tensor, Tensor]:
+    def attend(self, query: Tensor, attn_mask: Tensor | None = None, **options) -> Result:
         if options.get("prefix_length"):
             raise ValueError("prefix_length: expected 0 beside a ring, which forgets its first keys")
         if attn_mask is not None and attn_mask.dim() and attn_mask.shape[-1] != 1:
@@ -357,7 +362,7 @@ class LatentCache(Cache):
         sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
         return_lse: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Result:
         """Attention of the last rows of each sequence over the latents: see attnjourney.mla_decode.
 
         query: (batch, num_heads, N, nope + rope); kv_b_weight: (num_heads * (nope + v), kv_lora_rank).
@@ -374,12 +379,6 @@ class LatentCache(Cache):
 
     def step(
         self, query: Tensor, latent: Tensor, kv_b_weight: Tensor, lengths: Tensor | None = None, **options
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Result:
         """append, then attend with its options; an error in either leaves the cache as it was."""
-        before = self.lengths.clone()
-        self.append(latent, lengths)
-        try:
-            return self.attend(query, kv_b_weight, **options)
-        except (ValueError, RuntimeError):
-            self.truncate(before)
-            raise
+        return self._step(lambda: self.append(latent, lengths), lambda: self.attend(query, kv_b_weight, **options))

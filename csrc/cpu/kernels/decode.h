@@ -9,6 +9,7 @@
 #include "../../decode_params.h"
 #include "common.h"
 #include "exp2.h"
+#include "log_sum.h"
 #include "mask_tile.h"
 #include "softcap.h"
 
@@ -351,8 +352,7 @@ struct Decode {
     for (int64_t i = 0; i < rows.count; i++) {
       const C* largest = first + all_rows * s.vd + i;
       const C* sums_of = largest + all_rows;
-      const C sink = rows.sinks ? C(rows.sinks[(rows.first + i) / p.q_len] * log2_e) : -infinity;
-      C top = sink > lowest ? sink : lowest, sum = 0;
+      C top = lowest, sum = 0;
       for (int64_t c = 0; c < chunks; c++) top = largest[c * size] > top ? largest[c * size] : top;
       C* o = first + i * s.vd;
       for (int64_t c = 0; c < chunks; c++) {
@@ -364,16 +364,13 @@ struct Decode {
           store(o + d, c ? load(o + d) + x : x);
         }
       }
-      const bool empty = sum == C(0), sunk = sink > -infinity;
-      if (sunk) sum += sizeof(C) == 4 ? C(__builtin_exp2f(float(sink - top))) : C(__builtin_exp2(double(sink - top)));
-      const C inverse = sum == C(0) ? C(0) : C(1) / sum;
+      const double sink = rows.sinks ? rows.sinks[(rows.first + i) / p.q_len] : -__builtin_inf();
+      C inverse = sum == C(0) ? C(0) : C(1) / sum, lse = natural_lse(top, sum);
+      if (sink != -__builtin_inf()) add_sink(sink, top, sum, inverse, lse);
       const int64_t at = rows.first + i;
       T* out = static_cast<T*>(rows.out) + at * p.v_head_dim;
       for (int64_t d = 0; d < p.v_head_dim; d++) store_one(out + d, o[d] * inverse);
-      C& lse = static_cast<C*>(rows.lse)[at];
-      lse = empty
-                ? (sunk ? C(rows.sinks[(rows.first + i) / p.q_len]) : -infinity)
-                : (top + (sizeof(C) == 4 ? C(__builtin_log2f(float(sum))) : C(__builtin_log2(double(sum))))) * C(ln_2);
+      static_cast<C*>(rows.lse)[at] = lse;
     }
   }
 };
