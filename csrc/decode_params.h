@@ -6,6 +6,8 @@
 
 namespace attnjourney {
 
+constexpr int64_t decode_row_block = 128;  // rows that one item takes at most: bounds its partial results
+
 // Rows of query that read the same key/value head of one sequence. Row i is query row i % q_len of head i / q_len of
 // the group. Strides count elements; the last dimension of every tensor is dense.
 struct DecodeRows {

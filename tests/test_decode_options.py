@@ -115,6 +115,27 @@ def test_a_nan_that_the_mask_hides_does_not_show(q_len, what, junk):
     assert not out[:, :, -1].isfinite().any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("floating", (False, True))
+def test_blocks_of_keys_that_a_mask_hides_whole(dtype, floating):
+    """Of 20 heads on one key head the first 9 see the keys from 700 on, the others those from 300 to 500; before 300
+    there is nothing but NaN."""
+    query, key, value, lengths, _ = make([], 1, [1000], dtype, heads=20, kv_heads=1)
+    mask = torch.zeros(20, 1, 1000, dtype=torch.bool)
+    mask[:9, :, 700:], mask[9:, :, 300:500] = True, True
+    options = dict(attn_mask=torch.where(mask, 0.5, -math.inf).to(dtype) if floating else mask)
+    clean = DECODE(query, key, value, lengths, **options)
+    check(clean, query, key, value, lengths, options, "blocks")
+    key[:, :, :300], value[:, :, :300] = math.nan, math.inf
+    torch.testing.assert_close(DECODE(query, key, value, lengths, **options), clean)
+    value[:, :, 600] = math.nan  # nobody sees it either
+    torch.testing.assert_close(DECODE(query, key, value, lengths, **options), clean)
+    value[:, :, 800] = math.nan
+    out = DECODE(query, key, value, lengths, **options)[0]
+    assert out[:, :9].isnan().all()
+    torch.testing.assert_close(out[:, 9:], clean[0][:, 9:])
+
+
 @pytest.mark.parametrize("q_len", (1, 20))
 def test_rows_that_see_nothing(q_len):
     query, key, value, lengths, _ = make([], q_len, [30, 0], torch.float32)

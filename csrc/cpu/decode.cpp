@@ -13,8 +13,8 @@
 namespace attnjourney {
 namespace {
 
-constexpr int64_t few_rows = 16;    // query rows of one sequence that count as few
-constexpr int64_t row_block = 128;  // rows of one key/value head that one item takes: bounds the partial results
+constexpr int64_t few_rows = 16;  // query rows of one sequence that count as few
+constexpr int64_t row_block = decode_row_block;
 
 // What one sequence's query rows may see, in chunks.
 struct Sequence {

@@ -8,9 +8,9 @@
 #pragma once
 #include "../../decode_params.h"
 #include "common.h"
+#include "decode_bias.h"
 #include "exp2.h"
 #include "log_sum.h"
-#include "mask_tile.h"
 #include "softcap.h"
 
 namespace attnjourney {
@@ -57,7 +57,7 @@ struct Decode {
   // numbers of C
   static int64_t space(const DecodeParams& p, int64_t count) {
     const Shape s(p, count);
-    return s.groups * (s.rows * s.qd + s.score_size()) + (biased(p) ? s.score_size() : 0);
+    return s.groups * (s.rows * s.qd + s.score_size()) + s.rows * s.vd + (biased(p) ? s.score_size() : 0);
   }
   // one chunk's result: out [rows][vd], largest [rows], sum [rows]
   static int64_t partial_size(const DecodeParams& p, int64_t count) {
@@ -183,41 +183,11 @@ struct Decode {
         for (int64_t d = 0; d < dim; d++) O[r * ldo + d] += w * load_one(value + k * v_row + d);
       }
   }
-  static ATTN_NOINLINE bool finite(const T* value, int64_t v_row, int64_t n, int64_t dim) {
-    C bad = 0;  // x - x is 0 for a finite x, else NaN
-    for (int64_t k = 0; k < n; k++)
-      for (int64_t d = 0; d < dim; d++) {
-        const C x = load_one(value + k * v_row + d);
-        bad += x - x;
-      }
-    return bad == C(0);
-  }
-
-  // B[k * R + r] for keys k0 .. of row `row` + r: what is added to its scores, in log2 units; -inf where the mask hides
-  template <class M>
-  static ATTN_INLINE void mask_column(const M* m, int64_t col, int64_t n, int R, C* B) {
-    const MaskValue<C> f;
-    for (int64_t k = 0; k < n; k++) B[k * R] = f(C(load_one(m + k * col)));
-  }
-  static ATTN_NOINLINE void bias(const DecodeParams& p, const DecodeRows& rows, int64_t row, int64_t count, int64_t k0,
-                                 int64_t n, int R, C* B) {
-    for (int r = 0; r < R; r++, B++) {
-      const int64_t h = (row + r) / p.q_len, t = (row + r) % p.q_len;
-      const int64_t at = h * p.mask_head + t * p.mask_row + k0 * p.mask_col;
-      if (r >= count || p.mask == MaskKind::none)
-        for (int64_t k = 0; k < n; k++) B[k * R] = C(0);
-      else if (p.mask == MaskKind::boolean)
-        for (int64_t k = 0; k < n; k++)
-          B[k * R] = static_cast<const bool*>(rows.mask)[at + k * p.mask_col] ? C(0) : -infinity;
-      else if (p.mask_fp32)
-        mask_column(static_cast<const float*>(rows.mask) + at, p.mask_col, n, R, B);
-      else
-        mask_column(static_cast<const T*>(rows.mask) + at, p.mask_col, n, R, B);
-      if (!p.alibi || r >= count) continue;
-      const C slope = C(rows.slopes[h] * log2_e);
-      const int64_t position = t + p.keys.offset - k0;
-      for (int64_t k = 0; k < n; k++) B[k * R] -= slope * C(position > k ? position - k : k - position);
-    }
+  // n a multiple of W
+  static ATTN_INLINE bool finite(const C* x, int64_t n) {
+    V bad = V::zero();  // 0 x is 0 for a finite x, else NaN
+    for (int64_t i = 0; i < n; i += W) bad = fma(load(x + i), V::zero(), bad);
+    return finite_bits(bad);
   }
 
   // Scores S[n][R] of keys k0 .. of the rows from `row` on -> weights; O, m, l brought to the new largest score.
@@ -283,7 +253,8 @@ struct Decode {
     const Shape s(p, rows.count);
     C *const q = space, *const S = q + s.groups * R * s.qd;
     C *const O = partial, *const m = O + s.groups * R * s.vd, *const l = m + s.groups * R;
-    C* const B = biased(p) ? S + s.groups * s.score_size() : nullptr;
+    C* const before = S + s.groups * s.score_size();  // one group's O
+    C* const B = biased(p) ? before + R * s.vd : nullptr;
     const C factor = query_factor<C>(p);
     for (int64_t i = 0; i < s.groups * R; i++) {
       C* y = q + i * s.qd;
@@ -299,6 +270,7 @@ struct Decode {
     }
     memset(O, 0, sizeof(C) * size_t(s.groups * R * s.vd));
     const KeyRange all = p.keys.all(0, p.q_len - 1);
+    bool unseen[decode_row_block / max_rows];  // groups of which the mask hides every key of the block
     for (int64_t u = 0; u < n_runs; u++) {
       const DecodeRun& run = runs[u];
       for (int64_t k0 = 0; k0 < run.count; k0 += s.keys) {
@@ -308,21 +280,28 @@ struct Decode {
         const T* next =
             k0 + n < run.count ? key + n * p.k_row : static_cast<const T*>(u + 1 < n_runs ? runs[u + 1].key : run.key);
         const bool border = (first < all.begin || first + n > all.end) && first + n > p.keys.prefix;
-        const bool guarded = (border || p.mask != MaskKind::none) && !finite(value, p.v_row, n, p.v_head_dim);
+        bool hides = border;
         for (int64_t g = 0; g < s.groups; g++) {
           C* w = S + g * s.score_size();
+          const int64_t row = rows.first + g * R, count = rows.count - g * R;
+          const MaskBlock mask = DecodeBias<T, R>::block(p, rows, row, count, first, n, B);
+          unseen[g] = mask == MaskBlock::all_hidden;
+          if (unseen[g]) continue;
+          hides |= mask == MaskBlock::some_hidden;
           scores<R>(q + g * R * s.qd, s.qd, key, p.k_row, p.head_dim, n, w, value, p.v_row);
-          if (B) bias(p, rows, rows.first + g * R, rows.count - g * R, first, n, R, B);
-          softmax<R>(p, rows.first + g * R, rows.count - g * R, first, n, border, w, B, O + g * R * s.vd, s.vd,
+          softmax<R>(p, row, count, first, n, border, w, has_block(mask) ? B : nullptr, O + g * R * s.vd, s.vd,
                      m + g * R, l + g * R);
         }
         for (int64_t g = 0; g < s.groups; g++) {
+          if (unseen[g]) continue;
           const C* w = S + g * s.score_size();
           C* o = O + g * R * s.vd;
-          if (guarded)
+          if (hides) memcpy(before, o, sizeof(C) * size_t(R * s.vd));
+          weighted_values<R>(w, n, value, p.v_row, p.v_head_dim, o, s.vd, next, g ? 0 : p.k_row);
+          if (hides && !finite(o, R * s.vd)) {
+            memcpy(o, before, sizeof(C) * size_t(R * s.vd));
             weighted_values_guarded(w, R, n, value, p.v_row, p.v_head_dim, o, s.vd);
-          else
-            weighted_values<R>(w, n, value, p.v_row, p.v_head_dim, o, s.vd, next, g ? 0 : p.k_row);
+          }
         }
       }
     }
