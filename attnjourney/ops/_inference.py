@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._functorch.autograd_function import custom_function_call_vmap_helper
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
@@ -19,6 +21,7 @@ def register_inference(
     fake: Callable[..., object],
     flops: Callable[..., int] | None = None,
     autocast: dict[str, str] | None = None,
+    vmap: Callable | None = None,
 ) -> torch._ops.OpOverload:
     """Completes the operator `name`, whose schema and kernels the C++ library has registered, and returns it.
 
@@ -28,6 +31,8 @@ def register_inference(
         fake: the results as empty tensors, from tensors without data; receives the arguments by name.
         flops: of one call, from shapes in place of tensors.
         autocast: {input: cache}: under autocast a floating input takes the dtype of that cache, which is never cast.
+        vmap: `vmap(signature, info, in_dims, *flat)`, the batching rule as of torch.autograd.Function.vmap, the
+            arguments flat in the order of the schema. Without it, vmap of the operator raises NotImplementedError.
     """
     operator = getattr(getattr(torch.ops, NAMESPACE), name).default
     signature = Signature(operator)
@@ -52,6 +57,20 @@ def register_inference(
         return result
 
     LIBRARY.impl(name, autograd, "Autograd")
+
+    def batched(*args, **kwargs):
+        def rule(info, in_dims, *flat):
+            if vmap is None:
+                raise NotImplementedError(
+                    f"{NAMESPACE}::{name} under vmap: it writes into a cache; give it all sequences in one batch"
+                )
+            return vmap(signature, info, in_dims, *flat)
+
+        call = lambda *flat: signature.call(flat)  # noqa: E731
+        interpreter = retrieve_current_functorch_interpreter()
+        return custom_function_call_vmap_helper(interpreter, rule, call, *signature.flat(args, kwargs))
+
+    LIBRARY.impl(name, batched, "FuncTorchBatched")
     for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")) if autocast else ():
         excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 

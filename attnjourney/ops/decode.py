@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ._attention_checks import check_per_head, check_scores
+from ._decode_vmap import vmap_decode
 from ._inference import need, register_inference
 
 UNBOUNDED = (-1, -1)
@@ -147,4 +148,6 @@ def _flops(*, query, key, value, block_table, **_):
     return 2 * batch * heads * rows * keys * (dim + value[3])
 
 
-_decode = register_inference("decode", fake=_fake, flops=_flops, autocast={"query": "key", "attn_mask": "key"})
+_decode = register_inference(
+    "decode", fake=_fake, flops=_flops, autocast={"query": "key", "attn_mask": "key"}, vmap=vmap_decode
+)

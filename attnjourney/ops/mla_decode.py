@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._decode_vmap import vmap_mla_decode
 from ._inference import need, register_inference
 from .decode import UNBOUNDED, check_options, decode_options
 
@@ -92,5 +93,9 @@ def _flops(*, query, latent, kv_b_weight, **_):
 
 
 _mla_decode = register_inference(
-    "mla_decode", fake=_fake, flops=_flops, autocast={"query": "latent", "kv_b_weight": "latent", "attn_mask": "latent"}
+    "mla_decode",
+    fake=_fake,
+    flops=_flops,
+    autocast={"query": "latent", "kv_b_weight": "latent", "attn_mask": "latent"},
+    vmap=vmap_mla_decode,
 )
