@@ -38,7 +38,10 @@ class Case:
         "bhnd"  # "bnhd": views of (batch, length, heads, dim); "packed": of one (batch, length, 3, heads, dim)
     )
     layer: str = ""  # "mha", "gpt", "gqa", "mla": projections and attention, width heads * head_dim
-    decode: bool = False  # the last rows of sequences over a cache: ours is the operator `decode`
+    decode: str = (
+        ""  # the last rows of sequences over a cache: "dense", "paged", "ring", or "latent" (the absorbed form
+    )
+    # of multi-head latent attention: one key head, whose first v_head_dim numbers are the value)
     scaling: bool = False  # measure one thread and all threads, and print the quotient
     frozen: bool = False  # key and value get no gradient
     passes: tuple[str, ...] = PASSES
@@ -105,7 +108,7 @@ class Case:
         query = self.batch * self.heads * self.q_len * self.head_dim
         out = self.batch * self.heads * self.q_len * self.v_head_dim
         key = self.batch * self.kv_heads * self.kv_len * self.head_dim
-        value = self.batch * self.kv_heads * self.kv_len * self.v_head_dim
+        value = self.batch * self.kv_heads * self.kv_len * self.v_head_dim * (self.decode != "latent")
         mask = self.batch * self.heads * self.q_len * self.kv_len * size if self.mask.startswith("float") else 0
         if which == "forward":
             return (query + key + value + out) * size + mask
@@ -113,14 +116,18 @@ class Case:
 
     @property
     def memory_bound(self) -> bool:
-        """Few query rows against more keys and values than caches hold: DRAM sets the pace."""
+        """Few query rows against more keys and values than caches hold: DRAM may set the pace."""
         keys = self.batch * self.kv_heads * self.kv_len * (self.head_dim + self.v_head_dim) * self.torch_dtype.itemsize
-        return not self.layer and self.q_len * self.heads // self.kv_heads <= 16 and keys >= 16 << 20
+        return (
+            not self.layer
+            and (self.q_len * self.heads // self.kv_heads <= 16 or bool(self.decode))
+            and keys >= 16 << 20
+        )
 
     def shape(self) -> dict:
         """The fields that matter to a reader of the JSON file."""
-        names = "batch heads kv_heads q_len kv_len head_dim v_head_dim dtype causal mask dropout layout layer".split()
-        return {name: getattr(self, name) for name in names}
+        names = "batch heads kv_heads q_len kv_len head_dim v_head_dim dtype causal mask dropout layout layer decode"
+        return {name: getattr(self, name) for name in names.split()}
 
     def tiny(self) -> Case:
         """The same kind of case at a size that takes microseconds, for tests."""
@@ -164,10 +171,19 @@ def _decode() -> list[Case]:
                     name = f"decode-{dtype}-b{batch}-h{heads}.8-s{n}"
                     cases.append(
                         Case(
-                            name, "decode", batch, heads, 8, q_len=1, kv_len=n, head_dim=128, dtype=dtype, decode=True,
+                            name, "decode", batch, heads, 8, q_len=1, kv_len=n, head_dim=128, dtype=dtype,
+                            decode="dense",
                             passes=("forward",), quick=(dtype, batch, heads, n) in quick,
                         )
                     )  # fmt: skip
+    for dtype in ("fp32", "bf16"):
+        for place in ("paged", "ring"):
+            cases.append(Case(f"decode-{dtype}-b4-h8.8-s8192-{place}", "decode", 4, 8, 8, q_len=1, kv_len=8192,
+                              head_dim=128, dtype=dtype, decode=place, passes=("forward",)))  # fmt: skip
+        for heads, n in ((16, 32768), (128, 8192)):  # DeepSeek-V2-Lite's and V3's
+            cases.append(Case(f"decode-{dtype}-mla-h{heads}-s{n}", "decode", 1, heads, 1, q_len=1, kv_len=n,
+                              head_dim=576, v_head_dim=512, dtype=dtype, decode="latent",
+                              passes=("forward",)))  # fmt: skip
     return cases
 
 
@@ -185,7 +201,7 @@ CASES = _dense() + _decode() + [
     Case("bf16-d128-n1024-causal-packed", "views", causal=True, layout="packed", dtype="bf16", head_dim=128),
     # grouped heads
     Case("decode-bf16-b1-h64.8-s8192", "decode", heads=64, kv_heads=8, q_len=1, kv_len=8192, head_dim=128, dtype="bf16",
-         decode=True, passes=("forward",)),
+         decode="dense", passes=("forward",)),
     Case("fp32-gqa8-d64-n512-causal", "grouped", kv_heads=1, q_len=512, causal=True, quick=True),
     Case("fp32-gqa4-d128-n1024-causal", "grouped", kv_heads=2, head_dim=128, causal=True),
     Case("fp32-mqa16-d64-n512-causal", "grouped", heads=16, kv_heads=1, q_len=512, causal=True),
@@ -226,6 +242,9 @@ CASES = _dense() + _decode() + [
     Case("layer-gpt", "layers", batch=4, q_len=512, layer="gpt", causal=True),
     Case("layer-gqa", "layers", batch=4, q_len=512, layer="gqa", kv_heads=2, causal=True),
     Case("layer-mla", "layers", batch=4, q_len=512, layer="mla", head_dim=96, v_head_dim=64, causal=True),
+    Case("layer-mla-d192-dv128-n1024", "layers", layer="mla", q_len=1024, head_dim=192, v_head_dim=128, causal=True),
+    Case("memory-layer-mla-n2048", "memory", layer="mla", q_len=2048, head_dim=192, v_head_dim=128, causal=True,
+         check=False, only_memory=True, passes=("forward", "both")),
     Case("layer-mha-bf16", "layers", batch=4, q_len=512, layer="mha", dtype="bf16"),
     Case("layer-gpt-bf16", "layers", batch=4, q_len=512, layer="gpt", causal=True, dtype="bf16"),
 ]  # fmt: skip

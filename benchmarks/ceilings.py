@@ -77,7 +77,8 @@ def for_case(case, device: str, threads: int) -> tuple[str, dict[str, Callable[[
     measures = {"fma": lambda: flops(fma_kind(), threads)}
     if case.memory_bound:
         measures["dram"] = lambda: dram(threads)
-        return "dram", measures
+        seconds = {"fma": case.flops("forward") / measures["fma"](), "dram": case.bytes("forward") / measures["dram"]()}
+        return max(seconds, key=seconds.get), measures  # the nearer
     bf16 = [kind for kind in BF16 if kind in supported()]
     if case.dtype == "bf16" and bf16:
         measures["bf16"] = lambda: flops(bf16[0], threads)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import flex, jax, module, onnx, ours, sdpa, zen
+from . import deepseek, flex, jax, module, onnx, ours, sdpa, zen
 from .base import Peer, Skip
 
 __all__ = ["DEFAULT", "OURS", "PEERS", "QUICK", "Peer", "Skip", "find"]
@@ -10,7 +10,15 @@ __all__ = ["DEFAULT", "OURS", "PEERS", "QUICK", "Peer", "Skip", "find"]
 OURS = ours.Ours()
 PEERS: dict[str, Peer] = {
     peer.name: peer
-    for peer in (*sdpa.PEERS, module.Module(), flex.Flex(), onnx.OnnxRuntime(), jax.Jax(), zen.ZenTorch())
+    for peer in (
+        *sdpa.PEERS,
+        module.Module(),
+        *deepseek.PEERS,
+        flex.Flex(),
+        onnx.OnnxRuntime(),
+        jax.Jax(),
+        zen.ZenTorch(),
+    )
 }
 # on CPU the flash backend is what sdpa chooses by itself
 DEFAULT = {

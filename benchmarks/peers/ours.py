@@ -25,8 +25,8 @@ class Ours(TorchPeer):
 
     def attend(self, case, inputs):
         if case.decode:
-            decode, lengths = torch.ops.attnjourney.decode, torch.full((case.batch,), case.kv_len)
-            return lambda q, k, v, causal, mask=None: decode(q, k, v, lengths.to(q.device))[0]
+            decode, (key, value, lengths, options) = torch.ops.attnjourney.decode, _cache(case, inputs)
+            return lambda q, k, v, causal, mask=None: decode(q, key, value, lengths, **options)[0]
         operator, dropout, gqa = torch.ops.attnjourney.attention, case.dropout, case.heads != case.kv_heads
         return lambda q, k, v, causal, mask=None: operator(q, k, v, mask, dropout, causal, enable_gqa=gqa)
 
@@ -37,3 +37,25 @@ class Ours(TorchPeer):
         except NotImplementedError as error:  # the dispatcher found no kernel
             raise Skip(f"no kernel for {inputs.grad.device.type} in this build") from error
         return call
+
+
+BLOCK = 16  # tokens of a block of a paged cache
+
+
+def _cache(case, inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict]:
+    """key, value, lengths and options of `decode`: the keys of inputs in a dense cache, in shuffled blocks, or in a
+    ring that has gone round one and a half times."""
+    _, key, value = inputs.tensors
+    lengths = torch.full((case.batch,), case.kv_len, device=key.device)
+    if case.decode == "ring":
+        return key, value, lengths * 3 // 2, {"ring": True, "window_size": (case.kv_len - 1, -1)}
+    if case.decode != "paged":
+        return key, value, lengths, {}
+    padding = -case.kv_len % BLOCK
+    pools = []
+    for x in (key, value):
+        blocks = torch.nn.functional.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, BLOCK)).transpose(1, 2)
+        pools.append(blocks.flatten(0, 1))  # (batch * blocks, heads, BLOCK, dim)
+    order = torch.randperm(len(pools[0]), generator=torch.Generator().manual_seed(0)).to(key.device)
+    table = order.argsort().to(torch.int32).view(case.batch, -1)
+    return *(x[order].contiguous() for x in pools), lengths, {"block_table": table}
