@@ -3,6 +3,7 @@
 from . import nn, reference
 from ._version import __version__
 from .accounting import account
+from .block_mask import BlockMask
 from .info import cpu_info, explain
 from .nn.cache import KVCache, LatentCache, WindowCache
 from .nn.cache_paged import PagedKVCache
@@ -25,6 +26,7 @@ from .positions import alibi_slopes, rope, rope_frequencies, sinusoidal_position
 from .replace import replace_attention
 
 __all__ = [
+    "BlockMask",
     "KVCache",
     "LatentCache",
     "PagedKVCache",

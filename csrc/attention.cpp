@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "attention_schema.h"
+#include "block_mask.h"
 
 namespace attnjourney {
 namespace {
@@ -218,6 +219,7 @@ AttentionCall check_attention(const Tensor& query, const Tensor& key, const Tens
                   shape_text(seed));
   }
   if (options.attn_mask) check_mask(c, *options.attn_mask, query);
+  if (options.blocks) check_blocks(c, *options.blocks, query);
 
   p.q_row = query.stride(c.rank - 2);
   p.k_row = key.stride(c.rank - 2);

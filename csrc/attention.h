@@ -10,6 +10,12 @@
 
 namespace attnjourney {
 
+// A mask of blocks, see attention_params.h: offsets (..., heads, row blocks + 1) int32, leading dimensions broadcast;
+// index and partial (blocks,) int32; elements (partial blocks, size, size) bool.
+struct BlockTensors {
+  Tensor offsets, index, partial, elements;
+};
+
 struct AttentionOptions {
   OptionalTensor attn_mask;  // broadcasts to (..., heads, q_len, kv_len); bool (true = may attend) or floating (added)
   double dropout_p = 0;
@@ -24,6 +30,7 @@ struct AttentionOptions {
   double softcap = 0;                         // score -> softcap * tanh(score / softcap), before any mask; 0 none
   OptionalTensor sinks, alibi_slopes;         // (heads,) or (batch, heads)
   OptionalTensor cu_seqlens_q, cu_seqlens_k;  // (sequences + 1,): packed sequences; tensors (heads, total, dim)
+  std::optional<BlockTensors> blocks = std::nullopt;  // in place of attn_mask
 };
 
 constexpr int max_batch_dims = 16;
@@ -43,7 +50,7 @@ struct AttentionCall {
   int64_t q_heads = 1;   // after broadcasting
   int64_t kv_heads = 1;  // key/value heads that differ; q_heads = group * kv_heads
   AttentionParams params;
-  HeadMap query, key, value, mask;
+  HeadMap query, key, value, mask;  // mask: of attn_mask or of the offsets of a mask of blocks
   bool bottom_right = false;
   bool packed = false;  // batch counts sequences, and each has its part of the length dimension
   ScalarType dtype = ScalarType::Float, lse_dtype = ScalarType::Float;

@@ -7,7 +7,17 @@
 
 namespace attnjourney {
 
-enum class MaskKind : int8_t { none, boolean, floating };  // boolean: true = may attend; floating: added
+// boolean: true = may attend; floating: added; blocks: HeadPointers::mask is a BlockRows
+enum class MaskKind : int8_t { none, boolean, floating, blocks };
+
+// Which blocks of size x size pairs one head sees any pair of: the key blocks of row block r are index[offsets[r]] ..
+// index[offsets[r + 1] - 1], ascending. The pairs of a block with partial >= 0 are told apart by
+// elements[partial][row][key] (1 = may attend); all of any other are seen.
+struct BlockRows {
+  const int32_t *offsets = nullptr, *index = nullptr, *partial = nullptr;
+  const uint8_t* elements = nullptr;
+  int64_t size = 0;
+};
 
 // One call, shared by all of its heads. Strides count elements; the last dimension of every tensor but the mask is
 // dense.
@@ -22,8 +32,10 @@ struct AttentionParams {
   MaskKind mask = MaskKind::none;
   bool mask_fp32 = false;  // a floating mask in float32 beside 16-bit tensors; else it has their dtype
   int64_t mask_row = 0, mask_col = 0;
-  double softcap = 0;  // scores become softcap * tanh(score / softcap), before any mask; 0 leaves them
-  bool alibi = false;  // -slope * |row position - key| is added to the scores
+  int64_t block_size = 0;  // of a mask of blocks,
+  double density = 1;      // and the share of the pairs that it leaves
+  double softcap = 0;      // scores become softcap * tanh(score / softcap), before any mask; 0 leaves them
+  bool alibi = false;      // -slope * |row position - key| is added to the scores
 };
 
 // One query head of one batch item, with its key/value head.
@@ -32,7 +44,7 @@ struct HeadPointers {
   const void* query = nullptr;     // [q_len, head_dim]
   const void* key = nullptr;       // [kv_len, head_dim]
   const void* value = nullptr;     // [kv_len, v_head_dim]
-  const void* mask = nullptr;      // [q_len, kv_len] through mask_row, mask_col
+  const void* mask = nullptr;      // [q_len, kv_len] through mask_row, mask_col, or a BlockRows
   void* out = nullptr;             // [q_len, v_head_dim]; read by the backward
   void* lse = nullptr;             // [q_len] dense, float (double for double); -inf marks a row that sees no key
   const void* grad_out = nullptr;  // [q_len, v_head_dim]

@@ -21,6 +21,9 @@ tensors = {{
     "mask": torch.ones(4, 4, dtype=torch.bool),
     "lengths": torch.tensor([3, 4]),
     "heads": torch.zeros(2),
+    "offsets": torch.tensor([0, 1]).int(),
+    "index": torch.zeros(1).int(),
+    "elements": torch.ones(1, 16, 16, dtype=torch.bool),
     "seed": torch.tensor(0),
 }}
 messages = []
@@ -70,6 +73,11 @@ def test_what_is_not_served_is_refused_by_name(built):  # noqa: F811
         assert run([(name, options) for options in SERVED]) == ["served"] * len(SERVED)
 
 
+def test_a_mask_of_blocks_is_refused_by_name(built):  # noqa: F811
+    blocks = dict(block_offsets="offsets", block_index="index", block_partial="index", block_elements="elements")
+    assert "attn_mask: expected None" + NOT_YET in run([("_cuda_block_check", blocks)])[0]
+
+
 def test_every_option_of_the_operator_is_tried():
     """A new argument of attention_forward needs an entry above: whether CUDA serves it or refuses it."""
     schema = torch.ops.attnjourney.attention_forward.default._schema
@@ -77,7 +85,9 @@ def test_every_option_of_the_operator_is_tried():
     assert {name for entry, _ in REFUSED for name in entry} | {n for entry in SERVED for n in entry} >= options
 
 
-@pytest.mark.parametrize("operator", ["attention_forward", "attention_backward", "decode", "gqa_forward"])
+@pytest.mark.parametrize(
+    "operator", ["attention_forward", "attention_backward", "block_attention_forward", "decode", "gqa_forward"]
+)
 def test_cuda_tensors_without_a_kernel(operator):
     if torch.version.cuda is not None:
         pytest.skip("this torch has CUDA: the library may be there")

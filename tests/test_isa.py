@@ -49,6 +49,9 @@ SELECTION = [
     "test_linear_attention.py::test_values_and_gradients",
     "test_linear_attention.py::test_a_nan_shows_in_the_rows_that_see_it_and_in_no_other",
     "test_derivatives.py::test_values",
+    "test_block_mask.py::test_values_and_gradients",
+    "test_block_mask.py::test_second_derivatives",
+    "test_block_mask.py::test_what_is_hidden_does_not_leak",
 ]
 
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from ..block_mask import BlockMask
 from ._attention_checks import alignment_index
 from ._operator import carries_tangent
 from ._registration import LIBRARY
 from .attention import attention
+from .block_attention import block_tensors
 
 
 def attention_weights(
     query: Tensor,
     key: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | BlockMask | None = None,
     is_causal: bool = False,
     *,
     lse: Tensor | None = None,
@@ -76,13 +79,17 @@ def attention_weights(
         return torch.arange(size) if x is None else torch.as_tensor(x, dtype=torch.int64)
 
     n_heads = lse.shape[-2] if query.dim() >= 3 else 1
-    return torch.ops.attnjourney._attention_weights(
+    masks, operator = (attn_mask,), torch.ops.attnjourney._attention_weights.default
+    if isinstance(attn_mask, BlockMask):
+        masks = block_tensors(attn_mask, query, key)
+        operator = torch.ops.attnjourney._block_attention_weights.default
+    return operator(
         query,
         key,
         lse,
         indices("rows", rows, query.shape[-2]),
         indices("heads", heads, n_heads),
-        attn_mask,
+        *masks,
         is_causal,
         causal_alignment=alignment_index(causal_alignment),
         **options,
@@ -106,9 +113,9 @@ class _NotDifferentiable(torch.autograd.Function):
         raise NotImplementedError(_NOT_DIFFERENTIABLE)
 
 
-def _autograd(*args, **kwargs):
+def _autograd(operator, *args, **kwargs):
     with torch._C._AutoDispatchBelowAutograd():
-        weights = torch.ops.attnjourney._attention_weights.default(*args, **kwargs)
+        weights = operator(*args, **kwargs)
     given = (*args, *kwargs.values())
     tensors = [x for x in given if isinstance(x, Tensor) and x.requires_grad] if torch.is_grad_enabled() else []
     if any(map(carries_tangent, given)) or (tensors and torch._C._are_functorch_transforms_active()):
@@ -121,5 +128,6 @@ def _fake(query, key, lse, rows, heads, *args, **kwargs):
     return query.new_empty((*lead, rows.shape[0], key.shape[-2]))
 
 
-LIBRARY.impl("_attention_weights", _autograd, "Autograd")
-torch.library.register_fake("attnjourney::_attention_weights", _fake, lib=LIBRARY)
+for _name in ("_attention_weights", "_block_attention_weights"):
+    LIBRARY.impl(_name, partial(_autograd, getattr(torch.ops.attnjourney, _name).default), "Autograd")
+    torch.library.register_fake(f"attnjourney::{_name}", _fake, lib=LIBRARY)

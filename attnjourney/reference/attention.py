@@ -7,12 +7,14 @@ import math
 import torch
 from torch import Tensor
 
+from ..block_mask import BlockMask
+
 
 def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | BlockMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
@@ -39,6 +41,8 @@ def attention(
             float64); -inf where a row sees no key.
     """
     query, key, value = _expand(query, key, value, enable_gqa)
+    if isinstance(attn_mask, BlockMask):
+        attn_mask = attn_mask.to_dense().reshape(_mask_shape(attn_mask, query))
     visible, distance = _visible(
         query, key, attn_mask, is_causal, causal_alignment, window_size, prefix_length, key_lengths, query_lengths
     )
@@ -131,7 +135,7 @@ def varlen_attention(
 def attention_weights(
     query: Tensor,
     key: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | BlockMask | None = None,
     is_causal: bool = False,
     *,
     rows: Tensor | None = None,
@@ -162,6 +166,13 @@ def _expand(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tupl
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
     return tuple(x.expand(*lead, *x.shape[-2:]) for x in (query, key, value))
+
+
+def _mask_shape(mask: BlockMask, query: Tensor) -> tuple[int, ...]:
+    """Of its dense form, to broadcast to (..., Hq, L, S)."""
+    batch, heads, *lengths = mask.shape
+    batch_sizes = query.shape[:-3] if batch != 1 else (1,) * (query.dim() - 3)
+    return (*batch_sizes, *(heads,)[: query.dim() - 2], *lengths)
 
 
 def _per_item(x: Tensor, query: Tensor) -> Tensor:

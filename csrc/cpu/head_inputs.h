@@ -1,6 +1,7 @@
 // What the kernels read of one query head, for the walks of forward, backward and jvp.
 #pragma once
 #include "../attention_params.h"
+#include "block_lists.h"
 #include "head_walk.h"
 
 namespace attnjourney {
@@ -20,6 +21,7 @@ class HeadInputs {
         mask_(call, call.mask, options.attn_mask.value_or(query)),
         lse_(static_cast<char*>(lse.data_ptr())),
         has_mask_(options.attn_mask.has_value()),
+        blocks_(call, options),
         sinks_(per_head(options.sinks, call.batch, call.q_heads)),
         slopes_(per_head(options.alibi_slopes, call.batch, call.q_heads)) {}
   HeadInputs(const HeadInputs&) = delete;  // out_ refers to out_map_
@@ -32,7 +34,7 @@ class HeadInputs {
     h.query = query_.at(batch, head, q_begin);
     h.key = key_.at(batch, head, k_begin);
     h.value = value_.at(batch, head, k_begin);
-    if (has_mask_) h.mask = mask_.at(batch, head);
+    h.mask = has_mask_ ? mask_.at(batch, head) : blocks_.at(batch, head);
     if (!sinks_.empty()) h.sink = sinks_[index];
     if (!slopes_.empty()) h.slope = slopes_[index];
     h.out = out_.at(batch, head, q_begin);
@@ -48,6 +50,7 @@ class HeadInputs {
   const HeadWalk query_, key_, value_, out_, mask_;
   char* lse_;
   bool has_mask_;
+  const BlockLists blocks_;
   const std::vector<double> sinks_, slopes_;  // [batch * q_heads], or empty
 };
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "kernels/block_step.h"
 #include "threads.h"
 
 namespace attnjourney {
@@ -16,6 +17,12 @@ std::vector<double> pairs_of(const AttentionCall& c, const Sequences& s) {
   std::vector<double> pairs;
   for (int64_t b = 0; b < c.batch; b++) pairs.push_back(visible_pairs(s.params(b)));
   return pairs;
+}
+
+// Rows of one row of blocks, which see the same blocks; or a tile of several.
+int64_t rows_beside_blocks(int64_t size, int64_t tile, int64_t most_tiles) {
+  if (size < tile) return tile / size * size;
+  return size <= tile * most_tiles ? size : block_step(size, tile * most_tiles);
 }
 
 }  // namespace
@@ -60,6 +67,7 @@ ForwardPlan plan_forward(const AttentionCall& c, const Sequences& s) {
   int64_t per = std::max<int64_t>(1, std::min(plan.kernel->forward_tiles, tiles));
   while (per > 1 && plan.threads > 1 && c.q_heads * pieces(all_tiles, per) < 6 * plan.threads) per = (per + 1) / 2;
   plan.rows = per * tile;
+  if (p.block_size) plan.rows = rows_beside_blocks(p.block_size, tile, plan.kernel->forward_tiles);
   plan.blocks = pieces(p.q_len, plan.rows);
   plan.items = c.batch * c.q_heads * plan.blocks;
   if (s.alike()) return plan;

@@ -59,7 +59,7 @@ std::vector<double> per_head(const OptionalTensor& t_, int64_t batch, int64_t he
 double visible_pairs(const AttentionParams& p) {
   constexpr int64_t samples = 32;
   if (p.q_len == 0) return 0;
-  if (!p.keys.bounded()) return static_cast<double>(p.q_len) * static_cast<double>(p.keys.key_length);
+  if (!p.keys.bounded()) return p.density * static_cast<double>(p.q_len) * static_cast<double>(p.keys.key_length);
   const int64_t n = std::min(samples, p.q_len);
   double seen = 0;
   for (int64_t i = 0; i < n; i++) {
@@ -68,7 +68,7 @@ double visible_pairs(const AttentionParams& p) {
     const int64_t prefix = std::min(p.keys.prefix, p.keys.key_length);
     seen += static_cast<double>(prefix + std::max<int64_t>(0, window.end - std::max(window.begin, prefix)));
   }
-  return seen / static_cast<double>(n) * static_cast<double>(p.q_len);
+  return p.density * seen / static_cast<double>(n) * static_cast<double>(p.q_len);
 }
 
 Sequences::Sequences(const AttentionCall& c, const AttentionOptions& o) : call_(c) {

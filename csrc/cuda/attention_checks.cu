@@ -7,9 +7,10 @@
   [[maybe_unused]] static void schemas_of_the_cpu_library(Library& m)
 #include "../attention.cpp"
 #include "../attention_operators.cpp"
+#include "../block_mask.cpp"
 #pragma pop_macro("STABLE_TORCH_LIBRARY")
 
-#include "../attention_boxed.h"
+#include "../block_attention_boxed.h"
 #include "served.h"
 
 // The checks of a CUDA call alone, for tensors anywhere: what is refused can be tested without a GPU.
@@ -34,8 +35,13 @@ constexpr AttentionBackend forward_checks{check<false>, nullptr}, backward_check
 STABLE_TORCH_LIBRARY_FRAGMENT(attnjourney, m) {
   m.def(ATTNJOURNEY_CHECK("_cuda_forward_check"));
   m.def(ATTNJOURNEY_CHECK("_cuda_backward_check"));
+  m.def(
+      "_cuda_block_check(Tensor query, Tensor key, Tensor value, Tensor block_offsets, Tensor block_index, "
+      "Tensor block_partial, Tensor block_elements, float dropout_p=0.0, bool is_causal=False, *, "
+      "float? scale=None, bool enable_gqa=False, " ATTNJOURNEY_ATTENTION_OPTIONS ") -> (Tensor, Tensor)");
 }
 STABLE_TORCH_LIBRARY_IMPL(attnjourney, CPU, m) {
   m.impl("_cuda_forward_check", TORCH_BOX(&attnjourney::AttentionOperators<attnjourney::forward_checks>::forward));
   m.impl("_cuda_backward_check", TORCH_BOX(&attnjourney::AttentionOperators<attnjourney::backward_checks>::forward));
+  m.impl("_cuda_block_check", TORCH_BOX(&attnjourney::BlockAttentionOperators<attnjourney::forward_checks>::forward));
 }

@@ -1,11 +1,12 @@
 // CUDA registration of the attention operators.
-#include "../attention_boxed.h"
+#include "../block_attention_boxed.h"
 #include "attention_cuda.h"
 
 namespace attnjourney {
 namespace {
 using Operators = AttentionOperators<cuda_attention>;
-}
+using BlockOperators = BlockAttentionOperators<cuda_attention>;  // refused, by name
+}  // namespace
 }  // namespace attnjourney
 
 STABLE_TORCH_LIBRARY_IMPL(attnjourney, CUDA, m) {
@@ -13,4 +14,6 @@ STABLE_TORCH_LIBRARY_IMPL(attnjourney, CUDA, m) {
   m.impl("attention_backward", TORCH_BOX(&attnjourney::Operators::backward));
   m.impl("varlen_attention_forward", TORCH_BOX(&attnjourney::Operators::varlen_forward));
   m.impl("varlen_attention_backward", TORCH_BOX(&attnjourney::Operators::varlen_backward));
+  m.impl("block_attention_forward", TORCH_BOX(&attnjourney::BlockOperators::forward));
+  m.impl("block_attention_backward", TORCH_BOX(&attnjourney::BlockOperators::backward));
 }

@@ -8,8 +8,8 @@ namespace attnjourney {
 inline void check_served(const AttentionCall& c, const AttentionOptions& options, bool backward) {
   // A field added to the options does not compile here before it is looked at.
   const auto& [attn_mask, dropout_p, is_causal, scale, enable_gqa, dropout_seed, causal_alignment, window,
-               prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k] =
-      options;
+               prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k,
+               blocks] = options;
   // served, whatever they are
   (void)is_causal, (void)scale, (void)enable_gqa, (void)dropout_seed;
   (void)causal_alignment, (void)window, (void)prefix_length, (void)key_lengths, (void)query_lengths;
@@ -18,7 +18,7 @@ inline void check_served(const AttentionCall& c, const AttentionOptions& options
   };
   if (c.dtype != ScalarType::BFloat16 && c.dtype != ScalarType::Half)
     check_runtime(false, "query: expected dtype torch.bfloat16 or torch.float16 on CUDA, got ", dtype_text(c.dtype));
-  need(!attn_mask, "attn_mask", "None");
+  need(!attn_mask && !blocks, "attn_mask", "None");
   need(dropout_p == 0, "dropout_p", "0");
   need(softcap == 0, "softcap", "0");
   need(!sinks, "sinks", "None");

@@ -9,6 +9,7 @@
 #include "../../attention_params.h"
 #include "dropout_tile.h"
 #include "exp2.h"
+#include "key_walk.h"
 #include "log_sum.h"
 #include "mask_tile.h"
 #include "pack.h"
@@ -249,14 +250,11 @@ struct Forward {
       started[t] = false;
     }
 
-    const TileKeys whole = tile_keys(p.keys, first, first + count - 1, 0, p.keys.key_length);
-    const int64_t k_first = whole.empty() ? 0 : whole.begin / key_block * key_block;
-    for (int64_t k0 = k_first; k0 == k_first || k0 < whole.end; k0 += key_block) {
-      const int64_t block = max_of(0, min_of(key_block, whole.end - k0));
+    KeyWalk walk(p, h, first, count, key_block);
+    do {
+      const int64_t k0 = walk.k0, block = walk.block;
       const C *Kb = key_copy, *Vb = value_copy;
       int64_t ldk = at.ldk, ldv = at.ldv;
-      // between the prefix and the window
-      if (k0 > k_first && tile_keys(p.keys, first, first + count - 1, k0, block).empty()) continue;
       bool value_checked = false, value_finite = true;
       if (key_direct)
         Kb = reinterpret_cast<const C*>(K + k0 * p.k_row), ldk = p.k_row;
@@ -270,9 +268,8 @@ struct Forward {
 
       for (int64_t t = 0; t < tiles_used; t++) {
         const int64_t row = first + t * tile, n = min_of(tile, count - t * tile), used = (n + W - 1) / W;
-        const TileKeys ever = tile_keys(p.keys, row, row + n - 1, 0, p.keys.key_length);
-        const bool last = k0 + key_block >= ever.end && (k0 < ever.end || k0 == k_first);
-        TileKeys seen = tile_keys(p.keys, row, row + n - 1, k0, block);
+        const bool last = walk.last(row, row + n - 1);
+        TileKeys seen = seen_keys(p, h, row, row + n - 1, k0, block);
         if (seen.empty() && !last) continue;
 
         C *ref = reference + t * tile, *O = output + t * tile * at.ldv;
@@ -352,7 +349,7 @@ struct Forward {
           for (int64_t i = 0; i < n; i++)
             unpack_rows<T>(O + i * at.ldv, at.ldv, 1, Dv, inverse[i], out + (row + i) * p.out_row, p.out_row);
       }
-    }
+    } while (walk.next());
   }
 };
 

@@ -153,11 +153,10 @@ struct Jvp : Stages<C> {
                  tiles[i]);
 
     const bool scores = d.scores(), added = d.mask || d.slope != 0;
-    const TileKeys all = tile_keys(p.keys, first, first + count - 1, 0, p.keys.key_length);
     if (!scores && !d.value) return finish_all<T>(p, h, d, tiles, n_tiles);
-    for (int64_t k0 = all.begin / key_block * key_block; k0 < all.end; k0 += key_block) {
-      const int64_t block = min_of(key_block, p.keys.key_length - k0);
-      if (tile_keys(p.keys, first, first + count - 1, k0, block).empty()) continue;  // between prefix and window
+    KeyWalk walk(p, h, first, count, key_block);
+    do {
+      const int64_t k0 = walk.k0, block = walk.block;
       bool value_finite = true, tangent_finite = true;
       const auto pack = [&](const void* X, int64_t row, int64_t dim, int64_t ld, int64_t to) {
         return pack_rows(static_cast<const T*>(X) + k0 * row, row, block, dim, space + to, ld, round_up(dim, W));
@@ -193,7 +192,7 @@ struct Jvp : Stages<C> {
         if (d.value)
           S::sum_keys(p, t, P, space + at.value_tangent, ldv, Dv, hidden && !tangent_finite, k0, seen, block, t.sum);
       }
-    }
+    } while (walk.next());
     finish_all<T>(p, h, d, tiles, n_tiles);
   }
   template <class T>

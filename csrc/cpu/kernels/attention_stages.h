@@ -5,6 +5,7 @@
 #include "../../attention_params.h"
 #include "dropout_tile.h"
 #include "exp2.h"
+#include "key_walk.h"
 #include "mask_tile.h"
 #include "pack.h"
 #include "softcap.h"
@@ -25,7 +26,12 @@ struct Stages {
 
   static int64_t key_ld(const AttentionParams& p) { return round_up(p.head_dim, line) + line; }
   static int64_t value_ld(const AttentionParams& p) { return round_up(p.v_head_dim, line) + line; }
-  static int64_t tiles_per_head(const AttentionParams& p) { return (p.q_len + tile - 1) / tile; }
+  // queries and keys at a time: fewer where a mask of blocks has its borders
+  static int64_t query_step(const AttentionParams& p) { return p.block_size ? block_step(p.block_size, tile) : tile; }
+  static int64_t key_step(const AttentionParams& p) {
+    return p.block_size ? block_step(p.block_size, key_block) : key_block;
+  }
+  static int64_t tiles_per_head(const AttentionParams& p) { return (p.q_len + query_step(p) - 1) / query_step(p); }
 
   // What every kernel knows of its query tile.
   struct QueryRows {
@@ -216,7 +222,7 @@ struct Stages {
   static Weighed weigh(const AttentionParams& p, const QueryRows& t, const C* K, int64_t k0, int64_t block, C* P,
                        C* cap_tanh) {
     constexpr TileKeys none{0, 0, 0, 0};
-    const TileKeys seen = tile_keys(p.keys, t.first, t.first + t.count - 1, k0, block);
+    const TileKeys seen = seen_keys(p, *t.head, t.first, t.first + t.count - 1, k0, block);
     if (seen.empty()) return {none, false};
     MaskBlock masked = MaskBlock::all_visible;
     if (p.mask != MaskKind::none || p.alibi) masked = load_bias<T>(p, *t.head, t.first, t.count, k0, seen, P, tile);

@@ -33,21 +33,22 @@ void walk_keys(const Walk& x, Kernel& kernel, Compute<T>* grad_key, Compute<T>* 
   const AttentionParams& p = x.params;
   const int64_t D = p.head_dim, Dv = p.v_head_dim, ldgk = round_up(D, S::line), ldgv = round_up(Dv, S::line);
   const int64_t per_head = S::tiles_per_head(p), all_tiles = p.group * per_head;
+  const int64_t query_step = S::query_step(p), key_step = S::key_step(p);
   const HeadGradients& g0 = x.gradients[0];
   memset(grad_key, 0, size_t(p.kv_len * (ldgk + ldgv)) * sizeof(C));
 
   for (int64_t c0 = 0; c0 < all_tiles; c0 += kernel.chunk) {
     const int64_t n_tiles = min_of(kernel.chunk, all_tiles - c0);
     const auto head_of = [&](int64_t i) { return (c0 + i) / per_head; };
-    const auto first_of = [&](int64_t i) { return (c0 + i) % per_head * S::tile; };
-    const auto count_of = [&](int64_t i) { return min_of(S::tile, p.q_len - first_of(i)); };
+    const auto first_of = [&](int64_t i) { return (c0 + i) % per_head * query_step; };
+    const auto count_of = [&](int64_t i) { return min_of(query_step, p.q_len - first_of(i)); };
     for (int64_t i = 0; i < n_tiles; i++) kernel.prepare(i, head_of(i), first_of(i), count_of(i));
-    for (int64_t k0 = 0, block_index = 0; k0 < p.keys.key_length; k0 += S::key_block, block_index++) {
+    for (int64_t k0 = 0, block_index = 0; k0 < p.keys.key_length; k0 += key_step, block_index++) {
       if (!owns(block_index, x.part, x.parts)) continue;
-      const int64_t block = min_of(S::key_block, p.keys.key_length - k0);
+      const int64_t block = min_of(key_step, p.keys.key_length - k0);
       bool used = false;
       for (int64_t i = 0; i < n_tiles && !used; i++)
-        used = !tile_keys(p.keys, first_of(i), first_of(i) + count_of(i) - 1, k0, block).empty();
+        used = !seen_keys(p, x.heads[head_of(i)], first_of(i), first_of(i) + count_of(i) - 1, k0, block).empty();
       if (!used) continue;
       kernel.load(k0, block);
       for (int64_t i = 0; i < n_tiles; i++) {
@@ -72,9 +73,9 @@ void walk_keys(const Walk& x, Kernel& kernel, Compute<T>* grad_key, Compute<T>* 
                        static_cast<T*>(g.query) + first_of(i) * g.query_row, g.query_row);
     }
   }
-  for (int64_t k0 = 0, block_index = 0; k0 < p.kv_len; k0 += S::key_block, block_index++) {
+  for (int64_t k0 = 0, block_index = 0; k0 < p.kv_len; k0 += key_step, block_index++) {
     if (!owns(block_index, x.part, x.parts)) continue;
-    const int64_t n = min_of(S::key_block, p.kv_len - k0);
+    const int64_t n = min_of(key_step, p.kv_len - k0);
     if (g0.key)
       unpack_rows<T>(grad_key + k0 * ldgk, ldgk, n, D, C(p.scale), static_cast<T*>(g0.key) + k0 * g0.key_row,
                      g0.key_row);

@@ -38,9 +38,9 @@ struct Weights {
     for (int64_t r = 0; r < tile; r++) B::split_lse(r < count ? static_cast<const C*>(h.lse)[first + r] : C(0), t, r);
     for (int64_t r = 0; r < count; r++) memset(out + r * p.out_row, 0, size_t(p.kv_len) * sizeof(T));
 
-    for (int64_t k0 = 0; k0 < p.keys.key_length; k0 += key_block) {
-      const int64_t block = min_of(key_block, p.keys.key_length - k0);
-      if (tile_keys(p.keys, first, first + count - 1, k0, block).empty()) continue;
+    KeyWalk walk(p, h, first, count, key_block);
+    do {
+      const int64_t k0 = walk.k0, block = walk.block;
       pack_rows(static_cast<const T*>(h.key) + k0 * p.k_row, p.k_row, block, p.head_dim, key, B::key_ld(p),
                 round_up(p.head_dim, B::W));
       const TileKeys seen = B::template weigh<T>(p, t, key, k0, block, P, nullptr).seen;
@@ -51,7 +51,7 @@ struct Weights {
         pack_transposed(P + seen.begin * tile + r, tile, n, m, Times<C>{C(1)}, rows, B::W, B::W, ld);
         unpack_rows<T>(rows, ld, m, n, C(1), out + r * p.out_row + k0 + seen.begin, p.out_row);
       }
-    }
+    } while (walk.next());
   }
 };
 

@@ -3,6 +3,7 @@
 // no block (by_alibi; by_range adds it too where it is on).
 #pragma once
 #include "../../attention_params.h"
+#include "block_rows.h"
 #include "pack.h"
 
 namespace attnjourney {
@@ -178,11 +179,35 @@ ATTN_NOINLINE MaskBlock state_of(const mask_bool* m, int64_t row, int64_t col, i
   return any_set ? MaskBlock::all_visible : MaskBlock::all_hidden;
 }
 
+// The same for a mask of blocks, told from its lists. Blocks begin at a multiple of the vector.
+template <class C>
+ATTN_NOINLINE MaskBlock load_blocks(const BlockRows& b, int64_t first, int64_t rows, int64_t k0, int64_t n, C* B,
+                                    int64_t ldb) {
+  constexpr int W = Vec<C>::width;
+  bool any = false, all = true;
+  each_block(b, first, rows, k0, n, [&](int64_t, int64_t, int64_t, int64_t, const uint8_t* elements, bool seen) {
+    any |= seen;
+    all &= seen && !elements;
+  });
+  if (!any || all) return any ? MaskBlock::all_visible : MaskBlock::all_hidden;
+  each_block(b, first, rows, k0, n,
+             [&](int64_t r, int64_t r_end, int64_t k, int64_t k_end, const uint8_t* elements, bool seen) {
+               if (elements)
+                 return mask_block(reinterpret_cast<const mask_bool*>(elements), b.size, 1, r_end - r, k_end - k,
+                                   B + k * ldb + r, ldb);
+               const Vec<C> value = seen ? Vec<C>::zero() : Vec<C>::set(-C(__builtin_inff()));
+               for (; k < k_end; k++)
+                 for (int64_t i = r; i < r_end; i += W) store(B + k * ldb + i, value);
+             });
+  return MaskBlock::some_hidden;
+}
+
 // Rows first .. first + rows - 1, keys k0 .. k0 + n - 1 of the mask tensor -> B[key][lane] in log2 units.
 // A boolean block that shows everything or nothing is told apart and not written.
 template <class T, class C>
 ATTN_NOINLINE MaskBlock load_mask(const AttentionParams& p, const void* mask, int64_t first, int64_t rows, int64_t k0,
                                   int64_t n, C* B, int64_t ldb) {
+  if (p.mask == MaskKind::blocks) return load_blocks(*static_cast<const BlockRows*>(mask), first, rows, k0, n, B, ldb);
   const int64_t at = first * p.mask_row + k0 * p.mask_col;
   if (p.mask == MaskKind::boolean) {
     const mask_bool* m = static_cast<const mask_bool*>(mask) + at;

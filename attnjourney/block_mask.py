@@ -1,0 +1,249 @@
+"""Masks made of blocks: which blocks of pairs attention computes at all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+IndexFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class BlockMask:
+    """A boolean mask (batch, heads, q_len, kv_len) by blocks of `block_size` rows and keys, for `attn_mask` of
+    attnjourney.attention: blocks that hide every pair cost nothing, those that hide none are not tested, and the others
+    bring their pairs, one stored block for all that are equal. Batch and heads of 1 broadcast.
+
+    Made by `from_function` or `from_dense`. Its tensors are those of torch.ops.attnjourney.block_attention:
+
+    Attributes:
+        offsets: int32 (batch, heads, row blocks + 1): where a row of blocks begins and ends in the next two.
+        index: int32 (blocks,): the key block, rising within a row.
+        partial: int32 (blocks,): the place of its pairs in `elements`; -1 where it hides none.
+        elements: bool (partial blocks that differ, block_size, block_size), True where a row may see a key.
+    """
+
+    dtype = torch.bool
+
+    def __init__(self, offsets: Tensor, index: Tensor, partial: Tensor, elements: Tensor, q_len: int, kv_len: int):
+        self.offsets, self.index, self.partial, self.elements = offsets, index, partial, elements
+        self.q_len, self.kv_len = q_len, kv_len
+
+    @classmethod
+    def from_function(
+        cls,
+        fn: IndexFunction,
+        batch: int,
+        heads: int,
+        q_len: int,
+        kv_len: int,
+        block_size: int = 64,
+        device: torch.device | str = "cpu",
+    ) -> BlockMask:
+        """The mask that is fn(b, h, i, j): whether row i of head h in batch item b may see key j.
+
+        Args:
+            fn: takes int64 tensors that broadcast (b and h have no dimensions, i is (rows, 1), j is (1, kv_len)) and
+                returns a bool tensor that broadcasts to (rows, kv_len). Called once for each row of blocks, batch item
+                and head: memory is that of block_size * kv_len pairs.
+            batch, heads: 1 where all are alike.
+            block_size: a multiple of 16.
+
+        Raises TypeError and ValueError, naming the argument, the expected and the given.
+        """
+        if not callable(fn):
+            raise TypeError(f"fn: expected a function of (b, h, i, j), got {type(fn).__name__}")
+        _check_sizes(batch, heads, q_len, kv_len, block_size)
+        keys = torch.arange(kv_len, device=device)[None]
+        index = [torch.tensor(n, device=device) for n in range(max(batch, heads))]
+
+        def rows_of(b: int, h: int, first: int, last: int) -> Tensor:
+            rows = torch.arange(first, last, device=device)[:, None]
+            seen = fn(index[b], index[h], rows, keys)
+            if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
+                got = seen.dtype if isinstance(seen, Tensor) else type(seen).__name__
+                raise TypeError(f"fn: expected a tensor of dtype torch.bool, got {got}")
+            want = (last - first, kv_len)
+            if seen.dim() > 2 or any(n not in (1, w) for n, w in zip(reversed(seen.shape), reversed(want))):
+                raise ValueError(f"fn: expected a shape that broadcasts to {want}, got {tuple(seen.shape)}")
+            return seen.expand(want)
+
+        return cls._build(rows_of, batch, heads, q_len, kv_len, block_size, device)
+
+    @classmethod
+    def from_dense(cls, mask: Tensor, block_size: int = 64) -> BlockMask:
+        """The mask of a bool tensor (q_len, kv_len), (heads, q_len, kv_len) or (batch, heads, q_len, kv_len).
+
+        Raises TypeError and ValueError, naming the argument, the expected and the given.
+        """
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+            raise TypeError(f"mask: expected a tensor of dtype torch.bool, got {got}")
+        if not 2 <= mask.dim() <= 4:
+            raise ValueError(f"mask: expected 2 to 4 dimensions (batch, heads, q_len, kv_len), got {tuple(mask.shape)}")
+        full = mask[(None,) * (4 - mask.dim())]
+        _check_sizes(*full.shape, block_size)
+        return cls._build(lambda b, h, first, last: full[b, h, first:last], *full.shape, block_size, mask.device)
+
+    @classmethod
+    def _build(cls, rows_of, batch, heads, q_len, kv_len, block_size, device) -> BlockMask:
+        """rows_of(b, h, first, last): those rows, bool (last - first, kv_len)."""
+        places: dict[bytes, int] = {}  # of the elements that differ, by their bits
+        elements, index, partial, offsets = [], [], [], []
+        key_blocks = -(-kv_len // block_size)
+        blocks = 0
+        for b in range(batch):
+            for h in range(heads):
+                offsets.append(blocks)
+                for first in range(0, q_len, block_size):
+                    rows = rows_of(b, h, first, min(first + block_size, q_len)).cpu().numpy()
+                    padding = ((0, block_size - len(rows)), (0, key_blocks * block_size - kv_len))
+                    whole = np.pad(rows, padding, constant_values=True)  # rows and keys that are not there hide nothing
+                    whole = whole.reshape(block_size, key_blocks, block_size).transpose(1, 0, 2)
+                    some = np.pad(rows, padding).reshape(block_size, key_blocks, block_size).any((0, 2))
+                    mixed = some & ~whole.all((1, 2))
+                    here = np.full(key_blocks, -1, np.int32)
+                    for k in mixed.nonzero()[0]:
+                        bits = np.packbits(whole[k]).tobytes()
+                        if bits not in places:
+                            places[bits] = len(elements)
+                            elements.append(torch.from_numpy(whole[k].copy()))
+                        here[k] = places[bits]
+                    index.append(some.nonzero()[0].astype(np.int32))
+                    partial.append(here[some])
+                    blocks += len(index[-1])
+                    offsets.append(blocks)
+        if blocks >= 1 << 31:
+            raise ValueError(f"block_size: expected fewer than 2^31 visible blocks, got {blocks}: use larger ones")
+
+        def joined(parts: list) -> Tensor:
+            return torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *parts]).astype(np.int32)).to(device)
+
+        row_blocks = -(-q_len // block_size)
+        return cls(
+            torch.tensor(offsets, dtype=torch.int32).reshape(batch, heads, row_blocks + 1).to(device),
+            joined(index),
+            joined(partial),
+            (torch.stack(elements) if elements else torch.empty(0, block_size, block_size, dtype=torch.bool)).to(
+                device
+            ),
+            q_len,
+            kv_len,
+        )
+
+    # ---- what it is
+
+    @property
+    def shape(self) -> torch.Size:
+        """(batch, heads, q_len, kv_len)."""
+        return torch.Size((*self.offsets.shape[:2], self.q_len, self.kv_len))
+
+    @property
+    def block_size(self) -> int:
+        return self.elements.shape[-1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.offsets.device
+
+    def to(self, device: torch.device | str) -> BlockMask:
+        """The same mask on another device."""
+        return BlockMask(*(t.to(device) for t in self.tensors), self.q_len, self.kv_len)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.offsets, self.index, self.partial, self.elements
+
+    def sparsity(self) -> float:
+        """The share of the blocks that hide every pair."""
+        kinds = self._kinds()
+        return (kinds < 0).sum().item() / max(1, kinds.numel())
+
+    def to_dense(self) -> Tensor:
+        """The mask as a bool tensor (batch, heads, q_len, kv_len)."""
+        size, kinds = self.block_size, self._kinds()
+        fixed = torch.tensor([False, True], device=self.device)[:, None, None].expand(2, size, size)
+        blocks = torch.cat([fixed, self.elements])[kinds + 1]  # (batch, heads, row blocks, key blocks, size, size)
+        dense = blocks.transpose(-3, -2).flatten(-4, -3).flatten(-2, -1)
+        return dense[..., : self.q_len, : self.kv_len]
+
+    def _kinds(self) -> Tensor:
+        """int64 (batch, heads, row blocks, key blocks): -1 hides every pair, 0 none, n has elements n - 1."""
+        batch, heads, ends = self.offsets.shape
+        starts = self.offsets.long()
+        counts = starts.diff().flatten()
+        key_blocks = -(-self.kv_len // self.block_size)
+        kinds = torch.full((len(counts), key_blocks), -1, device=self.device)
+        row = torch.repeat_interleave(torch.arange(len(counts), device=self.device), counts)
+        kinds[row, self.index.long()] = self.partial.long() + 1
+        return kinds.view(batch, heads, ends - 1, key_blocks)
+
+    def for_rank(self, batch_sizes: tuple[int, ...], rank: int) -> BlockMask:
+        """The same mask for a query of that rank and those batch dimensions, whose leading dimensions its offsets
+        then broadcast to: rank 3 has no batch, rank 2 no heads either."""
+        batch, heads, ends = self.offsets.shape
+        if rank == 4:
+            return self
+        if rank > 4:
+            if batch != 1 and batch != math.prod(batch_sizes):
+                raise ValueError(
+                    f"attn_mask: expected a BlockMask of {math.prod(batch_sizes)} batch items, got {batch}"
+                )
+            lead = batch_sizes if batch != 1 else (1,) * len(batch_sizes)
+            offsets = self.offsets.reshape(*lead, heads, ends)
+        else:
+            if batch != 1 or (rank == 2 and heads != 1):
+                what = "batch item" if rank == 3 else "batch item and head"
+                raise ValueError(f"attn_mask: expected a BlockMask of one {what}, got shape {tuple(self.shape)}")
+            offsets = self.offsets[0] if rank == 3 else self.offsets[0, 0]
+        return BlockMask(offsets, *self.tensors[1:], self.q_len, self.kv_len)
+
+    def __repr__(self) -> str:
+        batch, heads, q_len, kv_len = self.shape
+        text = f"BlockMask({batch=}, {heads=}, {q_len=}, {kv_len=}, block_size={self.block_size}"
+        return f"{text}, sparsity={self.sparsity():.1%})" + "".join(f"\n  {line}" for line in self._picture())
+
+    def _picture(self, most: int = 32) -> list[str]:
+        """Head 0 of batch item 0, at most `most` rows and columns: █ all visible, ▒ some, · none."""
+        kinds = self._kinds()
+        if kinds.numel() == 0:
+            return []
+        kinds = kinds[0, 0].cpu()
+        lines = []
+        for rows in kinds.split(-(-len(kinds) // most)):
+            cells = rows.split(-(-kinds.shape[1] // most), 1)
+            lines.append("".join("█" if (c == 0).all() else "·" if (c < 0).all() else "▒" for c in cells))
+        return lines
+
+
+def _check_sizes(batch: int, heads: int, q_len: int, kv_len: int, block_size: int) -> None:
+    sizes = dict(batch=batch, heads=heads, q_len=q_len, kv_len=kv_len, block_size=block_size)
+    for name, n in sizes.items():
+        if not isinstance(n, int) or isinstance(n, bool) or n < 0:
+            raise ValueError(f"{name}: expected an int from 0, got {n!r}")
+    if block_size % 16 or block_size == 0:
+        raise ValueError(f"block_size: expected a multiple of 16, got {block_size}")
+
+
+def _leaves(m: BlockMask) -> tuple[list[Tensor], tuple[int, int]]:
+    return list(m.tensors), (m.q_len, m.kv_len)
+
+
+def _named_leaves(m: BlockMask) -> tuple[list, tuple[int, int]]:
+    names = ("offsets", "index", "partial", "elements")
+    return [(_pytree.GetAttrKey(name), getattr(m, name)) for name in names], (m.q_len, m.kv_len)
+
+
+_pytree.register_pytree_node(
+    BlockMask,
+    _leaves,
+    lambda tensors, lengths: BlockMask(*tensors, *lengths),
+    serialized_type_name="attnjourney.BlockMask",
+    to_dumpable_context=list,
+    from_dumpable_context=tuple,
+    flatten_with_keys_fn=_named_leaves,
+)

@@ -1,0 +1,89 @@
+"""Attention under a mask of blocks: torch.ops.attnjourney.block_attention, behind attnjourney.attention."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..block_mask import BlockMask
+from ._attention_calls import empty_results, flops_of, vmap_forward, vmap_gradients, vmap_jvp
+from ._attention_checks import check
+from ._operator import draw_seed
+from ._registration import register
+
+BLOCKS = ("block_offsets", "block_index", "block_partial", "block_elements")
+
+
+def block_tensors(mask: BlockMask, query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+    """The operators' tensors of a mask, for that query and key."""
+    if (mask.q_len, mask.kv_len) != (query.shape[-2], key.shape[-2]):
+        raise ValueError(
+            f"attn_mask: expected a BlockMask for {query.shape[-2]} rows and {key.shape[-2]} keys, "
+            f"got one for {mask.q_len} and {mask.kv_len}"
+        )
+    rank = query.dim()
+    batch = tuple(max(a, b) if 0 not in (a, b) else 0 for a, b in zip(query.shape[: rank - 3], key.shape[: rank - 3]))
+    return mask.for_rank(batch, rank).tensors
+
+
+def block_attention(query, key, value, mask, dropout_p, is_causal, return_lse, options):
+    """attnjourney.attention with a BlockMask; `options`: those of the operator."""
+    blocks = block_tensors(mask, query, key)
+    if not return_lse:
+        return _block_attention(query, key, value, *blocks, dropout_p, is_causal, **options)
+    if dropout_p > 0 and options.get("dropout_seed") is None:
+        options["dropout_seed"] = draw_seed(query)
+    forward = torch.ops.attnjourney.block_attention_forward.default
+    return forward(query, key, value, *blocks, dropout_p, is_causal, **options)
+
+
+_CHECKED = ("window_size", "key_lengths", "query_lengths", "softcap", "sinks", "alibi_slopes")
+
+
+def _fake(*, query, key, value, block_offsets, block_elements, scale, enable_gqa, **options):
+    lead = check(query, key, value, None, scale, enable_gqa, **{name: options[name] for name in _CHECKED})
+    size = block_elements.shape[-1]
+    want = (*lead, -(-query.shape[-2] // size) + 1)
+    fits = block_offsets.dim() <= len(want) and block_offsets.shape[-1] == want[-1]
+    fits = fits and all(n in (1, w) for n, w in zip(reversed(block_offsets.shape[:-1]), reversed(lead)))
+    if not fits:
+        raise ValueError(
+            f"block_offsets: expected a shape that broadcasts to {want} for blocks of {size}, "
+            f"got shape {tuple(block_offsets.shape)}"
+        )
+    return empty_results(query, value, lead)
+
+
+def _flops(*, query, key, value, block_offsets, block_index, block_elements, **others):
+    """Of the visible blocks."""
+    batch_heads = math.prod(max(n, key[d], value[d]) for d, n in enumerate(query[:-2]))
+    pairs = batch_heads * block_index[0] * block_elements[-1] ** 2 // max(1, math.prod(block_offsets[:-1]))
+    return flops_of(pairs, query, value, others)
+
+
+def _shared_blocks(rule, operator):
+    """The rule of attention; masks that differ between samples are one call a sample."""
+    names = [a.name for a in operator._schema.arguments]
+    at = [names.index(name) for name in BLOCKS]
+
+    def shared(info, in_dims, *arguments):
+        return None if any(in_dims[i] is not None for i in at) else rule(operator, info, in_dims, *arguments)
+
+    return shared
+
+
+_ops = torch.ops.attnjourney
+_block_attention = register(
+    "block_attention",
+    fake=_fake,
+    vmap=(
+        _shared_blocks(vmap_forward, _ops.block_attention_forward.default),
+        _shared_blocks(vmap_gradients, _ops.block_attention_backward.default),
+        _shared_blocks(vmap_jvp, _ops.block_attention_jvp.default),
+        _shared_blocks(vmap_gradients, _ops.block_attention_backward_jvp.default),
+    ),
+    autocast=("query", "key", "value"),
+    flops=_flops,
+)
