@@ -8,6 +8,7 @@ struct Tuning {
   static constexpr int backward_panels = 16, backward_keys = 64, backward_max_tiles = 64;
   static constexpr int64_t backward_chunk_bytes = 1 << 18;
   static constexpr int64_t linear_chunk = 32;
+  static constexpr int linear_rows = 4, linear_vectors = 2;
 };
 }  // namespace
 }  // namespace attnjourney

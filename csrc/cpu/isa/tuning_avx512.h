@@ -13,6 +13,7 @@ struct Tuning {
   static constexpr int backward_panels = 2, backward_keys = 144, backward_max_tiles = 64;  // 96 queries
   static constexpr int64_t backward_chunk_bytes = 1 << 20;
   static constexpr int64_t linear_chunk = 64;
+  static constexpr int linear_rows = 6, linear_vectors = 4;  // a chunk's 64 columns at once
 };
 
 }  // namespace

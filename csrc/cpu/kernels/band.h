@@ -14,19 +14,30 @@ enum class Band {
   from_row,  // x >= r: A(r, x) is 0 where x < r
 };
 
+// calls f(first, Rows<n>) for pieces of `count` vectors, Max at a time, without a single one left over
+template <int Max, class F>
+ATTN_INLINE void split_vectors(int64_t count, F&& f) {
+  for (int64_t v = 0; v < count;) {
+    const int64_t left = count - v, n = left > Max && left < 2 * Max ? (left + 1) / 2 : min_of(left, Max);
+    with_rows<Max>(n, [&](auto n_) { f(v, n_); });
+    v += n;
+  }
+}
+
 // out[r][c] (+)= sum over x < n. A(r, x) is A[r * lda + x], or A[x * lda + r] where `columns`. cols is a multiple of
 // the vector width. What is added goes to `also` too, where there is one.
 template <bool columns, class C>
 ATTN_NOINLINE void multiply(const C* A, int64_t lda, const C* B, int64_t ldb, int64_t n, int64_t rows, int64_t cols,
                             Band band, bool add, C* out, int64_t ldo, C* also = nullptr, Ahead* ahead = nullptr) {
-  split_columns<C, Tuning::vectors>(cols, [&](int64_t c, auto n_vectors) {
-    constexpr int N = decltype(n_vectors)::count;
-    const int64_t wanted = band == Band::upper ? min_of(rows, c + N * Vec<C>::width) : rows;
-    split_rows<Tuning::rows>(wanted, [&](int64_t r, auto n_rows) {
-      constexpr int M = decltype(n_rows)::count;
-      const int64_t begin = band == Band::from_row ? r : 0;
-      const int64_t count = (band == Band::to_row ? min_of(n, r + M) : n) - begin;
-      if (ahead) ahead->step();
+  split_rows<Tuning::linear_rows>(rows, [&](int64_t r, auto n_rows) {
+    constexpr int M = decltype(n_rows)::count;
+    const int64_t begin = band == Band::from_row ? r : 0;
+    const int64_t count = (band == Band::to_row ? min_of(n, r + M) : n) - begin;
+    const int64_t left = band == Band::upper ? r / Vec<C>::width * Vec<C>::width : 0;
+    if (ahead) ahead->step();
+    split_vectors<Tuning::linear_vectors>((cols - left) / Vec<C>::width, [&](int64_t v, auto n_vectors) {
+      constexpr int N = decltype(n_vectors)::count;
+      const int64_t c = left + v * Vec<C>::width;
       Tile<C, M, N> t;
       t.clear();
       if constexpr (columns)

@@ -72,6 +72,18 @@ struct FeatureSlope {
   ATTN_INLINE C operator()(C x) const { return one_of(*this, x); }
 };
 
+// phi' from phi itself, without another exponential: the bits of FeatureSlope with factor 1
+template <FeatureMap F, class C>
+struct SlopeOfFeature {
+  ATTN_INLINE Vec<C> operator()(Vec<C> phi) const {
+    const Vec<C> zero = Vec<C>::zero(), one = Vec<C>::set(C(1));
+    if constexpr (F == FeatureMap::relu) return select(ge(zero, phi), zero, one);
+    if constexpr (F == FeatureMap::elu_plus_one) return select(ge(phi, one), one, phi);
+    return one;
+  }
+  ATTN_INLINE C operator()(C x) const { return one_of(*this, x); }
+};
+
 // a function of vectors for a single number, with the same bits
 template <class F, class C>
 ATTN_INLINE C one_of(const F& f, C x) {
@@ -111,15 +123,15 @@ ATTN_NOINLINE bool map_rows(const T* X, int64_t ld, int64_t rows, int64_t cols, 
   return finite_bits(bad) && bad_tail == C(0);
 }
 
-// Y = G * slope(X) row by row, 0 in blocked rows: a gradient carried back through a feature map. X, Y: tensors
-template <class T, class F>
-ATTN_NOINLINE void scale_by_slope(const Compute<T>* G, int64_t ldg, const T* X, int64_t ldx, int64_t rows, int64_t cols,
-                                  F slope, const uint8_t* blocked, T* Y) {
+// Y = G * slope(X) row by row, 0 in blocked rows: a gradient carried back through a feature map. Y: a tensor
+template <class X_, class T, class F>
+ATTN_NOINLINE void scale_by_slope(const Compute<T>* G, int64_t ldg, const X_* X, int64_t ldx, int64_t rows,
+                                  int64_t cols, F slope, const uint8_t* blocked, T* Y) {
   using C = Compute<T>;
   constexpr int W = Vec<C>::width;
   for (int64_t k = 0; k < rows; k++) {
     const C* g = G + k * ldg;
-    const T* x = X + k * ldx;
+    const X_* x = X + k * ldx;
     T* y = Y + k * cols;
     if (blocked && blocked[k]) {
       memset(static_cast<void*>(y), 0, size_t(cols) * sizeof(T));

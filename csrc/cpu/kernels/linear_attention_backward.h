@@ -234,7 +234,7 @@ struct LinearBackward {
           if (wanted) own_chunk(s, at, n, query_finite, grad_finite, space, ahead);
           add_queries(s, at, n, running, also, space, ahead);
         }
-      if (wanted) write_keys(p, s, h, c, n, gk, gv);
+      if (wanted) write_keys(p, s, h, c, n, space + at.key, gk, gv);
     }
   }
 
@@ -260,12 +260,12 @@ struct LinearBackward {
     pack_transposed(state, s.value_cols, s.D, s.Dv, Unchanged{}, out, s.key_cols, 0, s.key_ld);
   }
 
-  static void write_keys(const LinearParams& p, const Shape& s, const LinearHead& h, int64_t c, int64_t n, const C* gk,
-                         const C* gv) {
+  // key: phi of the keys
+  static void write_keys(const LinearParams& p, const Shape& s, const LinearHead& h, int64_t c, int64_t n, const C* key,
+                         const C* gk, const C* gv) {
     const uint8_t* blocked = h.blocked ? h.blocked + c : nullptr;
-    const T* k = static_cast<const T*>(h.key) + c * p.k_row;
     with_feature_map(p.feature_map, [&](auto m) {
-      scale_by_slope(gk, s.key_ld, k, p.k_row, n, s.D, FeatureSlope<m.map, C>{C(1)}, blocked,
+      scale_by_slope(gk, s.key_ld, key, s.key_ld, n, s.D, SlopeOfFeature<m.map, C>{}, blocked,
                      static_cast<T*>(h.grad_key) + c * s.D);
     });
     T* v = static_cast<T*>(h.grad_value) + c * s.Dv;
