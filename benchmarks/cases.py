@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import layers
+from . import blocks, functions, layers
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PASSES = ("forward", "backward", "both")
@@ -32,16 +32,18 @@ class Case:
     causal: bool = False
     mask: str = (
         ""  # "float", "float-grad" (the mask is differentiated too), "padding" (bool, the last 3/8 of the keys hidden)
+        # "bigbird" (bool, blocks of `extent`; ours takes a BlockMask)
     )
     dropout: float = 0.0
     layout: str = (
         "bhnd"  # "bnhd": views of (batch, length, heads, dim); "packed": of one (batch, length, 3, heads, dim)
     )
     layer: str = ""  # "mha", "gpt", "gqa", "mla": projections and attention, width heads * head_dim
-    decode: str = (
-        ""  # the last rows of sequences over a cache: "dense", "paged", "ring", or "latent" (the absorbed form
-    )
-    # of multi-head latent attention: one key head, whose first v_head_dim numbers are the value)
+    function: str = ""  # "linear", "infini", "longformer": see functions.py
+    extent: int = 0  # window, segment or block
+    # The last rows of sequences over a cache: "dense", "paged", "ring", or "latent" (the absorbed form of multi-head
+    # latent attention: one key head, whose first v_head_dim numbers are the value)
+    decode: str = ""
     scaling: bool = False  # measure one thread and all threads, and print the quotient
     frozen: bool = False  # key and value get no gradient
     passes: tuple[str, ...] = PASSES
@@ -66,6 +68,8 @@ class Case:
     @property
     def pairs(self) -> int:
         """Visible (query, key) pairs of one head; causal is top-left aligned, as F.scaled_dot_product_attention."""
+        if self.mask == "bigbird":
+            return blocks.pairs(self)
         keys = self.visible_keys
         if not self.causal:
             return self.q_len * keys
@@ -86,6 +90,8 @@ class Case:
         d, dv = self.head_dim, self.v_head_dim
         if self.layer:
             return layers.LAYERS[self.layer].flops(self, which)
+        if self.function:
+            return functions.FUNCTIONS[self.function].flops(self, which)
         jvp = 3 * d + 2 * dv
         products = {
             "forward": d + dv,
@@ -119,7 +125,7 @@ class Case:
         """Few query rows against more keys and values than caches hold: DRAM may set the pace."""
         keys = self.batch * self.kv_heads * self.kv_len * (self.head_dim + self.v_head_dim) * self.torch_dtype.itemsize
         return (
-            not self.layer
+            not (self.layer or self.function)
             and (self.q_len * self.heads // self.kv_heads <= 16 or bool(self.decode))
             and keys >= 16 << 20
         )
@@ -127,7 +133,7 @@ class Case:
     def shape(self) -> dict:
         """The fields that matter to a reader of the JSON file."""
         names = "batch heads kv_heads q_len kv_len head_dim v_head_dim dtype causal mask dropout layout layer decode"
-        return {name: getattr(self, name) for name in names.split()}
+        return {name: getattr(self, name) for name in (*names.split(), "function", "extent")}
 
     def tiny(self) -> Case:
         """The same kind of case at a size that takes microseconds, for tests."""
@@ -136,6 +142,7 @@ class Case:
         return dataclasses.replace(
             self, batch=min(2, self.batch), heads=group * min(2, self.kv_heads), kv_heads=min(2, self.kv_heads),
             q_len=min(24, self.q_len), kv_len=min(24, self.kv_len), head_dim=d, v_head_dim=16,
+            extent=min(self.extent, 16 if self.mask else 4),
             only_memory=False, check=True,
         )  # fmt: skip
 
@@ -187,7 +194,20 @@ def _decode() -> list[Case]:
     return cases
 
 
-CASES = _dense() + _decode() + [
+def _linear() -> list[Case]:
+    """Causal linear attention from where softmax attention is faster to where it is not."""
+    cases = []
+    for dtype, lengths in (("fp32", (128, 256, 512, 1024, 4096, 16384)), ("bf16", (256, 512, 1024, 4096, 16384))):
+        for n in lengths:
+            cases.append(
+                Case(
+                    f"linear-{dtype}-n{n}", "linear", heads=2, q_len=n, dtype=dtype, function="linear", check=n <= 4096
+                )
+            )
+    return cases
+
+
+CASES = _dense() + _decode() + _linear() + [
     # head sizes
     Case("fp32-d80-n1024-full", "dims", heads=4, head_dim=80),
     Case("fp32-d96-n1024-full", "dims", heads=4, head_dim=96),
@@ -237,6 +257,13 @@ CASES = _dense() + _decode() + [
     Case("memory-n16384", "memory", heads=1, q_len=16384, check=False, only_memory=True, passes=("forward", "both")),
     Case("memory-n16384-causal", "memory", heads=1, q_len=16384, check=False, only_memory=True, causal=True,
          passes=("forward", "both")),
+    # a mask of blocks, beside the same mask as a tensor
+    Case("blocks-fp32-n8192", "blocks", heads=2, q_len=8192, mask="bigbird", extent=64),
+    Case("blocks-bf16-n8192", "blocks", heads=2, q_len=8192, mask="bigbird", extent=64, dtype="bf16"),
+    # segments and windows: no tensor of the length squared
+    Case("infini-fp32-n8192", "functions", heads=2, q_len=8192, function="infini", extent=512, check=False),
+    Case("longformer-fp32-n8192", "functions", heads=2, q_len=8192, function="longformer", extent=256, check=False),
+    Case("longformer-fp32-n32768", "functions", heads=2, q_len=32768, function="longformer", extent=256, check=False),
     # whole layers of equal width, heads and length
     Case("layer-mha", "layers", batch=4, q_len=512, layer="mha", quick=True),
     Case("layer-gpt", "layers", batch=4, q_len=512, layer="gpt", causal=True),

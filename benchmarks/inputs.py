@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import layers
+from . import blocks, layers
 
 
 @dataclass
@@ -63,6 +63,8 @@ def make(case, device: str = "cpu", seed: int = 0) -> Inputs:
     mask = None
     if case.mask == "padding":  # True = may attend
         mask = (torch.arange(case.kv_len, device=device) < case.visible_keys).expand(case.batch, 1, 1, -1).contiguous()
+    elif case.mask == "bigbird":
+        mask = blocks.dense(case).to(device)
     elif case.mask:
         mask = normal(case.batch, case.heads, case.q_len, case.kv_len)
     tensors = (query, key, value) + ((mask,) if case.mask == "float-grad" else ())

@@ -12,10 +12,12 @@ import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.colors import LogNorm  # noqa: E402
 
 COLOURS = {"ours": "#d62728", "sdpa": "#1f77b4", "sdpa-math": "#7f7f7f", "flex": "#2ca02c", "mha": "#9467bd"}
+COLOURS |= {"plain": "#8c564b", "softmax": "#ff7f0e"}
 
 
 def write(document: dict, folder: Path) -> list[Path]:
-    """speed_<pass>.png and ratio.png in the folder; returns the paths written."""
+    """speed_<pass>.png, ratio.png and crossover.png in the folder, as far as there is something to show; returns the
+    paths written."""
     folder.mkdir(parents=True, exist_ok=True)
     timed = [record for record in document["cases"] if any("seconds" in r for r in record["results"].values())]
     written = []
@@ -25,6 +27,8 @@ def write(document: dict, folder: Path) -> list[Path]:
             written.append(path)
     if _ratio(document, timed, folder / "ratio.png"):
         written.append(folder / "ratio.png")
+    if _crossover(document, timed, folder / "crossover.png"):
+        written.append(folder / "crossover.png")
     return written
 
 
@@ -120,6 +124,41 @@ def _ratio(document: dict, records: list[dict], path: Path) -> bool:
     bar = figure.colorbar(image, ax=axis, shrink=0.4)
     bar.ax.minorticks_off()
     bar.set_ticks([1 / 4, 1 / 2, 1, 2, 4], labels=["1/4", "1/2", "1", "2", "4"])
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return True
+
+
+def _crossover(document: dict, records: list[dict], path: Path) -> bool:
+    """Time a row against length: linear attention beside softmax attention and plain PyTorch."""
+    families: dict[tuple[str, str], list[dict]] = {}
+    for record in records:
+        if "softmax" in record["results"]:
+            families.setdefault((record["shape"]["dtype"], record["pass"]), []).append(record)
+    if not families:
+        return False
+    figure, axes = plt.subplots(
+        1, len(families), figsize=(3.6 * len(families), 3.6), squeeze=False, sharey=True, layout="constrained"
+    )
+    for axis, ((dtype, which), family) in zip(axes.flat, families.items()):
+        family.sort(key=lambda record: record["shape"]["q_len"])
+        for name in ("ours", "softmax", "plain"):
+            points = [
+                (r["shape"]["q_len"], r["results"][name]["seconds"] * 1e9 / r["shape"]["q_len"] / r["shape"]["heads"])
+                for r in family
+                if "seconds" in r["results"].get(name, {})
+            ]
+            label = "linear (ours)" if name == "ours" else f"linear ({name} PyTorch)" if name == "plain" else name
+            if points:
+                axis.plot(*zip(*points), marker="o", label=label, color=COLOURS[name])
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_title(f"{dtype} {which}", fontsize=10)
+        axis.set_xlabel("sequence length")
+        axis.grid(alpha=0.3)
+    axes[0, 0].set_ylabel("ns a row and head")
+    axes[0, 0].legend(fontsize=7)
+    figure.suptitle(f"linear attention beside softmax attention, causal\n{_caption(document)}", fontsize=10)
     figure.savefig(path, dpi=110)
     plt.close(figure)
     return True

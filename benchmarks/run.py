@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from . import ceilings, compare, inputs, machine, memory, peers, report
+from . import ceilings, compare, crossover, inputs, machine, memory, peers, report
 from .cases import CASES, DERIVATIVES, GPU_CASES, PASSES, Case, from_shape, select
 from .measure import blank, measure
 from .truth import Truth
@@ -153,6 +153,8 @@ def main(argv: list[str] | None = None) -> int:
     if old:
         confirm(document, old, args, console)
     report.table(document, console)
+    document["crossover"] = crossover.find(document["cases"])
+    crossover.report(document["crossover"], console)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(document, indent=1) + "\n")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
 
-from . import layers
+from . import functions, layers
 from .inputs import Inputs
 
 ROWS = 512  # query rows at a time
@@ -55,6 +56,13 @@ class Truth:
                 out = layers.LAYERS[case.layer].compose(case, _plain, *leaves)
             self.grads = torch.autograd.grad(out, leaves, inputs.grad.double())
             self.out = out.detach()
+            return
+        if case.function:
+            leaves = [t[:1].double().requires_grad_() for t in inputs.tensors]
+            with torch.enable_grad():
+                out = functions.FUNCTIONS[case.function].exact(dataclasses.replace(case, batch=1), *leaves)
+            self.grads = [g[0] for g in torch.autograd.grad(out, leaves, inputs.grad[:1].double())]
+            self.out = out.detach()[0]
             return
         mask = None if inputs.mask is None else inputs.mask[0, : self.group]
         q, k, v = (t[0, :heads] for t, heads in zip(inputs.tensors, (self.group, 1, 1)))

@@ -1,6 +1,7 @@
 """The benchmark's own logic: counts, inputs, comparison, files. How fast anything is, is not tested here."""
 
 import copy
+import dataclasses
 import json
 import subprocess
 import sys
@@ -15,11 +16,11 @@ import attnjourney
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from benchmarks import cases, compare, inputs, layers, memory, peers, plots, readme, run  # noqa: E402
+from benchmarks import blocks, cases, compare, crossover, functions, inputs, layers, memory, peers, plots, readme, run  # noqa: E402
 from benchmarks.cases import CASES, Case, from_shape, select  # noqa: E402
 from benchmarks.truth import Truth, _plain  # noqa: E402
 
-FULL = [case for case in CASES if not (case.causal or case.mask or case.layer)]
+FULL = [case for case in CASES if not (case.causal or case.mask or case.layer or case.function)]
 
 
 def test_names_are_unique_and_every_figure_of_the_readme_has_its_case():
@@ -80,6 +81,38 @@ def test_pairs_are_the_visible_ones(causal, kv_len, mask):
     assert case.pairs == visible.sum()
 
 
+def test_pairs_of_blocks_and_windows_are_the_visible_ones():
+    case = Case("x", "x", q_len=100, kv_len=70, mask="bigbird", extent=16)
+    assert case.pairs == blocks.dense(case).sum() == inputs.make(case).mask.sum()
+    case = Case("x", "x", heads=1, q_len=40, head_dim=4, function="longformer", extent=5)
+    i, j = torch.arange(40)[:, None], torch.arange(40)
+    seen = ((i - j).abs() <= 5) | (j < functions.GLOBAL_TOKENS) | (i < functions.GLOBAL_TOKENS)
+    assert functions.longformer_pairs(case) == seen.sum()
+    assert case.flops("forward") == 2 * seen.sum() * 8
+
+
+def test_linear_flops_are_those_of_the_products_of_whole_chunks():
+    """All but the products with the denominator, of which the diagonal blocks are half."""
+    case = Case("x", "x", heads=3, q_len=4 * functions.CHUNK, head_dim=16, v_head_dim=24, function="linear")
+    with FlopCounterMode(display=False) as counter:
+        functions.FUNCTIONS["linear"].plain(case, *inputs.make(case).tensors)
+    chunk, rows = functions.CHUNK, case.heads * case.q_len
+    hidden = rows * (chunk - 1) * (case.head_dim + case.v_head_dim)
+    assert case.flops("forward") == counter.get_total_flops() - hidden - rows * 2 * case.head_dim
+    assert case.flops("backward") > 2 * case.flops("forward")
+
+
+def test_the_crossover_lies_where_the_two_are_equal():
+    def record(length, ratio, which="forward"):
+        shape = {"dtype": "fp32", "q_len": length}
+        return {"pass": which, "shape": shape, "results": {"softmax": {"ratio": ratio}} if ratio else {}}
+
+    found = crossover.find([record(400, 2.0), record(100, 0.5), record(1600, None), record(200, 8, "backward")])
+    assert found == [{"dtype": "fp32", "pass": "forward", "length": 200, "ratios": {100: 0.5, 400: 2.0}}]
+    assert crossover.find([record(1, 2.0), record(2, 3.0)])[0]["length"] is None
+    assert crossover.find([]) == []
+
+
 @pytest.mark.parametrize("which", cases.DERIVATIVES)
 def test_derivative_passes_agree_with_the_math_backend(which):
     case = next(case for case in CASES if which in case.passes and not case.only_memory).tiny()
@@ -102,13 +135,13 @@ def test_every_case_is_built_alike_for_ours_and_the_peers(case):
     assert [t.stride(-1) for t in tensors.tensors] == [1] * len(tensors.tensors)
     if case.layout != "bhnd":
         assert not any(t.is_contiguous() for t in tensors.tensors[:3])
-    for peer in (peers.OURS, *map(peers.PEERS.get, ("sdpa", "sdpa-math", "mha"))):
+    for peer in (peers.OURS, *map(peers.PEERS.get, ("sdpa", "sdpa-math", "mha", "plain"))):
         try:
             calls = [
                 peer.build(case, tensors, which) for which in cases.PASSES if which in case.passes or not case.decode
             ]
         except peers.Skip:
-            assert peer.name == "mha"
+            assert peer.name in ("mha", "plain") or case.function
             continue
         with peer.context():
             with torch.no_grad():
@@ -223,6 +256,21 @@ def test_plots_are_written(document, tmp_path):
     written = plots.write(document, tmp_path)
     assert [path.name for path in written] == ["speed_forward.png", "speed_backward.png", "speed_both.png", "ratio.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+
+
+def test_the_crossover_is_printed_saved_and_drawn(tmp_path, monkeypatch, capsys):
+    small = [
+        dataclasses.replace(case.tiny(), q_len=n, kv_len=n) for case in select("linear-fp32-n128") for n in (16, 24)
+    ]
+    monkeypatch.setattr(run, "select", lambda pattern, cases: small)
+    path = tmp_path / "new.json"
+    arguments = "--case x --peers plain,softmax --passes forward,backward --threads 1 --seconds 0.002 --no-memory"
+    assert run.main([*arguments.split(), "--json", str(path), "--plot", str(tmp_path)]) == 0
+    document = json.loads(path.read_text())
+    assert [(x["dtype"], x["pass"]) for x in document["crossover"]] == [("fp32", "forward"), ("fp32", "backward")]
+    assert all(list(x["ratios"]) == ["16", "24"] for x in document["crossover"])
+    assert "linear attention beside softmax, fp32 forward:" in capsys.readouterr().out
+    assert (tmp_path / "crossover.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_compare_finds_what_got_slower_at_the_same_ceiling(document, tmp_path, capsys):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import deepseek, flex, jax, module, onnx, ours, sdpa, zen
+from . import deepseek, flex, jax, module, onnx, ours, plain, sdpa, zen
 from .base import Peer, Skip
 
 __all__ = ["DEFAULT", "OURS", "PEERS", "QUICK", "Peer", "Skip", "find"]
@@ -14,6 +14,8 @@ PEERS: dict[str, Peer] = {
         *sdpa.PEERS,
         module.Module(),
         *deepseek.PEERS,
+        plain.Plain(),
+        plain.Softmax(),
         flex.Flex(),
         onnx.OnnxRuntime(),
         jax.Jax(),

@@ -20,6 +20,7 @@ class Peer:
 
     name = ""
     about = ""
+    same_function = True  # computes what ours does: its error is one
 
     def missing(self, device: str) -> str | None:
         """Why this peer cannot take part at all (not installed, other device), or None."""
@@ -50,6 +51,8 @@ class TorchPeer(Peer):
 
     def function(self, case, inputs: Inputs) -> Callable:
         """f(*inputs.tensors) -> output. Raises Skip."""
+        if case.function:
+            raise Skip("softmax attention")
         attend = self.attend(case, inputs)
         if case.layer:
             compose = layers.LAYERS[case.layer].compose

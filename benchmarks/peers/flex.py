@@ -6,6 +6,7 @@ import functools
 
 import torch
 
+from .. import blocks
 from .base import Skip, TorchPeer
 
 
@@ -34,9 +35,13 @@ class Flex(TorchPeer):
         if padding:
             keep = inputs.mask[:, 0, 0]
             rules.append(lambda batch, head, query, key: keep[batch, key])
+        if case.mask == "bigbird":
+            pattern, size = blocks.of_case(case).to(inputs.grad.device), case.extent
+            rules.append(lambda batch, head, query, key: pattern[query // size, key // size])
+            padding = True  # the mask is the rule's
         block = None
         if rules:
-            batch, device = case.batch if padding else None, inputs.grad.device
+            batch, device = case.batch if case.mask == "padding" else None, inputs.grad.device
             block = create_block_mask(and_masks(*rules), batch, None, case.q_len, case.kv_len, device=str(device))
         compiled, gqa = self.compiled, case.heads != case.kv_heads
 

@@ -18,7 +18,7 @@ class Jax(Peer):
         return None if importlib.util.find_spec("jax") else "not installed"
 
     def build(self, case, inputs, which):
-        if case.layer or case.dropout:
+        if case.layer or case.function or case.dropout:
             raise Skip("no dropout" if case.dropout else "attention alone")
         if case.dtype == "fp64":
             raise Skip("fp64 is off by default")
@@ -38,7 +38,7 @@ class Jax(Peer):
         q, k, v = (take(t) for t in inputs.tensors[:3])
         grad = take(inputs.grad)
         bias = mask = None
-        if case.mask == "padding":
+        if case.mask in ("padding", "bigbird"):
             mask = jnp.asarray(inputs.mask.cpu().numpy())
         elif case.mask:
             bias = jnp.asarray(inputs.mask.detach().float().cpu().numpy()).astype(kind)

@@ -22,7 +22,7 @@ class OnnxRuntime(Peer):
     def build(self, case, inputs, which):
         if which != "forward":
             raise Skip("forward only")
-        if case.layer or case.dropout:
+        if case.layer or case.function or case.dropout:
             raise Skip("no dropout" if case.dropout else "attention alone")
         import onnx
         import onnxruntime

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .. import layers
+from .. import functions, layers
 from .base import Skip, TorchPeer
 
 
@@ -16,6 +16,9 @@ class Ours(TorchPeer):
         import attnjourney  # noqa: F401  registers the operators
 
     def function(self, case, inputs):
+        if case.function:
+            ours = functions.FUNCTIONS[case.function].ours
+            return lambda *tensors: ours(case, *tensors)
         if not case.layer:
             return super().function(case, inputs)
         layer = layers.LAYERS[case.layer]
@@ -27,6 +30,11 @@ class Ours(TorchPeer):
         if case.decode:
             decode, (key, value, lengths, options) = torch.ops.attnjourney.decode, _cache(case, inputs)
             return lambda q, k, v, causal, mask=None: decode(q, key, value, lengths, **options)[0]
+        if case.mask == "bigbird":
+            import attnjourney
+
+            blocks = attnjourney.BlockMask.from_dense(inputs.mask, case.extent)
+            return lambda q, k, v, causal, mask=None: attnjourney.attention(q, k, v, blocks, is_causal=causal)
         operator, dropout, gqa = torch.ops.attnjourney.attention, case.dropout, case.heads != case.kv_heads
         return lambda q, k, v, causal, mask=None: operator(q, k, v, mask, dropout, causal, enable_gqa=gqa)
 

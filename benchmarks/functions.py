@@ -1,0 +1,153 @@
+"""Functions that are no single softmax attention: ours, plain PyTorch beside it, fp64, FLOP and bytes.
+
+Tensors: query, key, value (batch, heads, length, dim). `extent` of a case: the window of `longformer`, the segment of
+`infini`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+CHUNK = 64  # rows: what FLOP are counted for
+GLOBAL_TOKENS = 4
+
+
+def _group(x: torch.Tensor, case) -> torch.Tensor:
+    return x.repeat_interleave(case.heads // case.kv_heads, 1)
+
+
+# ---- linear attention, causal
+
+
+def _chunked(case, q, k, v, chunk: int = CHUNK):
+    """Chunked causal linear attention as written by hand in PyTorch: all chunks at once, states by a running sum in
+    float32."""
+    length, dtype = q.shape[2], q.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    padding = (0, 0, 0, -length % chunk)
+    q, k = F.pad(F.elu(q) + 1, padding), F.pad(F.elu(k) + 1, padding)
+    q, k, v = (x.unflatten(2, (-1, chunk)) for x in (q, k, F.pad(v, padding)))
+    states, sums = (k.mT @ v).to(wide), k.sum(-2, dtype=wide)
+    states, sums = ((x.cumsum(2) - x).to(dtype) for x in (states, sums))
+    own = (q @ k.mT).tril()
+    denominator = q @ sums.unsqueeze(-1) + own.sum(-1, keepdim=True) + 1e-6
+    return ((q @ states + own @ v) / denominator).flatten(2, 3)[:, :, :length]
+
+
+def _linear(case, q, k, v):
+    import attnjourney
+
+    return attnjourney.linear_attention(q, k, v)
+
+
+def _exact_linear(case, q, k, v):
+    from attnjourney import reference
+
+    return reference.linear_attention(q, k, v)
+
+
+def _linear_flops(case, which: str) -> int:
+    """In chunks of CHUNK rows. Forward: Q S, K^T V, and half of Q K^T and P V. Backward, two sweeps: dN S^T, S; V T^T,
+    K T, T; and half of P (in both), P K, Q K^T, P^T Q, A^T dN."""
+    d, dv = case.head_dim, case.v_head_dim
+    state, own = 2 * d * dv, CHUNK + 1
+    row = 2 * state + own * (d + dv) if which == "forward" else 5 * state + own * (3 * d + 3 * dv)
+    return case.batch * case.heads * case.q_len * row
+
+
+# ---- Infini-attention, segments of `extent` rows
+
+
+def _beta(case, x):
+    return torch.linspace(-1, 1, case.heads, dtype=x.dtype)
+
+
+def _infini(case, q, k, v):
+    import attnjourney
+
+    return attnjourney.infini_attention(q, k, v, _beta(case, q), segment_length=case.extent)
+
+
+def _infini_loop(case, q, k, v):
+    """Munkhdalai et al. 2024, segment by segment."""
+    gate = _beta(case, q).sigmoid()[:, None, None]
+    memory, total, outs = 0, 0, []
+    for rows in range(0, q.shape[2], case.extent):
+        own = [x[:, :, rows : rows + case.extent] for x in (q, k, v)]
+        out = F.scaled_dot_product_attention(*own, is_causal=True) * (1 - gate)
+        seen, kept = F.elu(own[0]) + 1, F.elu(own[1]) + 1
+        if rows:
+            out = out + gate * (seen @ memory) / (seen @ total)
+        memory = memory + kept.mT @ own[2]
+        total = total + kept.sum(-2).unsqueeze(-1)
+        outs.append(out)
+    return torch.cat(outs, 2)
+
+
+def _exact_infini(case, q, k, v):
+    from attnjourney import reference
+
+    return reference.infini_attention(q, k, v, _beta(case, q), segment_length=case.extent)
+
+
+def _infini_flops(case, which: str) -> int:
+    """Causal softmax inside segments, a read and a write of the memory for each row; backwards two and a half times."""
+    d, dv = case.head_dim, case.v_head_dim
+    pairs = (case.extent + 1) / 2
+    row = 2 * pairs * (d + dv) + 4 * d * dv
+    if which == "backward":
+        row = 2 * pairs * (3 * d + 2 * dv) + 10 * d * dv
+    return int(case.batch * case.heads * case.q_len * row)
+
+
+# ---- Longformer, a window of `extent` to each side and GLOBAL_TOKENS global tokens
+
+
+def _globals(case, x):
+    mask = torch.zeros(case.batch, case.q_len, dtype=torch.bool, device=x.device)
+    mask[:, :GLOBAL_TOKENS] = True
+    return mask
+
+
+def _longformer(case, q, k, v):
+    import attnjourney
+
+    return attnjourney.longformer_attention(q, k, v, window=case.extent, global_mask=_globals(case, q))
+
+
+def _exact_longformer(case, q, k, v):
+    from attnjourney import reference
+
+    return reference.longformer_attention(q, k, v, window=case.extent, global_mask=_globals(case, q))
+
+
+def longformer_pairs(case) -> int:
+    """Local tokens see their window and the global tokens, each once; these see all."""
+    n, w, g = case.q_len, case.extent, min(GLOBAL_TOKENS, case.q_len)
+    window = sum(min(n - 1, i + w) - max(g, i - w) + 1 for i in range(g, n))
+    return window + (n - g) * g + g * n
+
+
+def _longformer_flops(case, which: str) -> int:
+    d, dv = case.head_dim, case.v_head_dim
+    pair = 2 * (d + dv) if which == "forward" else 2 * (3 * d + 2 * dv)
+    return case.batch * case.heads * longformer_pairs(case) * pair
+
+
+@dataclass(frozen=True)
+class Function:
+    ours: Callable  # (case, query, key, value) -> out
+    plain: Callable | None  # the same in plain PyTorch, O(length) memory
+    exact: Callable  # the same by its definition, for fp64
+    flops: Callable  # (case, "forward" or "backward") -> int
+
+
+FUNCTIONS = {
+    "linear": Function(_linear, _chunked, _exact_linear, _linear_flops),
+    "infini": Function(_infini, _infini_loop, _exact_infini, _infini_flops),
+    "longformer": Function(_longformer, None, _exact_longformer, _longformer_flops),
+}
