@@ -24,6 +24,7 @@ from .ops import (
 )
 from .positions import alibi_slopes, rope, rope_frequencies, sinusoidal_positions
 from .replace import replace_attention
+from .seeing import capture
 
 __all__ = [
     "BlockMask",
@@ -36,6 +37,7 @@ __all__ = [
     "alibi_slopes",
     "attention",
     "attention_weights",
+    "capture",
     "cpu_info",
     "decode",
     "explain",

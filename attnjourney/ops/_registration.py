@@ -59,6 +59,7 @@ from ._nodes import eager_node, transformed_node
 from ._operator import NAMESPACE, Operator, Signature, draw_seed
 
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # lives as long as the module: its kernels go with it
+OPERATORS: dict[str, Operator] = {}  # by name, all that `register` has completed
 
 _any_requires_grad = torch._C._any_requires_grad
 _below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -127,7 +128,7 @@ def register(
     """
     if (composite is None) == (vmap is None):
         raise TypeError("register: give one of composite and vmap")
-    op = Operator(name, prepare, composite)
+    op = OPERATORS[name] = Operator(name, prepare, composite)
     derivatives = Derivatives(op, vmap[1:] if vmap else ())
     _register_kernels(op, name, derivatives)
     _register_functorch(op, name, derivatives, composite, vmap, autocast)

@@ -1,0 +1,220 @@
+"""What the softmax of each operator reads: its query, key, lse and options, from the arguments and results of a call.
+
+The layers' forward operators give out their projected queries and keys for the backward, and every forward its lse, so
+that nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..reference.mha import attention_mask
+
+
+@dataclass
+class Scores:
+    """weights = exp(score - lse). query (..., H, L, E), key (..., Hk, S, E), lse (..., H, L); options as
+    torch.ops.attnjourney.attention has them, with attn_mask and is_causal."""
+
+    query: Tensor
+    key: Tensor
+    lse: Tensor
+    options: dict = field(default_factory=dict)
+    dtype: torch.dtype | None = None  # of the weights, query's by default
+    first_key: Tensor | None = None  # (B,), the number in its sequence of what is key 0 here
+    row_mask: Callable[[Tensor], Tensor] | None = None  # rows -> the whole mask of these rows, in place of options
+
+    @property
+    def heads(self) -> int:
+        return self.lse.shape[-2] if self.query.dim() >= 3 else 1
+
+    @property
+    def length(self) -> int:
+        return self.query.shape[-2]
+
+    def weights(self, heads: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """(..., heads, rows, S) in query's dtype and lse (..., heads, rows); rows may be negative."""
+        rows = rows % max(self.length, 1)
+        query, lse, options, at = self.query, self.lse, self.options, rows
+        if self.row_mask is not None:
+            query, lse = (x.index_select(d, rows.to(x.device)) for x, d in ((query, -2), (lse, -1)))
+            options, at = {"attn_mask": self.row_mask(rows)}, torch.arange(len(rows))
+        weights = torch.ops.attnjourney._attention_weights(query, self.key, lse, at, heads, **options)
+        lse = lse.index_select(-1, at.to(lse.device))
+        if self.query.dim() >= 3:
+            lse = lse.index_select(-2, heads.to(lse.device))
+        return weights if self.dtype is None else weights.to(self.dtype), lse
+
+
+class PackedScores(Scores):
+    """Sequences packed one after the other: query (total, H, E), key (total, Hk, E), lse (H, total)."""
+
+    def __init__(self, query, key, lse, ends_q, ends_k, options):
+        super().__init__(query, key, lse, options)
+        self.ends = ends_q.tolist(), ends_k.tolist()
+
+    @property
+    def length(self) -> int:
+        return max((b - a for a, b in zip(self.ends[0], self.ends[0][1:])), default=0)
+
+    def weights(self, heads: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, heads, rows, longest S) and (B, heads, rows): 0 and -inf beyond a sequence's own rows and keys; negative
+        rows count from each sequence's own end."""
+        batch, longest = len(self.ends[0]) - 1, max((b - a for a, b in zip(self.ends[1], self.ends[1][1:])), default=0)
+        weights = self.query.new_zeros(batch, len(heads), len(rows), longest)
+        lse = self.lse.new_full(weights.shape[:3], -torch.inf)
+        for b in range(batch):
+            q, k = (slice(ends[b], ends[b + 1]) for ends in self.ends)
+            own = torch.where(rows < 0, rows + (q.stop - q.start), rows)
+            here = ((own >= 0) & (own < q.stop - q.start)).nonzero().squeeze(1)
+            options = {
+                name: x[b] if name in ("sinks", "alibi_slopes") and x is not None and x.dim() == 2 else x
+                for name, x in self.options.items()
+            }
+            query, key = self.query[q].transpose(0, 1), self.key[k].transpose(0, 1)
+            scores = Scores(query, key, self.lse[:, q], options | {"enable_gqa": True})
+            part, part_lse = scores.weights(heads, own[here])
+            weights[b, :, here, : k.stop - k.start], lse[b, :, here] = part, part_lse
+        return weights, lse
+
+
+_OPTIONS = (
+    "attn_mask", "is_causal", "scale", "enable_gqa", "causal_alignment", "window_size", "prefix_length", "key_lengths",
+    "query_lengths", "softcap", "sinks", "alibi_slopes",
+)  # fmt: skip
+
+
+def _options(call: dict) -> dict:
+    return {name: call[name] for name in _OPTIONS if name in call}
+
+
+def _split(x: Tensor, heads: int) -> Tensor:
+    """(batch, seq, heads * dim) -> (batch, heads, seq, dim)."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def _attention(call: dict, outputs: tuple) -> Scores:
+    return Scores(call["query"], call["key"], outputs[1], _options(call))
+
+
+def _varlen(call: dict, outputs: tuple) -> Scores:
+    return PackedScores(
+        call["query"], call["key"], outputs[1], call["cu_seqlens_q"], call["cu_seqlens_k"], _options(call)
+    )
+
+
+def _gpt(call: dict, outputs: tuple) -> Scores:
+    _, _, lse, qkv = outputs
+    query, key, _ = (_split(x, call["num_heads"]) for x in qkv.chunk(3, -1))
+    return Scores(query, key, lse, {"is_causal": True})
+
+
+def _gqa(call: dict, outputs: tuple) -> Scores:
+    _, query, key, _, _, lse = outputs
+    query, key = _split(query, call["num_heads"]), _split(key, call["num_kv_heads"])
+    return Scores(query, key, lse, {"is_causal": call["is_causal"], "enable_gqa": True})
+
+
+def _mla(call: dict, outputs: tuple) -> Scores:
+    _, query, kv, kv_a, _, _, _, _, lse = outputs
+    heads, nope, rope = call["num_heads"], call["qk_nope_head_dim"], call["qk_rope_head_dim"]
+    shared = kv_a[..., kv_a.shape[-1] - rope :].unsqueeze(1).expand(-1, heads, -1, -1)  # already turned
+    key = torch.cat([_split(kv, heads)[..., :nope], shared], -1)
+    return Scores(_split(query, heads), key, lse, {"is_causal": call["is_causal"], "scale": call["scale"]})
+
+
+def _mha(call: dict, outputs: tuple) -> Scores:
+    _, _, lse, projected = outputs
+    query, key, value, heads = call["query"], call["key"], call["value"], call["num_heads"]
+    batch, length, embed = query.shape
+    keys = length if key is None else key.shape[1]
+    # `projected` holds one block per distinct input; the projections of a block lie side by side (csrc/mha.cpp)
+    with_query = 3 if key is None and value is None else 2 if key is None else 1
+    first = projected[: batch * length * with_query * embed].view(batch, length, with_query * embed)
+    q = first[..., :embed]
+    if key is None:
+        k = first[..., embed : 2 * embed]
+    else:
+        width = embed * (2 if value is None else 1)
+        k = projected[first.numel() :][: batch * keys * width].view(batch, keys, width)[..., :embed]
+    scores = Scores(_split(q, heads), _split(k, heads), lse)
+    attn_mask, padding, is_causal = call["attn_mask"], call["key_padding_mask"], call["is_causal"]
+    if attn_mask is None or padding is None:
+        scores.options = {"is_causal": is_causal, "attn_mask": attention_mask(attn_mask, padding, heads)}
+        return scores
+
+    def row_mask(rows: Tensor) -> Tensor:  # both masks together would be (batch, heads or 1, L, S)
+        rows = rows.to(attn_mask.device)
+        mask = attention_mask(attn_mask.index_select(-2, rows), padding, heads)
+        if not is_causal:
+            return mask
+        past = torch.arange(keys, device=rows.device) <= rows.unsqueeze(1)
+        return mask & past if mask.dtype == torch.bool else torch.where(past, mask, -torch.inf)
+
+    scores.row_mask = row_mask
+    return scores
+
+
+def _over_cache(call: dict, lengths: Tensor, longest: int) -> dict:
+    """The options of an attention over keys 0 .. longest - 1, whose query rows are the last of each sequence."""
+    options = _options(call) | {"causal_alignment": 1, "key_lengths": lengths}
+    mask = call["attn_mask"]
+    if mask is not None and mask.dim():
+        options["attn_mask"] = mask[..., :longest]
+    return options
+
+
+def _decode(call: dict, outputs: tuple) -> Scores:
+    query, key, lengths, table = (call[name] for name in ("query", "key", "lengths", "block_table"))
+    longest = int(lengths.max()) if lengths.numel() else 0
+    first_key = None
+    if call["ring"]:
+        first_key = (lengths - key.shape[2]).clamp(min=0)
+        lengths, longest = lengths - first_key, min(longest, key.shape[2])
+        columns = first_key[:, None] + torch.arange(longest, device=key.device)  # (B, longest)
+        slots = (columns % key.shape[2])[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3])
+        key = key.gather(2, slots)
+        mask = call["attn_mask"]
+        if mask is not None and mask.dim() and mask.shape[-1] != 1:
+            mask = mask[(None,) * (4 - mask.dim())].expand(query.shape[0], -1, -1, -1)
+            at = columns.clamp(max=mask.shape[-1] - 1)[:, None, None, :].expand(*mask.shape[:3], -1)
+            call = call | {"attn_mask": mask.gather(-1, at)}
+    elif table is not None:
+        blocks = table[:, : -(-longest // key.shape[2])].clamp(min=0).long()
+        key = key[blocks].transpose(1, 2).flatten(2, 3)  # (B, Hkv, longest or more, E)
+    options = _over_cache(call, lengths, longest) | {"enable_gqa": True}
+    return Scores(query, key[:, :, :longest], outputs[1], options, first_key=first_key)
+
+
+def _mla_decode(call: dict, outputs: tuple) -> Scores:
+    """In the latent space, where one key serves all heads: [q_nope W_UK, q_rope] . [c, k_rope]."""
+    query, latent, lengths, weight = (call[name] for name in ("query", "latent", "lengths", "kv_b_weight"))
+    longest = int(lengths.max()) if lengths.numel() else 0
+    latent = latent[:, :longest].unsqueeze(1)
+    rank, width = weight.shape[1], query.shape[-1]
+    nope = width - (latent.shape[-1] - rank)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    up = weight.unflatten(0, (query.shape[1], -1))[:, :nope].to(wide)  # (H, nope, rank)
+    absorbed = torch.cat([query[..., :nope].to(wide) @ up, query[..., nope:].to(wide)], -1)
+    options = _over_cache(call, lengths, longest)
+    if options["scale"] is None:
+        options["scale"] = width**-0.5
+    if options["attn_mask"] is not None and options["attn_mask"].is_floating_point():
+        options["attn_mask"] = options["attn_mask"].to(wide)
+    return Scores(absorbed, latent.to(wide), outputs[1], options, dtype=query.dtype)
+
+
+READERS: dict[str, Callable[[dict, tuple], Scores]] = {
+    "attention": _attention,
+    "varlen_attention": _varlen,
+    "gpt_attention": _gpt,
+    "gqa": _gqa,
+    "mla": _mla,
+    "mha": _mha,
+    "decode": _decode,
+    "mla_decode": _mla_decode,
+}
