@@ -24,7 +24,7 @@ from .ops import (
 )
 from .positions import alibi_slopes, rope, rope_frequencies, sinusoidal_positions
 from .replace import replace_attention
-from .seeing import capture
+from .seeing import capture, trace, trace_module
 
 __all__ = [
     "BlockMask",
@@ -56,5 +56,7 @@ __all__ = [
     "rope",
     "rope_frequencies",
     "sinusoidal_positions",
+    "trace",
+    "trace_module",
     "varlen_attention",
 ]

@@ -197,15 +197,17 @@ def _visible(
     prefix_length: int,
     key_lengths: Tensor | None,
     query_lengths: Tensor | None,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(..., Hq, L, S): True where the row may see the key; and |row position - key|."""
-    rows = torch.arange(query.shape[-2], device=query.device)[:, None]
+    """(..., Hq, L, S): True where the row may see the key; and |row position - key|. With `rows` of these rows alone,
+    to which attn_mask then belongs."""
+    rows = (torch.arange(query.shape[-2], device=query.device) if rows is None else rows)[:, None]
     keys = torch.arange(key.shape[-2], device=query.device)
     q_len = query.shape[-2] if query_lengths is None else _per_item(query_lengths, query)
     kv_len = key.shape[-2] if key_lengths is None else _per_item(key_lengths, query)
     position = rows + (kv_len - q_len if causal_alignment == "bottom_right" else 0)  # top-left: key j <= row i
     left, right = (min(w, 1 << 40) for w in window_size)  # position + right must not overflow
-    visible = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device)
+    visible = torch.ones(len(rows), key.shape[-2], dtype=torch.bool, device=query.device)
     if is_causal:
         visible = visible & (keys <= position)
     if left >= 0:
@@ -215,7 +217,7 @@ def _visible(
     visible = (visible | (keys < prefix_length)) & (keys < kv_len) & (rows < q_len)
     if attn_mask is not None:
         visible = visible & (attn_mask if attn_mask.dtype == torch.bool else attn_mask != -math.inf)
-    return visible.expand(*query.shape[:-1], key.shape[-2]), (position - keys).abs()
+    return visible.expand(*query.shape[:-2], len(rows), key.shape[-2]), (position - keys).abs()
 
 
 # A product with 0 still passes on NaN and infinity, so where there are any, every pair (row, key) gets vectors of its
@@ -246,14 +248,20 @@ def dropout_keep_mask(seed: int | Tensor, batch: int, heads: int, q_len: int, kv
     (row, key // 8, batch * heads + head, 0), key = the halves of the seed. Its 128 bits serve 8 neighbouring keys, 16
     each, lowest first; a weight is dropped where they are below round(dropout_p * 65536).
     """
+    keep = kept(seed, torch.arange(batch * heads), torch.arange(q_len), kv_len, dropout_p)
+    return keep.reshape(batch, heads, q_len, kv_len)
+
+
+def kept(seed: int | Tensor, heads: Tensor, rows: Tensor, kv_len: int, dropout_p: float) -> Tensor:
+    """dropout_keep_mask for chosen rows of chosen heads, numbered batch * heads + head: (heads, rows, kv_len)."""
     word = 0xFFFFFFFF
     seed = int(seed)
     k0, k1 = seed & word, seed >> 32 & word
     octets = (kv_len + 7) // 8
-    shape = (batch * heads, q_len, octets)
-    c0 = torch.arange(q_len)[:, None].expand(shape)
+    shape = (len(heads), len(rows), octets)
+    c0 = rows[:, None].expand(shape)
     c1 = torch.arange(octets).expand(shape)
-    c2 = torch.arange(batch * heads)[:, None, None].expand(shape)
+    c2 = heads[:, None, None].expand(shape)
     c3 = torch.zeros(shape, dtype=torch.int64)
     for _ in range(7):
         high0, low0 = _multiply(0xD2511F53, c0)
@@ -261,7 +269,7 @@ def dropout_keep_mask(seed: int | Tensor, batch: int, heads: int, q_len: int, kv
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + 0x9E3779B9) & word, (k1 + 0xBB67AE85) & word
     words = torch.stack([c0, c1, c2, c3], -1)
-    bits = torch.stack([words & 0xFFFF, words >> 16], -1).reshape(batch, heads, q_len, 8 * octets)
+    bits = torch.stack([words & 0xFFFF, words >> 16], -1).reshape(len(heads), len(rows), 8 * octets)
     return bits[..., :kv_len] >= int(dropout_p * 65536 + 0.5)
 
 

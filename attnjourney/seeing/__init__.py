@@ -1,5 +1,6 @@
 """Seeing what attention does: the weights of a model while it runs, and one attention stage by stage."""
 
 from .capture import Captured, Record, capture
+from .trace import Trace, trace, trace_module
 
-__all__ = ["Captured", "Record", "capture"]
+__all__ = ["Captured", "Record", "Trace", "capture", "trace", "trace_module"]

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear, rms_norm
 
 from ..reference.mha import attention_mask
+from ._stages import attention_stages
 
 
 @dataclass
@@ -27,6 +29,11 @@ class Scores:
     dtype: torch.dtype | None = None  # of the weights, query's by default
     first_key: Tensor | None = None  # (B,), the number in its sequence of what is key 0 here
     row_mask: Callable[[Tensor], Tensor] | None = None  # rows -> the whole mask of these rows, in place of options
+    # for trace:
+    value: Tensor | Callable[[], Tensor] | None = None  # (..., Hk, S, Ev)
+    dropout: dict = field(default_factory=dict)  # dropout_p, dropout_seed
+    before: Callable[[], dict[str, Tensor]] = dict  # stages before query and key
+    expanded: Callable[[], Scores] | None = None  # the same attention with a key and a value for every head
 
     @property
     def heads(self) -> int:
@@ -43,7 +50,10 @@ class Scores:
         if self.row_mask is not None:
             query, lse = (x.index_select(d, rows.to(x.device)) for x, d in ((query, -2), (lse, -1)))
             options, at = {"attn_mask": self.row_mask(rows)}, torch.arange(len(rows))
-        weights = torch.ops.attnjourney._attention_weights(query, self.key, lse, at, heads, **options)
+        if query.device.type == "cpu":
+            weights = torch.ops.attnjourney._attention_weights(query, self.key, lse, at, heads, **options)
+        else:
+            weights = attention_stages(query, self.key, None, heads, at, **options)["weights"].to(query.dtype)
         lse = lse.index_select(-1, at.to(lse.device))
         if self.query.dim() >= 3:
             lse = lse.index_select(-2, heads.to(lse.device))
@@ -92,13 +102,18 @@ def _options(call: dict) -> dict:
     return {name: call[name] for name in _OPTIONS if name in call}
 
 
+def _dropout(call: dict) -> dict:
+    return {name: call[name] for name in ("dropout_p", "dropout_seed")}
+
+
 def _split(x: Tensor, heads: int) -> Tensor:
     """(batch, seq, heads * dim) -> (batch, heads, seq, dim)."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def _attention(call: dict, outputs: tuple) -> Scores:
-    return Scores(call["query"], call["key"], outputs[1], _options(call))
+    query, key, value = call["query"], call["key"], call["value"]
+    return Scores(query, key, outputs[1], _options(call), value=value, dropout=_dropout(call))
 
 
 def _varlen(call: dict, outputs: tuple) -> Scores:
@@ -109,22 +124,44 @@ def _varlen(call: dict, outputs: tuple) -> Scores:
 
 def _gpt(call: dict, outputs: tuple) -> Scores:
     _, _, lse, qkv = outputs
-    query, key, _ = (_split(x, call["num_heads"]) for x in qkv.chunk(3, -1))
-    return Scores(query, key, lse, {"is_causal": True})
+    query, key, value = (_split(x, call["num_heads"]) for x in qkv.chunk(3, -1))
+    return Scores(query, key, lse, {"is_causal": True}, value=value, dropout=_dropout(call))
 
 
 def _gqa(call: dict, outputs: tuple) -> Scores:
-    _, query, key, _, _, lse = outputs
-    query, key = _split(query, call["num_heads"]), _split(key, call["num_kv_heads"])
-    return Scores(query, key, lse, {"is_causal": call["is_causal"], "enable_gqa": True})
+    _, query, key, value, _, lse = outputs
+    counts = {"q": call["num_heads"], "k": call["num_kv_heads"], "v": call["num_kv_heads"]}
+    query, key, value = (_split(x, n) for x, n in zip((query, key, value), counts.values()))
+
+    def before() -> dict[str, Tensor]:
+        if call["cos"] is None:
+            return {}
+        raw = (_split(linear(call["x"], call[f"{n}_weight"], call[f"{n}_bias"]), counts[n]) for n in "qk")
+        return dict(zip(("query_unrotated", "key_unrotated"), raw))
+
+    options = {"is_causal": call["is_causal"], "enable_gqa": True}
+    return Scores(query, key, lse, options, value=value, before=before)
 
 
 def _mla(call: dict, outputs: tuple) -> Scores:
-    _, query, kv, kv_a, _, _, _, _, lse = outputs
+    _, query, kv, kv_a, _, q_a, _, _, lse = outputs
     heads, nope, rope = call["num_heads"], call["qk_nope_head_dim"], call["qk_rope_head_dim"]
-    shared = kv_a[..., kv_a.shape[-1] - rope :].unsqueeze(1).expand(-1, heads, -1, -1)  # already turned
-    key = torch.cat([_split(kv, heads)[..., :nope], shared], -1)
-    return Scores(_split(query, heads), key, lse, {"is_causal": call["is_causal"], "scale": call["scale"]})
+    rank, eps = kv_a.shape[-1] - rope, call["eps"]
+    k_pe = kv_a[..., rank:]  # already turned; of all heads
+    kv = _split(kv, heads)
+    key = torch.cat([kv[..., :nope], k_pe.unsqueeze(1).expand(-1, heads, -1, -1)], -1)
+
+    def before() -> dict[str, Tensor]:
+        stages, weight = {}, call["kv_a_norm_weight"]
+        if call["cos"] is not None:
+            norm = call["q_a_norm_weight"]
+            hidden = call["x"] if norm is None else rms_norm(q_a, norm.shape, norm, eps)
+            stages["query_unrotated"] = _split(linear(hidden, call["q_b_weight"]), heads)
+            stages["k_pe_unrotated"] = linear(call["x"], call["kv_a_weight"][rank:])
+        return stages | {"latent": rms_norm(kv_a[..., :rank], weight.shape, weight, eps), "k_pe": k_pe}
+
+    options = {"is_causal": call["is_causal"], "scale": call["scale"]}
+    return Scores(_split(query, heads), key, lse, options, value=kv[..., nope:], before=before)
 
 
 def _mha(call: dict, outputs: tuple) -> Scores:
@@ -141,7 +178,11 @@ def _mha(call: dict, outputs: tuple) -> Scores:
     else:
         width = embed * (2 if value is None else 1)
         k = projected[first.numel() :][: batch * keys * width].view(batch, keys, width)[..., :embed]
-    scores = Scores(_split(q, heads), _split(k, heads), lse)
+    if value is not None:
+        v = projected[projected.numel() - batch * keys * embed :].view(batch, keys, embed)
+    else:
+        v = (first if key is None else projected[first.numel() :].view(batch, keys, -1))[..., -embed:]
+    scores = Scores(_split(q, heads), _split(k, heads), lse, value=_split(v, heads), dropout=_dropout(call))
     attn_mask, padding, is_causal = call["attn_mask"], call["key_padding_mask"], call["is_causal"]
     if attn_mask is None or padding is None:
         scores.options = {"is_causal": is_causal, "attn_mask": attention_mask(attn_mask, padding, heads)}
@@ -169,25 +210,34 @@ def _over_cache(call: dict, lengths: Tensor, longest: int) -> dict:
 
 
 def _decode(call: dict, outputs: tuple) -> Scores:
-    query, key, lengths, table = (call[name] for name in ("query", "key", "lengths", "block_table"))
+    query, key, value, lengths = (call[name] for name in ("query", "key", "value", "lengths"))
+    table, capacity = call["block_table"], key.shape[2]
     longest = int(lengths.max()) if lengths.numel() else 0
-    first_key = None
+    first_key, in_order = None, lambda x: x
     if call["ring"]:
-        first_key = (lengths - key.shape[2]).clamp(min=0)
-        lengths, longest = lengths - first_key, min(longest, key.shape[2])
+        first_key = (lengths - capacity).clamp(min=0)
+        lengths, longest = lengths - first_key, min(longest, capacity)
         columns = first_key[:, None] + torch.arange(longest, device=key.device)  # (B, longest)
-        slots = (columns % key.shape[2])[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3])
-        key = key.gather(2, slots)
+        slots = (columns % capacity)[:, None, :, None]
         mask = call["attn_mask"]
         if mask is not None and mask.dim() and mask.shape[-1] != 1:
             mask = mask[(None,) * (4 - mask.dim())].expand(query.shape[0], -1, -1, -1)
             at = columns.clamp(max=mask.shape[-1] - 1)[:, None, None, :].expand(*mask.shape[:3], -1)
             call = call | {"attn_mask": mask.gather(-1, at)}
+
+        def in_order(x: Tensor) -> Tensor:
+            return x.gather(2, slots.expand(-1, x.shape[1], -1, x.shape[3]))
     elif table is not None:
-        blocks = table[:, : -(-longest // key.shape[2])].clamp(min=0).long()
-        key = key[blocks].transpose(1, 2).flatten(2, 3)  # (B, Hkv, longest or more, E)
+        blocks = table[:, : -(-longest // capacity)].clamp(min=0).long()
+
+        def in_order(x: Tensor) -> Tensor:
+            return x[blocks].transpose(1, 2).flatten(2, 3)  # (B, Hkv, longest or more, E)
+
     options = _over_cache(call, lengths, longest) | {"enable_gqa": True}
-    return Scores(query, key[:, :, :longest], outputs[1], options, first_key=first_key)
+    key = in_order(key)[:, :, :longest]
+    return Scores(
+        query, key, outputs[1], options, first_key=first_key, value=lambda: in_order(value)[:, :, :longest]
+    )  # fmt: skip
 
 
 def _mla_decode(call: dict, outputs: tuple) -> Scores:
@@ -195,17 +245,25 @@ def _mla_decode(call: dict, outputs: tuple) -> Scores:
     query, latent, lengths, weight = (call[name] for name in ("query", "latent", "lengths", "kv_b_weight"))
     longest = int(lengths.max()) if lengths.numel() else 0
     latent = latent[:, :longest].unsqueeze(1)
-    rank, width = weight.shape[1], query.shape[-1]
+    rank, heads, width = weight.shape[1], query.shape[1], query.shape[-1]
     nope = width - (latent.shape[-1] - rank)
     wide = torch.promote_types(query.dtype, torch.float32)
-    up = weight.unflatten(0, (query.shape[1], -1))[:, :nope].to(wide)  # (H, nope, rank)
-    absorbed = torch.cat([query[..., :nope].to(wide) @ up, query[..., nope:].to(wide)], -1)
+    up = weight.unflatten(0, (heads, -1)).to(wide)  # (H, nope + v, rank)
+    absorbed = torch.cat([query[..., :nope].to(wide) @ up[:, :nope], query[..., nope:].to(wide)], -1)
     options = _over_cache(call, lengths, longest)
     if options["scale"] is None:
         options["scale"] = width**-0.5
     if options["attn_mask"] is not None and options["attn_mask"].is_floating_point():
         options["attn_mask"] = options["attn_mask"].to(wide)
-    return Scores(absorbed, latent.to(wide), outputs[1], options, dtype=query.dtype)
+
+    def expanded() -> Scores:
+        c, k_pe = latent[..., :rank], latent[..., rank:]
+        kv = c.to(wide) @ up.mT  # (B, H, longest, nope + v)
+        key = torch.cat([kv[..., :nope], k_pe.to(wide).expand(-1, heads, -1, -1)], -1)
+        before = {"latent": c.squeeze(1), "k_pe": k_pe.squeeze(1)}
+        return Scores(query.to(wide), key, outputs[1], options, value=kv[..., nope:], before=lambda: before)
+
+    return Scores(absorbed, latent.to(wide), outputs[1], options, dtype=query.dtype, expanded=expanded)
 
 
 READERS: dict[str, Callable[[dict, tuple], Scores]] = {

@@ -11,11 +11,9 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ..ops._operator import NAMESPACE, Signature
-from ..ops._registration import OPERATORS
 from ._scores import READERS
+from ._watch import Watch
 
 Rows = Sequence[int] | Tensor | slice | None
 
@@ -141,7 +139,7 @@ class capture:
         self.captured = Captured()
         self._names = {} if model is None else {id(m): _plain(name) for name, m in model.named_modules()}
         self._layers = None if layers is None else self._resolve(layers)
-        self._mode, self._depth, self._handle = _Mode(self), 0, None
+        self._mode, self._depth, self._handle = Watch(self.record), 0, None
         self._step, self._calls, self._bare = -1, 0, 0
         self._count = 0
 
@@ -216,7 +214,9 @@ class capture:
             for layer in self._layers
         )
 
-    def record(self, operator: str, call: dict, outputs: tuple, settings: dict) -> None:
+    def record(self, func, operator: str, call: dict, outputs: tuple) -> None:
+        if any(isinstance(x, FakeTensor) for x in outputs):
+            raise RuntimeError("capture: expected tensors with numbers, got fake ones: run the model, don't trace it")
         caller = self._caller()
         if caller is None and self.model is not None:
             return  # not this model's
@@ -228,50 +228,16 @@ class capture:
         if not self._wants(name, number):
             return
         scores = READERS[operator](call, outputs)
-        heads = _indices("heads", self.heads, scores.heads)
-        rows = _indices("rows", self.rows, scores.length, negative=operator == "varlen_attention")
+        heads = indices("heads", self.heads, scores.heads)
+        rows = indices("rows", self.rows, scores.length, negative=operator == "varlen_attention")
         weights, lse = scores.weights(heads, rows)
-        record = Record(name, operator, max(self._step, 0), weights, lse, heads, rows, scores.first_key, settings)
+        step, settings = max(self._step, 0), _settings(func, call)
+        record = Record(name, operator, step, weights, lse, heads, rows, scores.first_key, settings)
         self._count += 1
         if self.hook is not None:
             self.hook(record)
         else:
             self.captured.records.append(record)
-
-
-class _Mode(TorchDispatchMode):
-    """Sees every operator below autograd, autocast and torch.func, as it runs."""
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        return True  # torch.compile may go on compiling: its graphs call the operators, which are seen then
-
-    def __init__(self, owner: capture):
-        super().__init__()
-        self.owner = owner
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = func._schema.name.removeprefix(NAMESPACE + "::") if func.namespace == NAMESPACE else ""
-        base = name.removesuffix("_forward").removesuffix("_with_lse")
-        if base not in READERS:
-            return func(*args, **kwargs)
-        if name in OPERATORS:  # in inference mode: what it does itself, without losing lse
-            operator = OPERATORS[name]
-            flat = operator.flat(args, kwargs)
-            outputs = operator.forward.call(flat)
-            result, call = outputs[0], dict(zip(operator.forward.names, flat))
-        else:
-            outputs = result = func(*args, **kwargs)
-            call = Signature(func).named(args, kwargs)
-        if torch._C._current_graph_task_id() == -1:  # not in a backward, which runs a checkpointed forward again
-            if any(isinstance(x, FakeTensor) for x in outputs):
-                raise RuntimeError(
-                    "capture: expected tensors with numbers, got fake ones: run the model, don't trace it"
-                )
-            with _disable_current_modes(), torch.no_grad():
-                self.owner.record(base, call, outputs, _settings(func, call))
-        return result
 
 
 _NOT_SETTINGS = {"query", "key", "value", "x", "latent", "dropout_seed", "cos", "sin"}
@@ -298,7 +264,7 @@ def _settings(func, call: dict) -> dict:
     return settings
 
 
-def _indices(name: str, given: Rows, size: int, negative: bool = False) -> Tensor:
+def indices(name: str, given: Rows, size: int, negative: bool = False) -> Tensor:
     """int64, from 0 unless `negative`."""
     if given is None or isinstance(given, slice):
         return torch.arange(size)[given if given is not None else slice(None)]

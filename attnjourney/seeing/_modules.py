@@ -1,0 +1,90 @@
+"""The stages of modules: one run of the module, watched, and what its attention call read."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import Tensor, nn
+
+from ..nn import InfiniAttention, LongformerSelfAttention, MultiheadLatentAttention
+from ._other_stages import infini_stages, linear_stages, longformer_stages
+from ._scores import READERS, Scores
+from ._stages import attention_stages
+from ._watch import Watch
+from .capture import indices
+
+_WATCHED = {*READERS, "rope", "linear_attention"}
+
+
+def module_stages(module: nn.Module, inputs: tuple, keywords: dict, heads, rows) -> tuple[dict, Tensor, Tensor, object]:
+    """(stages by name, heads, rows, what the module returned)"""
+    own = {InfiniAttention: infini_stages, LongformerSelfAttention: longformer_stages}.get(type(module))
+    if own is not None:
+        result = module(*inputs, **keywords)
+        arguments = _bound(module, inputs, keywords)
+        x = arguments["x"]
+        heads, rows = indices("heads", heads, module.num_heads), indices("rows", rows, x.shape[1])
+        return own(module, heads, rows, **arguments), heads, rows, result
+
+    calls, turned = [], []
+
+    def on_call(func, operator: str, call: dict, outputs: tuple) -> None:
+        if operator == "rope":
+            turned.append((call["x"], outputs[0]))
+        elif operator == "linear_attention":
+            calls.append((operator, call))
+        else:
+            calls.append((operator, READERS[operator](call, outputs)))
+
+    with Watch(on_call, _WATCHED):
+        result = module(*inputs, **keywords)
+    if len(calls) != 1:
+        names = ", ".join(operator for operator, _ in calls) or "none"
+        raise ValueError(f"module: expected one that makes one attention call, got {names}: trace the module inside")
+    ((operator, call),) = calls
+    if operator == "linear_attention":
+        heads = indices("heads", heads, call["query"].shape[1])
+        rows = indices("rows", rows, call["query"].shape[2])
+        return linear_stages(call, heads, rows), heads, rows, result
+    if operator == "varlen_attention":
+        raise ValueError("module: expected attention without packed sequences: trace one sequence at a time")
+    heads, rows = indices("heads", heads, call.heads), indices("rows", rows, call.length)
+    return _stages(module, inputs, keywords, call, turned, heads, rows), heads, rows, result
+
+
+def _stages(module, inputs, keywords, scores: Scores, turned, heads: Tensor, rows: Tensor) -> dict[str, Tensor]:
+    before = dict(scores.before())
+    for name, x in (("query", scores.query), ("key", scores.key)):
+        for source, rotated in turned:  # what rope gave out is what attention read
+            if rotated.data_ptr() == x.data_ptr() and rotated.shape == x.shape:
+                before[f"{name}_unrotated"] = source
+    if scores.expanded is not None:
+        scores = scores.expanded()
+        before |= scores.before()
+    elif isinstance(module, MultiheadLatentAttention) and "latent" not in before:
+        arguments = _bound(module, inputs, keywords)
+        tables = arguments["rotary"] or module.rotary.tables(arguments["x"], arguments["position_ids"])
+        latent = module._latent(arguments["x"], tables)
+        before["latent"], before["k_pe"] = latent.split(
+            [latent.shape[-1] - module.qk_rope_head_dim, module.qk_rope_head_dim], -1
+        )
+    if "query_unrotated" in before:
+        before["query_unrotated"] = before["query_unrotated"].index_select(-3, heads).index_select(-2, rows)
+    if "key_unrotated" in before:
+        group = scores.heads // scores.key.shape[-3]
+        before["key_unrotated"] = before["key_unrotated"].index_select(-3, heads // group)
+
+    query, options, at = scores.query, scores.options, rows
+    if scores.row_mask is not None:
+        query, at = query.index_select(-2, rows), torch.arange(len(rows))
+        options = {"attn_mask": scores.row_mask(rows)}
+    value = scores.value() if callable(scores.value) else scores.value
+    stages = attention_stages(query, scores.key, value, heads, at, **options, **scores.dropout)
+    return before | stages
+
+
+def _bound(module: nn.Module, inputs: tuple, keywords: dict) -> dict:
+    bound = inspect.signature(module.forward).bind(*inputs, **keywords)
+    bound.apply_defaults()
+    return dict(bound.arguments)
