@@ -179,3 +179,15 @@ def test_latents():
             results.append(reference.attention_weights(to(query), key, None, True, **options))
         assert seen[0].weights.dtype == dtype
         assert_close_to_reference(seen[0].weights, results[1], results[0], name=f"weights, {dtype}")
+
+
+def test_devices_without_the_operator_of_weights(monkeypatch):
+    """There the stages in plain PyTorch serve, in the same memory."""
+    monkeypatch.setattr("attnjourney.seeing._scores.FUSED", ())
+    for dtype in DTYPES:
+        q, k, v, arguments = make(["bool_mask", "alibi", "sinks", "key_lengths"], dtype)
+        with torch.no_grad(), attnjourney.capture(None, rows=[-1, 2], heads=[3, 0]) as seen:
+            attnjourney.attention(q, k, v, **arguments)
+        expected = attnjourney.attention_weights(q, k, rows=[8, 2], heads=[3, 0], **arguments)
+        assert seen[0].weights.dtype == dtype
+        torch.testing.assert_close(seen[0].weights, expected)

@@ -156,6 +156,35 @@ def test_calls_without_modules_are_named_by_order():
     assert seen.names == ["attention.1"]
 
 
+def test_longformer_and_infini_attention():
+    """One record a layer, though several operators make it: weights of whole rows."""
+    torch.manual_seed(0)
+    m = torch.nn.Sequential(
+        nn.LongformerSelfAttention(16, 2, 1, dilation=[1, 2]), nn.InfiniAttention(16, 4, 2, segment_length=3, rope=1e4)
+    ).double()
+    x = torch.randn(2, 8, 16, dtype=torch.float64)
+    first = m[0](x, global_mask=torch.arange(8).expand(2, -1) == 4)
+    for rows in (None, [-1, 4]):
+        with attnjourney.capture(m, rows=rows) as seen:
+            m[1](m[0](x, global_mask=torch.arange(8).expand(2, -1) == 4)).sum().backward()
+        assert seen.names == ["0", "1"] and [r.operator for r in seen] == ["longformer_attention", "infini_attention"]
+        for module, record, inputs in ((m[0], seen[0], (x,)), (m[1], seen[1], (first,))):
+            keywords = {"global_mask": torch.arange(8).expand(2, -1) == 4} if module is m[0] else {}
+            expected = attnjourney.trace_module(module, *inputs, rows=rows, **keywords)
+            torch.testing.assert_close(record.weights, expected.weights)
+            torch.testing.assert_close(record.lse, expected.lse)
+            torch.testing.assert_close(record.weights.sum(-1), torch.ones_like(record.lse))
+            assert not record.weights.requires_grad
+    assert seen[0].settings["window"] == 1 and seen[1].settings["segment_length"] == 3
+    plain = m[1](first)
+    with attnjourney.capture(m, hook=lambda record: None):
+        assert torch.equal(m[1](first), plain)
+    compiled = torch.compile(m[1], backend="eager", fullgraph=True)
+    with torch.no_grad(), attnjourney.capture(compiled) as seen:
+        torch.testing.assert_close(compiled(first), plain)
+    assert {r.operator for r in seen} == {"attention"}  # the parts: segments of a batch
+
+
 @pytest.mark.parametrize("backend", ["counter", "inductor"])
 def test_compiled_models(backend):
     from torch._dynamo.testing import CompileCounter

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._watched import watched
 from .attention import attention
 from .linear_attention import linear_attention
 from .rope import rope_with_tables
@@ -14,6 +15,7 @@ Memory = tuple[Tensor, Tensor]
 UPDATES = ("linear", "delta")
 
 
+@watched
 def infini_attention(
     query: Tensor,
     key: Tensor,

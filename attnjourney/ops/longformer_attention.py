@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._watched import watched
 from .attention import attention
 from .merge_states import merge_states
 
 
+@watched
 def longformer_attention(
     query: Tensor,
     key: Tensor,

@@ -12,7 +12,7 @@ from ._other_stages import infini_stages, linear_stages, longformer_stages
 from ._scores import READERS, Scores
 from ._stages import attention_stages
 from ._watch import Watch
-from .capture import indices
+from .records import indices
 
 _WATCHED = {*READERS, "rope", "linear_attention"}
 

@@ -48,6 +48,14 @@ def linear_stages(call: dict, heads: Tensor, rows: Tensor) -> dict[str, Tensor]:
     return stages
 
 
+def infini_local(query, key, value, cos, sin, segment_length, heads: Tensor, rows: Tensor) -> dict[str, Tensor]:
+    """The softmax attention of Infini-attention, over the keys of a row's own segment: (B, heads, rows, S)."""
+    keys = torch.arange(key.shape[2])
+    mask = (keys <= rows[:, None]) & (keys // segment_length == rows[:, None] // segment_length)  # (rows, S)
+    turned, key = rotate(query, (cos, sin)).index_select(2, rows), rotate(key, (cos, sin))
+    return attention_stages(turned, key, value, heads, torch.arange(len(rows)), attn_mask=mask, enable_gqa=True)
+
+
 def infini_stages(module, heads: Tensor, rows: Tensor, *, x: Tensor, memory=None, return_memory=False):
     """Local attention of every row in its segment, and what the memory of the segments before read."""
     q, k, v = (
@@ -59,15 +67,13 @@ def infini_stages(module, heads: Tensor, rows: Tensor, *, x: Tensor, memory=None
         )
     )
     length, segment = x.shape[1], module.segment_length
-    tables = module.rotary.tables(x, torch.arange(length) % segment)
-    keys, before = torch.arange(length), {}
-    if tables[0] is not None:
+    cos, sin = module.rotary.tables(x, torch.arange(length) % segment)
+    stages = {}
+    if cos is not None:
         group = module.num_heads // module.num_kv_heads
-        before["query_unrotated"] = q.index_select(1, heads).index_select(2, rows)
-        before["key_unrotated"] = k.index_select(1, heads // group)
-    mask = (keys <= rows[:, None]) & (keys // segment == rows[:, None] // segment)  # (rows, S)
-    turned, every = rotate(q, tables).index_select(2, rows), torch.arange(len(rows))
-    local = attention_stages(turned, rotate(k, tables), v, heads, every, attn_mask=mask, enable_gqa=True)
+        stages["query_unrotated"] = q.index_select(1, heads).index_select(2, rows)
+        stages["key_unrotated"] = k.index_select(1, heads // group)
+    stages |= infini_local(q, k, v, cos, sin, segment, heads, rows)
 
     read = q.new_zeros(*q.shape[:2], len(rows), v.shape[3])
     for first in range(0, length, segment):
@@ -81,42 +87,54 @@ def infini_stages(module, heads: Tensor, rows: Tensor, *, x: Tensor, memory=None
         memory = _write(k[:, :, piece], written, memory)
     beta = module.beta.float() if module.beta.dtype.itemsize == 2 else module.beta
     gate = torch.sigmoid(beta).index_select(0, heads)
-    stages = before | local | {"local_output": local["output"], "memory_output": read.index_select(1, heads)}
-    del stages["output"]
-    stages["gate"] = gate
-    output = torch.lerp(stages["local_output"], stages["memory_output"], gate[:, None, None].to(x.dtype))
-    return stages | {"output": output}
+    local, read = stages.pop("output"), read.index_select(1, heads)
+    output = torch.lerp(local, read, gate[:, None, None].to(x.dtype))
+    return stages | {"local_output": local, "memory_output": read, "gate": gate, "output": output}
 
 
 def longformer_stages(module, heads: Tensor, rows: Tensor, *, x: Tensor, global_mask=None, key_padding_mask=None):
-    """Local rows see the window and the global keys, by the first three projections; global rows all, by the others."""
     if module.training and module.dropout > 0:
         raise ValueError(
             "module: expected a LongformerSelfAttention in evaluation or without dropout, which it draws part by part"
         )
-    batch, length = x.shape[:2]
+    names = ("query", "key", "value", "query_global", "key_global", "value_global")
+    inputs = [split_heads(getattr(module, name)(x), module.num_heads) for name in names]
+    options = dict(window=module.window, dilation=module.dilation, is_causal=module.is_causal, scale=None)
+    masks = dict(global_mask=global_mask, key_padding_mask=key_padding_mask)
+    return longformer_scores(*inputs, heads=heads, rows=rows, **options, **masks)
+
+
+def longformer_scores(
+    query, key, value, global_query, global_key, global_value, window, dilation, global_mask, key_padding_mask, *,
+    is_causal, scale, heads: Tensor, rows: Tensor,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Local rows see the window and the global keys, by the first three tensors; global rows all, by the others."""
+    batch, n_heads, length = query.shape[:3]
     keys, at = torch.arange(length), rows[:, None]
     exists = torch.ones(batch, length, dtype=torch.bool) if key_padding_mask is None else ~key_padding_mask
     is_global = torch.zeros_like(exists) if global_mask is None else global_mask & exists
-    dilation = module.dilation if not isinstance(module.dilation, int) else [module.dilation] * module.num_heads
-    d = torch.tensor(list(dilation))[heads][:, None, None]
-    near = ((keys - at) % d == 0) & ((keys - at).abs() <= d * module.window)  # (heads, rows, S)
-    past = keys <= at if module.is_causal else torch.ones(len(rows), length, dtype=torch.bool)
+    d = torch.tensor([dilation] * n_heads if isinstance(dilation, int) else list(dilation))[heads][:, None, None]
+    near = ((keys - at) % d == 0) & ((keys - at).abs() <= d * window)  # (heads, rows, S)
+    past = keys <= at if is_causal else torch.ones(len(rows), length, dtype=torch.bool)
     everything = past & exists[:, None, None, :] & exists[:, rows][:, None, :, None]  # (B, 1, rows, S)
     seen = (near | is_global[:, None, None, :]) & everything
-    every, own = torch.arange(len(rows)), torch.arange(len(heads))
 
-    def part(names: tuple[str, ...], mask: Tensor) -> dict[str, Tensor]:
-        q, k, v = (split_heads(getattr(module, n)(x), module.num_heads).index_select(1, heads) for n in names)
-        return attention_stages(q.index_select(2, rows), k, v, own, every, attn_mask=mask)
+    def part(*inputs: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        q, k, v = (x.index_select(1, heads) for x in inputs)
+        numbers = torch.arange(len(heads)), torch.arange(len(rows))
+        return attention_stages(q.index_select(2, rows), k, v, *numbers, attn_mask=mask, scale=scale)
 
-    stages = part(("query", "key", "value"), seen)
-    if is_global.any():
-        by_global = part(("query_global", "key_global", "value_global"), everything.expand_as(seen))
-        row = is_global[:, rows][:, None, :]  # (B, 1, rows)
-        for name, mine in by_global.items():
-            if name in ("key", "value"):
-                stages[f"global_{name}"] = mine
-            else:
-                stages[name] = torch.where(row if name == "lse" else row.unsqueeze(-1), mine, stages[name])
+    stages = part(query, key, value, mask=seen)
+    if is_global.any() and global_query is not None:
+        by_global = part(global_query, global_key, global_value, mask=everything.expand_as(seen))
+    elif is_global.any():
+        by_global = part(query, key, value, mask=everything.expand_as(seen))
+    else:
+        return stages
+    row = is_global[:, rows][:, None, :]  # (B, 1, rows)
+    for name, mine in by_global.items():
+        if name in ("key", "value"):
+            stages[f"global_{name}"] = mine
+        else:
+            stages[name] = torch.where(row if name == "lse" else row.unsqueeze(-1), mine, stages[name])
     return stages

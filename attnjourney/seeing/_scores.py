@@ -14,7 +14,10 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
 from ..reference.mha import attention_mask
+from ._other_stages import infini_local, longformer_scores
 from ._stages import attention_stages
+
+FUSED = ("cpu", "meta")  # devices that have _attention_weights
 
 
 @dataclass
@@ -50,7 +53,7 @@ class Scores:
         if self.row_mask is not None:
             query, lse = (x.index_select(d, rows.to(x.device)) for x, d in ((query, -2), (lse, -1)))
             options, at = {"attn_mask": self.row_mask(rows)}, torch.arange(len(rows))
-        if query.device.type == "cpu":
+        if query.device.type in FUSED:
             weights = torch.ops.attnjourney._attention_weights(query, self.key, lse, at, heads, **options)
         else:
             weights = attention_stages(query, self.key, None, heads, at, **options)["weights"].to(query.dtype)
@@ -58,6 +61,18 @@ class Scores:
         if self.query.dim() >= 3:
             lse = lse.index_select(-2, heads.to(lse.device))
         return weights if self.dtype is None else weights.to(self.dtype), lse
+
+
+class StagedScores(Scores):
+    """Of what is not one softmax: stages(heads, rows) gives weights and lse."""
+
+    def __init__(self, query: Tensor, stages: Callable[[Tensor, Tensor], dict[str, Tensor]]):
+        super().__init__(query, query, query[..., 0])
+        self.stages = stages
+
+    def weights(self, heads: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        stages = self.stages(heads, rows)
+        return stages["weights"].to(self.query.dtype), stages["lse"]
 
 
 class PackedScores(Scores):
@@ -265,6 +280,20 @@ def _mla_decode(call: dict, outputs: tuple) -> Scores:
 
     return Scores(absorbed, latent.to(wide), outputs[1], options, dtype=query.dtype, expanded=expanded)
 
+
+def infini_scores(call: dict) -> Scores:
+    inputs = [call[name] for name in ("query", "key")]
+    tables = [call[name] for name in ("cos", "sin", "segment_length")]
+    return StagedScores(inputs[0], lambda heads, rows: infini_local(*inputs, None, *tables, heads, rows))
+
+
+def longformer_scores_of(call: dict) -> Scores:
+    call = {name: x for name, x in call.items() if name != "dropout_p"}
+    return StagedScores(call["query"], lambda heads, rows: longformer_scores(**call, heads=heads, rows=rows))
+
+
+# functions made of several operators (attnjourney/ops/_watched.py), from their arguments
+FUNCTIONS = {"infini_attention": infini_scores, "longformer_attention": longformer_scores_of}
 
 READERS: dict[str, Callable[[dict, tuple], Scores]] = {
     "attention": _attention,

@@ -3,91 +3,21 @@
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from ._scores import READERS
+from ..ops._watched import watchers
+from ._scores import FUNCTIONS, READERS, Scores
 from ._watch import Watch
-
-Rows = Sequence[int] | Tensor | slice | None
-
-
-@dataclass(frozen=True, repr=False)
-class Record:
-    """The weights of one call of an attention operator.
-
-    Attributes:
-        name: the module that called, as model.named_modules() has it; of a call that no submodule made, the operator
-            and a number, "attention.0", counted in every run of the model.
-        operator: "attention", "varlen_attention", "mha", "gpt_attention", "gqa", "mla", "decode" or "mla_decode".
-        step: which run of the model, from 0.
-        weights: (..., heads, rows, S) in query's dtype, before dropout: rows sum to 1 (less with a sink, 0 where a row
-            sees no key). Packed sequences have a batch dimension here, filled with 0. Detached.
-        lse: (..., heads, rows), the logarithm of each row's denominator.
-        heads, rows: int64, the heads and query rows recorded. In packed sequences a negative row is kept: it counts
-            from each sequence's own end.
-        first_key: (batch,) int64 for a ring, whose oldest keys are gone: the number of the key in column 0; else None.
-        settings: options of the call that were not the default, tensors as text.
-    """
-
-    name: str
-    operator: str
-    step: int
-    weights: Tensor
-    lse: Tensor
-    heads: Tensor
-    rows: Tensor
-    first_key: Tensor | None = None
-    settings: dict = field(default_factory=dict)
-
-    def __repr__(self) -> str:
-        weights = f"{tuple(self.weights.shape)} {str(self.weights.dtype).removeprefix('torch.')}"
-        settings = "".join(f", {name}={value}" for name, value in self.settings.items())
-        return f"Record({self.name!r}, {self.operator}, step {self.step}, weights {weights}{settings})"
-
-
-class Captured(Sequence):
-    """The records in the order of the calls. captured[0] is the first; captured["name"] the latest of that name."""
-
-    def __init__(self):
-        self.records: list[Record] = []
-
-    def __len__(self) -> int:
-        return len(self.records)
-
-    def __getitem__(self, which: int | slice | str) -> Record | list[Record]:
-        if not isinstance(which, str):
-            return self.records[which]
-        found = self.of(which)
-        if not found:
-            raise KeyError(f"{which!r}: nothing of this name was recorded; there are {self.names}")
-        return found[-1]
-
-    @property
-    def names(self) -> list[str]:
-        """Of all records, each once, in the order of the calls."""
-        return list(dict.fromkeys(record.name for record in self.records))
-
-    def of(self, name: str) -> list[Record]:
-        """All records of a name: one a step of generation, say."""
-        return [record for record in self.records if record.name == name]
-
-    def as_dict(self) -> dict[str, Tensor]:
-        """The latest weights of every name."""
-        return {record.name: record.weights for record in self.records}
-
-    def clear(self) -> None:
-        self.records.clear()
-
-    def __repr__(self) -> str:
-        lines = "".join(f"\n  {i}: {record}" for i, record in enumerate(self.records))
-        return f"Captured({len(self)} records){':' if lines else ''}{lines}"
+from .records import Captured, Record, Rows, indices, settings_of
 
 
 class capture:
@@ -101,8 +31,8 @@ class capture:
     cache or a compiled graph. The model computes what it computes without: the same fused kernels, the same random
     numbers, gradients too. The weights are exp(score - lse) from the queries, keys and lse of that very call, in
     O(rows * S) memory for the rows and heads asked for. A run during backward (activation checkpointing) is not
-    recorded again. Linear attention has no weights; InfiniAttention's are those inside its segments; Longformer's come
-    in parts, each summing to 1 and joined in the output by its lse: the window, then the global keys, the global rows.
+    recorded again. InfiniAttention's weights are those of its local part, each row's keys those of its own segment;
+    linear attention has none. A compiled graph has no modules: its calls are named by their order.
 
     Blocks may be nested; one object may be entered again and goes on recording. Only the thread that entered records.
 
@@ -139,15 +69,17 @@ class capture:
         self.captured = Captured()
         self._names = {} if model is None else {id(m): _plain(name) for name, m in model.named_modules()}
         self._layers = None if layers is None else self._resolve(layers)
-        self._mode, self._depth, self._handle = Watch(self.record), 0, None
+        self._mode, self._depth, self._handle = Watch(self._operator), 0, None
         self._step, self._calls, self._bare = -1, 0, 0
-        self._count = 0
+        self._count = self._inside = 0
 
     def __enter__(self) -> Captured:
         if self._depth == 0:
             self._count = 0
             if self.model is not None:
                 self._handle = self.model.register_forward_pre_hook(self._next_step, prepend=True)
+            self._thread = threading.get_ident()
+            watchers.append(self._function)
             self._mode.__enter__()
         self._depth += 1
         return self.captured
@@ -157,6 +89,7 @@ class capture:
         if self._depth:
             return
         self._mode.__exit__(*error)
+        watchers.remove(self._function)
         if self._handle is not None:
             self._handle.remove()
         if error[0] is None and self._count == 0:
@@ -214,8 +147,28 @@ class capture:
             for layer in self._layers
         )
 
-    def record(self, func, operator: str, call: dict, outputs: tuple) -> None:
-        if any(isinstance(x, FakeTensor) for x in outputs):
+    def _operator(self, func, operator: str, call: dict, outputs: tuple) -> None:
+        if not self._inside:
+            defaults = {a.name: a.default_value for a in func._schema.arguments}
+            self._record(operator, lambda: READERS[operator](call, outputs), call, defaults, outputs[0])
+
+    @contextmanager
+    def _function(self, name: str, call: dict, defaults: dict) -> Iterator[None]:
+        """Around a function made of several operators: its parts are not recorded."""
+        if threading.get_ident() != self._thread or torch._C._are_functorch_transforms_active():
+            yield
+            return
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+        if not self._inside and torch._C._current_graph_task_id() == -1:
+            with _disable_current_modes(), torch.no_grad():
+                self._record(name, lambda: FUNCTIONS[name](call), call, defaults, call["query"])
+
+    def _record(self, operator: str, scores: Callable[[], Scores], call: dict, defaults: dict, some: Tensor) -> None:
+        if isinstance(some, FakeTensor):
             raise RuntimeError("capture: expected tensors with numbers, got fake ones: run the model, don't trace it")
         caller = self._caller()
         if caller is None and self.model is not None:
@@ -227,54 +180,17 @@ class capture:
             name, self._bare = f"{operator}.{self._bare}", self._bare + 1
         if not self._wants(name, number):
             return
-        scores = READERS[operator](call, outputs)
+        scores = scores()
         heads = indices("heads", self.heads, scores.heads)
         rows = indices("rows", self.rows, scores.length, negative=operator == "varlen_attention")
         weights, lse = scores.weights(heads, rows)
-        step, settings = max(self._step, 0), _settings(func, call)
+        step, settings = max(self._step, 0), settings_of(call, defaults)
         record = Record(name, operator, step, weights, lse, heads, rows, scores.first_key, settings)
         self._count += 1
         if self.hook is not None:
             self.hook(record)
         else:
             self.captured.records.append(record)
-
-
-_NOT_SETTINGS = {"query", "key", "value", "x", "latent", "dropout_seed", "cos", "sin"}
-
-
-def _settings(func, call: dict) -> dict:
-    defaults = {a.name: a.default_value for a in func._schema.arguments}
-    settings = {}
-    for name, value in call.items():
-        if name in _NOT_SETTINGS or name.endswith(("weight", "bias")) or value is None:
-            continue
-        if isinstance(value, Tensor):
-            value = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-        elif name == "causal_alignment":
-            value = ("top_left", "bottom_right")[value] if value else None
-        elif isinstance(value, (list, tuple)):
-            value = tuple(value)
-            default = defaults.get(name)
-            value = None if default is not None and value == tuple(default) else value
-        elif value == defaults.get(name):
-            continue
-        if value is not None:
-            settings[name] = value
-    return settings
-
-
-def indices(name: str, given: Rows, size: int, negative: bool = False) -> Tensor:
-    """int64, from 0 unless `negative`."""
-    if given is None or isinstance(given, slice):
-        return torch.arange(size)[given if given is not None else slice(None)]
-    indices = torch.as_tensor(given, dtype=torch.int64, device="cpu").flatten()
-    if negative:
-        return indices
-    wrong = (indices < -size) | (indices >= size)
-    if wrong.any():
-        raise ValueError(f"{name}: expected numbers from {-size} to {size - 1}, got {indices[wrong][0].item()}")
-    return indices % size if size else indices
 
 
 def _plain(name: str) -> str:

@@ -12,7 +12,7 @@ from ..ops._attention_checks import check
 from ..ops._operator import draw_seed
 from ._modules import module_stages
 from ._stages import attention_stages, number_of_heads
-from .capture import Rows, indices
+from .records import Rows, indices
 from .table import render
 
 UNBOUNDED = (-1, -1)
