@@ -255,9 +255,33 @@ def test_misuse():
     torch_model = torch.nn.TransformerEncoderLayer(16, 4, 32)
     with pytest.warns(UserWarning, match="replace_attention"), attnjourney.capture(torch_model):
         torch_model(x)
-    with pytest.raises(RuntimeError, match="capture: expected tensors with numbers, got fake ones"):
-        with attnjourney.capture(m), torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as fake:
-            m(fake.from_tensor(x))
+    with pytest.raises(RuntimeError, match="capture: expected tensors with numbers, got those of a tracer"):
+        with attnjourney.capture(m):
+            torch.export.export(m, (x,))
+    exported = torch.export.export(m, (x,)).module()
+    with attnjourney.capture(None) as seen:
+        exported(x)
+    assert seen.names == ["gpt_attention.0", "gqa.1", "mla.2"]
+
+
+def test_beside_other_watchers():
+    """torch.func and the FLOP counter inside and outside: counted once, recorded once."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    m, x = model(), torch.randn(2, 6, 16)
+    with FlopCounterMode(display=False) as counter:
+        m(x)
+    expected = counter.get_total_flops()
+    for order in (1, -1):
+        with contextlib.ExitStack() as stack:
+            blocks = [FlopCounterMode(display=False), attnjourney.capture(m)][::order]
+            entered = [stack.enter_context(block) for block in blocks][::order]
+            m(x)
+        assert entered[0].get_total_flops() == expected and len(entered[1]) == 3
+    for call in (torch.func.grad(lambda x: m(x).sum()), lambda x: torch.func.jvp(m, (x,), (x,))):
+        with attnjourney.capture(m) as seen:
+            call(x)
+        assert seen.names == NAMES and len(seen) == 3
 
 
 def test_memory_follows_the_rows():

@@ -189,3 +189,15 @@ def test_memory_follows_the_rows():
         seen = attnjourney.trace(q, q, q, mask, 0.1, rows=[-1, 7], heads=[1])
     assert seen.weights.shape == (1, 1, 2, 32768)
     assert max(e.self_cpu_memory_usage for e in profile.events()) < 64 * 2**20  # N x N bits alone would be 128 MiB
+
+
+@pytest.mark.cuda
+def test_on_a_device():
+    q, k, v, arguments = make(["causal", "key_lengths"], torch.bfloat16, dim=32, v_dim=32)
+    q, k, v = (x.cuda() for x in (q, k, v))
+    arguments["key_lengths"] = arguments["key_lengths"].cuda()
+    with attnjourney.capture(None, rows=[-1, 2]) as captured:
+        out = attnjourney.attention(q, k, v, **arguments)
+    seen = attnjourney.trace(q, k, v, rows=[-1, 2], **arguments)
+    torch.testing.assert_close(seen.output, out[:, :, [8, 2]])
+    torch.testing.assert_close(captured[0].weights, seen.weights.bfloat16())

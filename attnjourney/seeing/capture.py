@@ -50,7 +50,7 @@ class capture:
 
     Raises:
         TypeError: model is no module. ValueError: a layer that the model does not have, a row or head that a call does
-        not have. RuntimeError: run under fake tensors (tracing, torch.export), which have no numbers.
+        not have. RuntimeError: run by torch.export or another tracer, whose tensors have no numbers.
     Warns (UserWarning) where a block ends and nothing was recorded.
     """
 
@@ -169,7 +169,7 @@ class capture:
 
     def _record(self, operator: str, scores: Callable[[], Scores], call: dict, defaults: dict, some: Tensor) -> None:
         if isinstance(some, FakeTensor):
-            raise RuntimeError("capture: expected tensors with numbers, got fake ones: run the model, don't trace it")
+            raise RuntimeError("capture: expected tensors with numbers, got those of a tracer: run the model itself")
         caller = self._caller()
         if caller is None and self.model is not None:
             return  # not this model's
