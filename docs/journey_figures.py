@@ -199,7 +199,7 @@ def infini() -> plt.Figure:
     layer = nn.InfiniAttention(32, 2, segment_length=8)
     seen = attnjourney.trace_module(layer, torch.randn(1, 32, 32))
     figure, axes = plt.subplots(1, 2, figsize=(7.5, 3), width_ratios=(1, 1.4))
-    heat(axes[0], seen.weights[0, 0], "local weights: causal inside a segment of 8", highest=0.5)
+    heat(axes[0], seen.weights[0, 0], "local weights, segments of 8", highest=0.5)
     size = {name: seen[name][0, 0].norm(dim=-1) for name in ("local_output", "memory_output")}
     for (name, values), color in zip(size.items(), (BLUE, PURPLE)):
         axes[1].plot(values.tolist(), label=name, color=color)

@@ -60,10 +60,10 @@ class Trace(Mapping):
     def __str__(self) -> str:
         from rich.console import Console
 
-        console = Console(width=120)
+        console = Console(width=160)
         with console.capture() as text:
             console.print(self)
-        return text.get()
+        return text.get().rstrip("\n")
 
     def __repr__(self) -> str:
         return f"Trace({self.title}: " + ", ".join(f"{name} {tuple(x.shape)}" for name, x in self.items()) + ")"
