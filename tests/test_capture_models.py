@@ -34,6 +34,7 @@ def model(dtype=None):
 NAMES = ["0.attention", "1.attention", "2.attention"]
 
 
+@pytest.mark.smoke
 def test_modules_by_name_and_choice():
     m, x = model(), torch.randn(2, 6, 16)
     with attnjourney.capture(m) as seen:
@@ -269,15 +270,21 @@ def test_beside_other_watchers():
     from torch.utils.flop_counter import FlopCounterMode
 
     m, x = model(), torch.randn(2, 6, 16)
-    with FlopCounterMode(display=False) as counter:
+
+    def run():
         m(x)
+        with torch.no_grad():
+            m[2].attention(x, cache=attnjourney.LatentCache(2, 8, 8, 4))
+
+    with FlopCounterMode(display=False) as counter:
+        run()
     expected = counter.get_total_flops()
     for order in (1, -1):
         with contextlib.ExitStack() as stack:
             blocks = [FlopCounterMode(display=False), attnjourney.capture(m)][::order]
             entered = [stack.enter_context(block) for block in blocks][::order]
-            m(x)
-        assert entered[0].get_total_flops() == expected and len(entered[1]) == 3
+            run()
+        assert entered[0].get_total_flops() == expected and len(entered[1]) == 4
     for call in (torch.func.grad(lambda x: m(x).sum()), lambda x: torch.func.jvp(m, (x,), (x,))):
         with attnjourney.capture(m) as seen:
             call(x)

@@ -47,8 +47,7 @@ class Scores:
         return self.query.shape[-2]
 
     def weights(self, heads: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """(..., heads, rows, S) in query's dtype and lse (..., heads, rows); rows may be negative."""
-        rows = rows % max(self.length, 1)
+        """(..., heads, rows, S) in query's dtype and lse (..., heads, rows)."""
         query, lse, options, at = self.query, self.lse, self.options, rows
         if self.row_mask is not None:
             query, lse = (x.index_select(d, rows.to(x.device)) for x, d in ((query, -2), (lse, -1)))
