@@ -162,6 +162,8 @@ def test_the_result_as_mapping_and_table():
     row = next(i for i, line in enumerate(lines) if "│ weights " in line and "0 │" in line)
     assert [cell.strip() for cell in lines[row + 2].split("│")[2:-1]] == ["2", "0.2445", "0.3189", "0.4366", "·"]
     assert any("●" in line for line in lines) and any("(1, 1, 4, 4)" in line for line in lines)
+    html = seen._repr_html_()  # a notebook shows the same
+    assert html.startswith("<pre") and "●" in html and "softcapped" in html
     big = torch.zeros(1, 8, 40, 16)
     text = str(attnjourney.trace(big, big, big))
     assert "ask for rows= and heads=" in text and "0 .. 39" in text and len(text.splitlines()) < 20

@@ -58,15 +58,24 @@ class Trace(Mapping):
         return render(self)
 
     def __str__(self) -> str:
-        from rich.console import Console
+        return _console(self).export_text().rstrip("\n")
 
-        console = Console(width=160)
-        with console.capture() as text:
-            console.print(self)
-        return text.get().rstrip("\n")
+    def _repr_html_(self) -> str:
+        """The table in a notebook."""
+        return _console(self).export_html(inline_styles=True, code_format="<pre style='line-height: 1.1'>{code}</pre>")
 
     def __repr__(self) -> str:
         return f"Trace({self.title}: " + ", ".join(f"{name} {tuple(x.shape)}" for name, x in self.items()) + ")"
+
+
+def _console(trace: Trace):
+    import io
+
+    from rich.console import Console
+
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(trace)
+    return console
 
 
 @torch.no_grad()
