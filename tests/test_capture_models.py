@@ -241,7 +241,7 @@ def test_misuse():
     with pytest.raises(TypeError, match="model: expected a torch.nn.Module or None, got int"):
         attnjourney.capture(3)
     for layers in ("3.attention", [torch.nn.Linear(1, 1)]):
-        with pytest.raises(ValueError, match=r"layers: expected names of modules of the model, \['0', '0.attention'"):
+        with pytest.raises(ValueError, match="layers: expected names of modules of the model, '0', '0.attention'"):
             attnjourney.capture(m, layers=layers)
     with (
         pytest.raises(ValueError, match="rows: expected numbers from -6 to 5, got 6"),

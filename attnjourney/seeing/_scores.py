@@ -280,19 +280,19 @@ def _mla_decode(call: dict, outputs: tuple) -> Scores:
     return Scores(absorbed, latent.to(wide), outputs[1], options, dtype=query.dtype, expanded=expanded)
 
 
-def infini_scores(call: dict) -> Scores:
+def _infini(call: dict) -> Scores:
     inputs = [call[name] for name in ("query", "key")]
     tables = [call[name] for name in ("cos", "sin", "segment_length")]
     return StagedScores(inputs[0], lambda heads, rows: infini_local(*inputs, None, *tables, heads, rows))
 
 
-def longformer_scores_of(call: dict) -> Scores:
+def _longformer(call: dict) -> Scores:
     call = {name: x for name, x in call.items() if name != "dropout_p"}
     return StagedScores(call["query"], lambda heads, rows: longformer_scores(**call, heads=heads, rows=rows))
 
 
 # functions made of several operators (attnjourney/ops/_watched.py), from their arguments
-FUNCTIONS = {"infini_attention": infini_scores, "longformer_attention": longformer_scores_of}
+FUNCTIONS = {"infini_attention": _infini, "longformer_attention": _longformer}
 
 READERS: dict[str, Callable[[dict, tuple], Scores]] = {
     "attention": _attention,

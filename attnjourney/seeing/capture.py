@@ -120,7 +120,8 @@ class capture:
             if not found:
                 what = type(layer).__name__ if isinstance(layer, nn.Module) else repr(layer)
                 known = [name for name in self._names.values() if name]
-                raise ValueError(f"layers: expected names of modules of the model, {known}, or ints, got {what}")
+                known = ", ".join(map(repr, known[:20])) + (", ..." if len(known) > 20 else "")
+                raise ValueError(f"layers: expected names of modules of the model, {known}; or ints, got {what}")
             chosen += found
         return chosen
 
