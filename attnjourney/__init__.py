@@ -1,6 +1,6 @@
 """Attention operators for PyTorch in C++: forward and backward, on CPU and CUDA."""
 
-from . import nn, reference
+from . import nn, reference, viz
 from ._version import __version__
 from .accounting import account
 from .block_mask import BlockMask
@@ -59,4 +59,5 @@ __all__ = [
     "trace",
     "trace_module",
     "varlen_attention",
+    "viz",
 ]
