@@ -99,8 +99,9 @@ def run(args: argparse.Namespace) -> None:
     with attnjourney.capture(model, layers=layers, heads=heads) as seen, torch.no_grad():
         model(torch.tensor([list(text)]))
 
-    kind = type(model.blocks[0].attention).__name__
-    note = f"{kind}, {len(model.blocks)} layers of {model.blocks[0].attention.num_heads} heads. {note}"
+    attention = model.blocks[0].attention
+    kind = f"{len(model.blocks)} layers of {attention.num_heads} heads ({type(attention).__name__})"
+    note = f"A byte-level GPT: {kind}. {note}"
     tokens = viz.byte_tokens(text)
     if args.out.suffix == ".png":
         labels = [token.text for token in tokens]

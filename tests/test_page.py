@@ -297,6 +297,19 @@ def test_the_table_sorts(visit):
 
 
 @needs_chromium
+def test_the_chosen_row_of_a_long_table_is_in_view(visit):
+    page = visit(weights=torch.eye(N).expand(12, 12, N, N))
+    inside = """() => {
+      const frame = $("summary").parentNode.getBoundingClientRect(), head = $("summary").tHead.getBoundingClientRect();
+      const row = document.querySelector("tr[aria-current=true]").getBoundingClientRect();
+      return row.top >= head.bottom - 1 && row.bottom <= frame.bottom + 1 && scrollY === 0;
+    }"""
+    for name in ("layer 11, head 11", "layer 5, head 0", "layer 0, head 0"):
+        page.get_by_role("gridcell", name=name).first.click()
+        assert page.evaluate(inside), name
+
+
+@needs_chromium
 def test_light_and_dark(visit):
     seen = {}
     for scheme in ("light", "dark"):

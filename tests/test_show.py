@@ -75,7 +75,9 @@ def test_a_page_of_the_demo(demo, tmp_path, capsys, monkeypatch):
     found = page_data(out)
     assert found["layers"] == [{"layer": 1, "heads": [0, 1]}]
     assert "".join(token["text"] for token in found["tokens"]) == "abc·<b>é₁é₂"
-    assert note(out).startswith("GroupedQueryAttention, 2 layers of 2 heads. Trained for 3 steps, down to ")
+    assert note(out).startswith(
+        "A byte-level GPT: 2 layers of 2 heads (GroupedQueryAttention). Trained for 3 steps, down to "
+    )
     assert 'class="warning" role="note"' not in out.read_text()
 
     demo.rename(tmp_path / "demo-output")
@@ -84,7 +86,7 @@ def test_a_page_of_the_demo(demo, tmp_path, capsys, monkeypatch):
         assert show.main(["--checkpoint", "demo", "--text", "abc", "-o", "other.html"]) == 0
     finally:
         (tmp_path / "demo-output").rename(demo)
-    assert note(tmp_path / "other.html").startswith("CausalSelfAttention, ")
+    assert note(tmp_path / "other.html").startswith("A byte-level GPT: 2 layers of 2 heads (CausalSelfAttention). ")
 
 
 def test_without_a_checkpoint_a_model_is_trained_and_kept(tmp_path, capsys):

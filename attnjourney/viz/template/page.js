@@ -133,13 +133,13 @@ function drawText() {
 
 function drawReadout() {
   const map = table(at.layer, at.head), token = tokenNow();
-  const found = data.tokens.map((_, i) => [weightOf(map, token, i), i]).filter(([byte]) => byte);
+  const found = data.tokens.map((_, i) => [weightOf(map, token, i), i]).filter(([byte]) => share(byte) >= 0.0005);
   found.sort((a, b) => b[0] - a[0] || b[1] - a[1]);
   const from = at.direction === "from", name = [...quoted(token)];
   $("sentence").replaceChildren(
     ...(found.length
       ? from ? [...name, " looks most at"] : ["Looking most at ", ...name]
-      : [...name, from ? " looks at nothing." : " is looked at by nobody."]),
+      : [...name, from ? " looks at nothing" : " is looked at by nobody"]),
   );
   $("strongest").replaceChildren(...found.slice(0, 6).map(([byte, i]) => {
     const line = element("span", { class: "line", "aria-hidden": "true" }, element("i"));
@@ -270,6 +270,10 @@ function drawChoice() {
     const chosen = +row.dataset.layer === at.layer && +row.dataset.head === at.head;
     row.setAttribute("aria-current", chosen);
     row.querySelector("button").tabIndex = chosen ? 0 : -1;
+    if (!chosen) continue;
+    const frame = $("summary").parentNode, top = row.offsetTop - frame.scrollTop - $("summary").tHead.offsetHeight;
+    if (top < 0) frame.scrollTop += top; // scrollIntoView would move the page, too
+    else frame.scrollTop += Math.max(0, row.offsetTop + row.offsetHeight - frame.scrollTop - frame.clientHeight);
   }
 }
 
