@@ -13,6 +13,8 @@ SHAPES = [  # batch, query heads, key heads, q_len, kv_len, head_dim, v_head_dim
     (2, 6, 1, 257, 129, 80, 72, True),
     (1, 2, 2, 77, 65, 33, 20, False),
     (1, 2, 2, 1, 1, 8, 8, True),
+    (1, 2, 1, 90, 150, 192, 128, True),
+    (1, 2, 2, 100, 70, 256, 200, True),
     (2, 2, 2, 5, 0, 64, 64, False),
 ]
 

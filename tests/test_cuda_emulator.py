@@ -25,6 +25,7 @@ FORWARD = {  # kernel: (program, dtype, head_dim, v_head_dim)
     "sm80-64-fp16": (sm80_forward("Half", 64, 64), torch.float16, 64, 64),
     "sm80-128-bf16": (sm80_forward("Bf16", 128, 128), torch.bfloat16, 128, 128),
     "sm80-192-fp16": (sm80_forward("Half", 192, 128), torch.float16, 192, 128),
+    "sm80-256-bf16": (sm80_forward("Bf16", 256, 256), torch.bfloat16, 256, 256),
     "sm90-64-bf16": (sm90_forward("Bf16", 64, 64, 3, 128, 2, 2, 1, 0, 1), torch.bfloat16, 64, 64),
     "sm90-64-fp16": (sm90_forward("Half", 64, 64, 3, 128, 2, 2, 1, 0, 1), torch.float16, 64, 64),
     "sm90-64-short-bf16": (sm90_forward("Bf16", 64, 64, 2, 128, 2, 2, 1, 4, 1), torch.bfloat16, 64, 64),
@@ -81,6 +82,7 @@ FAULTY_FORWARD += [("sm90-64-bf16", *fault) for fault in faults.SM90_FORWARD]
 BACKWARD = {  # kernel: (program, dtype, head_dim, deterministic)
     "sm80-64-bf16": (("backward", ("KERNEL=Sm80Backward<Bf16,64,128,128,false>",)), torch.bfloat16, 64, False),
     "sm80-128-fp16": (("backward", ("KERNEL=Sm80Backward<Half,128,64,128,false>",)), torch.float16, 128, False),
+    "sm80-256-bf16": (("backward", ("KERNEL=Sm80Backward<Bf16,256,32,64,false>",)), torch.bfloat16, 256, False),
     "sm80-128-deterministic": (("backward", ("KERNEL=Sm80Backward<Bf16,128,64,128,true>",)), torch.bfloat16, 128, True),
     "sm90-64-fp16": (("backward", ("SHAPE=Sm90BackwardShape<Half,64,128,false>",)), torch.float16, 64, False),
     "sm90-128-bf16": (("backward", ("SHAPE=Sm90BackwardShape<Bf16,128,64,false>",)), torch.bfloat16, 128, False),

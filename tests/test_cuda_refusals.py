@@ -46,7 +46,7 @@ REFUSED = [
     ({"sinks": "heads"}, "sinks: expected None" + NOT_YET),
     ({"alibi_slopes": "heads"}, "alibi_slopes: expected None" + NOT_YET),
     ({"scale": -1.0}, "scale: expected a positive number" + NOT_YET),
-    ({"x": "wide"}, "query: expected a head_dim"),
+    ({"x": "wide"}, "query: expected head dimensions of at most 256 on CUDA, got 1000 and (value) 1000"),
 ]
 SERVED = [
     {},
@@ -68,7 +68,7 @@ def test_what_is_not_served_is_refused_by_name(built):  # noqa: F811
     backward = run([("_cuda_backward_check", options) for options, _ in REFUSED])
     for (options, message), a, b in zip(REFUSED, forward, backward):
         assert message in a, options
-        assert message.replace("a head_dim", "head dimensions") in b, options
+        assert message in b, options
     for name in ("_cuda_forward_check", "_cuda_backward_check"):
         assert run([(name, options) for options in SERVED]) == ["served"] * len(SERVED)
 

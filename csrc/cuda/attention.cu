@@ -66,7 +66,8 @@ void forward(const Tensor& query, const Tensor& key, const Tensor& value, const 
   ForwardTask p{};
   describe(p, c, indices, q, k, v);
   p.out = o.data(), p.out_strides = o.strides(), p.lse = static_cast<float*>(lse.data_ptr());
-  const bool bf16 = c.dtype == ScalarType::BFloat16, hopper = device.capability == 90;
+  const bool bf16 = c.dtype == ScalarType::BFloat16;
+  const bool hopper = device.capability == 90 && hopper_forward(forward_size(p.head_dim, p.v_head_dim));
   OptionalTensor counter;
   if (hopper) p.counter = tile_counter(query, device.index, stream, counter);
   const ForwardLaunch launch =
@@ -113,11 +114,12 @@ void backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tens
   output(dv, gradients.value, c.kv_heads, p.grad_value, p.grad_value_strides);
 
   const int size = backward_size(p.head_dim, p.v_head_dim), rows = backward_rows(size);
-  const bool bf16 = c.dtype == ScalarType::BFloat16, hopper = device.capability == 90;
+  const bool bf16 = c.dtype == ScalarType::BFloat16, hopper = device.capability == 90 && hopper_backward(size);
   const bool deterministic = deterministic_algorithms();
   p.kv_heads = static_cast<int>(c.kv_heads), p.scale = static_cast<float>(c.params.scale);
   p.rows = (p.q_len + rows - 1) / rows * rows;
-  p.key_tiles = (p.kv_len + backward_keys - 1) / backward_keys;
+  const int keys = backward_keys(size);
+  p.key_tiles = (p.kv_len + keys - 1) / keys;
   const int64_t pairs = c.batch * c.q_heads;
   const Tensor sum = aten::empty(query, {pairs, p.rows, size}, ScalarType::Float);
   const Tensor stats = aten::empty(query, {2, pairs, p.rows}, ScalarType::Float);
@@ -129,8 +131,7 @@ void backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tens
     torch::stable::zero_(*turn);
     p.turn = static_cast<int*>(turn->data_ptr());
   } else if (hopper && p.group > 1 && (p.grad_key || p.grad_value)) {
-    key_value_sum =
-        aten::empty(query, {2, c.batch * c.kv_heads, int64_t{p.key_tiles} * backward_keys, size}, ScalarType::Float);
+    key_value_sum = aten::empty(query, {2, c.batch * c.kv_heads, int64_t{p.key_tiles} * keys, size}, ScalarType::Float);
     torch::stable::zero_(*key_value_sum);
     p.key_value_sum = static_cast<float*>(key_value_sum->data_ptr());
   }

@@ -23,16 +23,20 @@ inline void cuda_check(cudaError_t e, const char* what) {
 inline int forward_size(int head_dim, int v_head_dim) {
   if (head_dim <= 64 && v_head_dim <= 64) return 64064;
   if (head_dim <= 128 && v_head_dim <= 128) return 128128;
-  return head_dim <= 192 && v_head_dim <= 128 ? 192128 : 0;
+  if (head_dim <= 192 && v_head_dim <= 128) return 192128;
+  return head_dim <= 256 && v_head_dim <= 256 ? 256256 : 0;
 }
-// 64, 128; 0: none
+// 64, 128, 256; 0: none
 inline int backward_size(int head_dim, int v_head_dim) {
   const int d = head_dim > v_head_dim ? head_dim : v_head_dim;
-  return d <= 64 ? 64 : d <= 128 ? 128 : 0;
+  return d <= 64 ? 64 : d <= 128 ? 128 : d <= 256 ? 256 : 0;
 }
 // query and key tiles of the backward kernel of that size
-inline int backward_rows(int size) { return size == 64 ? 128 : 64; }
-constexpr int backward_keys = 128;
+inline int backward_rows(int size) { return 8192 / size; }
+inline int backward_keys(int size) { return size == 256 ? 64 : 128; }
+// Hopper's kernels end at 128, in the forward at 192 with values of 128; above, those of sm_80 run there too.
+inline bool hopper_forward(int size) { return size != 256256; }
+inline bool hopper_backward(int size) { return size != 256; }
 
 using ForwardLaunch = void (*)(ForwardTask, bool ranged, const Device&, cudaStream_t);
 void sm80_forward_bf16(ForwardTask, bool ranged, const Device&, cudaStream_t);

@@ -15,18 +15,18 @@ SM80_FORWARD = [
         "__syncthreads();          // and every",
         "//",
     ),
-    ("columns of K in the wrong order", "sm80_forward.cuh", "lane % 8 + lane / 16 * 8, kk", "lane % 16, kk"),
+    ("columns of K in the wrong order", "sm80_forward.cuh", "at % 8 + at / 16 * 8, kk", "at % 16, kk"),
     (
         "halves of a fragment exchanged",
         "sm80_forward.cuh",
-        "(s[2 * j], qf[at], b[0], b[1])",
-        "(s[2 * j], qf[at], b[0], b[2])",
+        "(s[2 * j], qf[held], b[0], b[1])",
+        "(s[2 * j], qf[held], b[0], b[2])",
     ),
     (
         "misaligned row of V",
         "sm80_forward.cuh",
-        "j * 2 + lane / 16));\n          ptx::mma_m16n8k16<T>(acc[2 * j],",
-        "j * 2 + lane / 16) + 8);\n          ptx::mma_m16n8k16<T>(acc[2 * j],",
+        "j * 2 + at / 16));\n          ptx::mma_m16n8k16<T>(acc[2 * j],",
+        "j * 2 + at / 16) + 8);\n          ptx::mma_m16n8k16<T>(acc[2 * j],",
     ),
     ("mask off by one", "sm80_forward.cuh", "x >= end ||", "x > end ||"),
     (

@@ -14,10 +14,13 @@ void launch_sm80_backward(const BackwardTask& p, bool ranged, cudaStream_t strea
     });
   };
   const auto pick = [&]<bool Deterministic>() {
-    if (backward_size(p.head_dim, p.v_head_dim) == 64)
-      go.template operator()<Sm80Backward<T, 64, 128, backward_keys, Deterministic>>();
+    const int size = backward_size(p.head_dim, p.v_head_dim);
+    if (size == 64)
+      go.template operator()<Sm80Backward<T, 64, 128, 128, Deterministic>>();
+    else if (size == 128)
+      go.template operator()<Sm80Backward<T, 128, 64, 128, Deterministic>>();
     else
-      go.template operator()<Sm80Backward<T, 128, 64, backward_keys, Deterministic>>();
+      go.template operator()<Sm80Backward<T, 256, 32, 64, Deterministic>>();
   };
   if (p.turn)
     pick.template operator()<true>();

@@ -24,7 +24,7 @@ struct Sm80Backward {
     return tile + row * kRow + ((chunk ^ (row & 7)) << 4);
   }
   static __device__ __forceinline__ uint32_t at_col(uint32_t tile, int row, int chunk) {
-    return tile + row * kCol + ((chunk ^ (row & 7)) << 4);
+    return tile + row * kCol + ((chunk ^ (Rows == 32 ? row >> 1 & 3 : row & 7)) << 4);  // 32: rows of four chunks
   }
 
   template <int Count>

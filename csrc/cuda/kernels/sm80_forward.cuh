@@ -26,9 +26,10 @@ struct Sm80Forward {
   template <int D>
   static __device__ __forceinline__ void load_tile(uint32_t tile, const T* base, int64_t stride, int row0, int rows,
                                                    int dim) {
+    const int tid = kKeepQuery ? threadIdx.x : ptx::opaque(threadIdx.x);
 #pragma unroll
     for (int i = 0; i < 64 * (D / 8) / kThreads; i++) {
-      const int c = i * kThreads + threadIdx.x, row = c / (D / 8), chunk = c % (D / 8);
+      const int c = i * kThreads + tid, row = c / (D / 8), chunk = c % (D / 8);
       const bool valid = row0 + row < rows && chunk * 8 < dim;
       ptx::cp_async_16(chunk_at<D>(tile, row, chunk), base + (valid ? (row0 + row) * stride + chunk * 8 : 0), valid);
     }
@@ -59,12 +60,15 @@ struct Sm80Forward {
     float acc[kDv / 8][4] = {};
     float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0.f, 0.f};
     uint32_t qf[kKeepQuery ? kDqk / 16 : 1][4];
+    int at = lane;
     const auto read_q = [&](uint32_t (&r)[4], int kk) {
-      ptx::ldmatrix_x4(r, chunk_at<kDqk>(sq, warp * 16 + lane % 16, kk * 2 + lane / 16));
+      ptx::ldmatrix_x4(r, chunk_at<kDqk>(sq, warp * 16 + at % 16, kk * 2 + at / 16));
     };
 
     for (int n = tiles.first(); n < tiles.end; n = tiles.above(n)) {
       const int n0 = n * kKeys;
+      // hoisted out of the loop, addresses would spill
+      if (!kKeepQuery) at = ptx::opaque(at);
       ptx::cp_async_wait<0>();  // K (and Q) of this tile have landed
       __syncthreads();          // and every warp is past V of the tile before
       load_tile<kDv>(sv, value, p.value_strides.row, n0, tiles.key_end, p.v_head_dim);
@@ -74,16 +78,16 @@ struct Sm80Forward {
       }
 
       float s[kKeys / 8][4] = {};
-#pragma unroll
+#pragma unroll(kDqk > 192 ? 4 : kDqk / 16)
       for (int kk = 0; kk < kDqk / 16; kk++) {
-        const int at = kKeepQuery ? kk : 0;
+        const int held = kKeepQuery ? kk : 0;
         if (!kKeepQuery) read_q(qf[0], kk);
 #pragma unroll
         for (int j = 0; j < kKeys / 16; j++) {
           uint32_t b[4];
-          ptx::ldmatrix_x4(b, chunk_at<kDqk>(sk, j * 16 + lane % 8 + lane / 16 * 8, kk * 2 + lane / 8 % 2));
-          ptx::mma_m16n8k16<T>(s[2 * j], qf[at], b[0], b[1]);
-          ptx::mma_m16n8k16<T>(s[2 * j + 1], qf[at], b[2], b[3]);
+          ptx::ldmatrix_x4(b, chunk_at<kDqk>(sk, j * 16 + at % 8 + at / 16 * 8, kk * 2 + at / 8 % 2));
+          ptx::mma_m16n8k16<T>(s[2 * j], qf[held], b[0], b[1]);
+          ptx::mma_m16n8k16<T>(s[2 * j + 1], qf[held], b[2], b[3]);
         }
       }
 
@@ -103,7 +107,7 @@ struct Sm80Forward {
 #pragma unroll
         for (int j = 0; j < kDv / 16; j++) {
           uint32_t b[4];
-          ptx::ldmatrix_x4_trans(b, chunk_at<kDv>(sv, kk * 16 + lane % 16, j * 2 + lane / 16));
+          ptx::ldmatrix_x4_trans(b, chunk_at<kDv>(sv, kk * 16 + at % 16, j * 2 + at / 16));
           ptx::mma_m16n8k16<T>(acc[2 * j], a, b[0], b[1]);
           ptx::mma_m16n8k16<T>(acc[2 * j + 1], a, b[2], b[3]);
         }
