@@ -21,11 +21,11 @@ def sm90_forward(dtype, dqk, dv, groups, keys, stages, query_stages, ping_pong, 
 
 
 FORWARD = {  # kernel: (program, dtype, head_dim, v_head_dim)
-    "sm80-64-bf16": (sm80_forward("Bf16", 64, 64), torch.bfloat16, 64, 64),
-    "sm80-64-fp16": (sm80_forward("Half", 64, 64), torch.float16, 64, 64),
-    "sm80-128-bf16": (sm80_forward("Bf16", 128, 128), torch.bfloat16, 128, 128),
-    "sm80-192-fp16": (sm80_forward("Half", 192, 128), torch.float16, 192, 128),
-    "sm80-256-bf16": (sm80_forward("Bf16", 256, 256), torch.bfloat16, 256, 256),
+    "sm80-64-bf16": (sm80_forward("Bf16", 64, 64, 64), torch.bfloat16, 64, 64),
+    "sm80-64-fp16": (sm80_forward("Half", 64, 64, 64), torch.float16, 64, 64),
+    "sm80-128-bf16": (sm80_forward("Bf16", 128, 128, 64), torch.bfloat16, 128, 128),
+    "sm80-192-fp16": (sm80_forward("Half", 192, 128, 64), torch.float16, 192, 128),
+    "sm80-256-bf16": (sm80_forward("Bf16", 256, 256, 32), torch.bfloat16, 256, 256),
     "sm90-64-bf16": (sm90_forward("Bf16", 64, 64, 3, 128, 2, 2, 1, 0, 1), torch.bfloat16, 64, 64),
     "sm90-64-fp16": (sm90_forward("Half", 64, 64, 3, 128, 2, 2, 1, 0, 1), torch.float16, 64, 64),
     "sm90-64-short-bf16": (sm90_forward("Bf16", 64, 64, 2, 128, 2, 2, 1, 4, 1), torch.bfloat16, 64, 64),

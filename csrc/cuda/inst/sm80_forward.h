@@ -12,10 +12,10 @@ void launch_sm80_forward(ForwardTask p, bool ranged, cudaStream_t stream) {
     launch(ranged ? sm80_forward<K, true> : sm80_forward<K, false>, p.total, K::kThreads, K::kSmemBytes, stream, p);
   };
   const int size = forward_size(p.head_dim, p.v_head_dim);
-  if (size == 64064) return go.template operator()<Sm80Forward<T, 64, 64>>();
-  if (size == 128128) return go.template operator()<Sm80Forward<T, 128, 128>>();
-  if (size == 192128) return go.template operator()<Sm80Forward<T, 192, 128>>();
-  go.template operator()<Sm80Forward<T, 256, 256>>();
+  if (size == 64064) return go.template operator()<Sm80Forward<T, 64, 64, 64>>();
+  if (size == 128128) return go.template operator()<Sm80Forward<T, 128, 128, 64>>();
+  if (size == 192128) return go.template operator()<Sm80Forward<T, 192, 128, 64>>();
+  go.template operator()<Sm80Forward<T, 256, 256, 32>>();
 }
 
 }  // namespace attnjourney

@@ -1,16 +1,16 @@
 // Attention forward on mma.sync, for every GPU from Ampere on (FlashAttention-2, arXiv 2307.08691). One block: 64 query
-// rows of one head, four warps of 16 rows; keys pass by in tiles of 64, the copy of V under Q K^T and that of the next
-// K under P V. head_dim and v_head_dim up to Dqk and Dv, multiples of 8: what is missing counts as zeros.
+// rows of one head, four warps of 16 rows; keys pass by in tiles of Keys, the copy of V under Q K^T and that of the
+// next K under P V. head_dim and v_head_dim up to Dqk and Dv, multiples of 8: what is missing counts as zeros.
 #pragma once
 #include "../ptx/sm80.cuh"
 #include "forward_task.cuh"
 
 namespace attnjourney {
 
-template <class T_, int Dqk_, int Dv_>
+template <class T_, int Dqk_, int Dv_, int Keys>
 struct Sm80Forward {
   using T = T_;
-  static constexpr int kDqk = Dqk_, kDv = Dv_, kRows = 64, kKeys = 64, kThreads = 128;
+  static constexpr int kDqk = Dqk_, kDv = Dv_, kRows = 64, kKeys = Keys, kThreads = 128;
   static constexpr int kQueryBytes = kRows * kDqk * 2, kKeyBytes = kKeys * kDqk * 2, kValueBytes = kKeys * kDv * 2;
   static constexpr int kSmemBytes = kQueryBytes + kKeyBytes + kValueBytes;
   static constexpr bool kKeepQuery = kDqk <= 128;  // in registers; more would spill
@@ -22,13 +22,13 @@ struct Sm80Forward {
     return tile + row * (D * 2) + ((chunk ^ (row & 7)) << 4);
   }
 
-  // Starts the copy of rows [row0, row0 + 64) of one head; rows past the end and columns past `dim` become zeros.
-  template <int D>
+  // Starts the copy of rows [row0, row0 + Count) of one head; rows past the end and columns past `dim` become zeros.
+  template <int D, int Count>
   static __device__ __forceinline__ void load_tile(uint32_t tile, const T* base, int64_t stride, int row0, int rows,
                                                    int dim) {
     const int tid = kKeepQuery ? threadIdx.x : ptx::opaque(threadIdx.x);
 #pragma unroll
-    for (int i = 0; i < 64 * (D / 8) / kThreads; i++) {
+    for (int i = 0; i < Count * (D / 8) / kThreads; i++) {
       const int c = i * kThreads + tid, row = c / (D / 8), chunk = c % (D / 8);
       const bool valid = row0 + row < rows && chunk * 8 < dim;
       ptx::cp_async_16(chunk_at<D>(tile, row, chunk), base + (valid ? (row0 + row) * stride + chunk * 8 : 0), valid);
@@ -52,9 +52,11 @@ struct Sm80Forward {
     const T* value = head_of(p.value, p.value_strides, head_k);
     unsigned char* smem = ptx::dynamic_smem();
     const uint32_t sq = ptx::smem_addr(smem), sk = sq + kQueryBytes, sv = sk + kKeyBytes;
-    const auto load_k = [&](int n0) { load_tile<kDqk>(sk, key, p.key_strides.row, n0, tiles.key_end, p.head_dim); };
+    const auto load_k = [&](int n0) {
+      load_tile<kDqk, kKeys>(sk, key, p.key_strides.row, n0, tiles.key_end, p.head_dim);
+    };
 
-    load_tile<kDqk>(sq, query, p.query_strides.row, row0, p.q_len, p.head_dim);
+    load_tile<kDqk, kRows>(sq, query, p.query_strides.row, row0, p.q_len, p.head_dim);
     if (tiles.count() > 0) load_k(tiles.first() * kKeys);
 
     float acc[kDv / 8][4] = {};
@@ -71,14 +73,14 @@ struct Sm80Forward {
       if (!kKeepQuery) at = ptx::opaque(at);
       ptx::cp_async_wait<0>();  // K (and Q) of this tile have landed
       __syncthreads();          // and every warp is past V of the tile before
-      load_tile<kDv>(sv, value, p.value_strides.row, n0, tiles.key_end, p.v_head_dim);
+      load_tile<kDv, kKeys>(sv, value, p.value_strides.row, n0, tiles.key_end, p.v_head_dim);
       if (kKeepQuery && n == tiles.first()) {
 #pragma unroll
         for (int kk = 0; kk < kDqk / 16; kk++) read_q(qf[kk], kk);
       }
 
       float s[kKeys / 8][4] = {};
-#pragma unroll(kDqk > 192 ? 4 : kDqk / 16)
+#pragma unroll
       for (int kk = 0; kk < kDqk / 16; kk++) {
         const int held = kKeepQuery ? kk : 0;
         if (!kKeepQuery) read_q(qf[0], kk);
