@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from test_cuda_emulator_options import CASES, call, expected_of
 from testing import GRADIENT_FACTOR, assert_close_to_reference, plain_run, random_tensor, reference_run
 
 import attnjourney  # noqa: F401  (registers the operators)
@@ -48,6 +49,35 @@ def test_values(shape, layout, dtype):
     for i, got in enumerate((out, lse, *grads)):
         factor = {} if i < 2 else {"factor": GRADIENT_FACTOR}
         assert_close_to_reference(got.cpu(), plain[i], expected[i], rounding=rounding[i], **factor)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case[0]))
+def test_options(case, head_dim, deterministic):
+    """The cases of the emulator's tests, with all gradients."""
+    names, q_len, kv_len = case
+    tensors, arguments = call(names, torch.bfloat16, q_len, kv_len, head_dim, head_dim)
+    grad_out = random_tensor((2, 4, q_len, head_dim), torch.bfloat16, 4, outliers=False)
+    grad_lse = random_tensor((2, 4, q_len), torch.float32, 5, outliers=False)
+    (plain, rounding), exact = expected_of(tensors, arguments, grad_out, grad_lse)
+    given = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
+    mask = given.pop("attn_mask", None)
+    if "causal_alignment" in given:
+        given["causal_alignment"] = 1
+    ops, device = torch.ops.attnjourney, [x.cuda() for x in tensors]
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        out, lse = ops.attention_forward(*device, mask, **given)
+        grads = ops.attention_backward(grad_out.cuda(), grad_lse.cuda(), *device, mask, out, lse, **given)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    trained = [mask, given.get("sinks"), given.get("alibi_slopes")]
+    results = [out, lse, *grads[:3]]
+    results += [g for g, x in zip(grads[3:], trained) if x is not None and x.is_floating_point()]
+    for i, (got, values, width) in enumerate(zip(results, exact, rounding, strict=True)):
+        factor = {} if i < 2 else {"factor": GRADIENT_FACTOR}
+        assert_close_to_reference(got.cpu(), plain[i], values, rounding=width, **factor)
 
 
 def test_192_128_forward():
@@ -109,14 +139,10 @@ def test_streams_and_graph():
     "change,message",
     [
         ({"dtype": torch.float32}, "query: expected dtype torch.bfloat16 or torch.float16 on CUDA, got torch.float32"),
-        ({"dropout_p": 0.5}, "dropout_p: expected 0 on CUDA"),
-        ({"scale": -1.0}, "scale: expected a positive number on CUDA"),
+        ({"dim": 264}, "query: expected head dimensions of at most 256 on CUDA, got 264"),
     ],
 )
 def test_what_is_not_served_raises(change, message):
-    x = torch.zeros(1, 1, 4, 8, device="cuda", dtype=change.get("dtype", torch.bfloat16))
-    seed = torch.zeros((), dtype=torch.int64, device="cuda")
-    with pytest.raises(RuntimeError, match=message):
-        torch.ops.attnjourney.attention_forward(
-            x, x, x, None, change.get("dropout_p", 0.0), scale=change.get("scale"), dropout_seed=seed
-        )
+    x = torch.zeros(1, 1, 4, change.get("dim", 8), device="cuda", dtype=change.get("dtype", torch.bfloat16))
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        torch.ops.attnjourney.attention_forward(x, x, x)

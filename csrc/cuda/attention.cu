@@ -6,6 +6,7 @@
 #include "attention_cuda.h"
 #include "device.h"
 #include "layout.h"
+#include "options.h"
 #include "served.h"
 
 namespace attnjourney {
@@ -52,7 +53,8 @@ void forward(const Tensor& query, const Tensor& key, const Tensor& value, const 
   const AttentionCall c = check_attention(query, key, value, options);
   check_served(c, options, false);
   if (c.batch * c.q_heads * c.params.q_len == 0) return;
-  if (c.params.kv_len == 0) {
+  const bool options_used = has_options(c, options);
+  if (c.params.kv_len == 0 && !options.sinks) {
     torch::stable::zero_(out);
     torch::stable::fill_(lse, -INFINITY);
     return;
@@ -63,15 +65,19 @@ void forward(const Tensor& query, const Tensor& key, const Tensor& value, const 
   const View q = view_of(c, query, c.q_heads), k = view_of(c, key, c.kv_heads), v = view_of(c, value, c.kv_heads);
   Output o(c, out, c.q_heads);
   const Indices indices(options);
+  const OptionInputs inputs(c, options, query);
   ForwardTask p{};
   describe(p, c, indices, q, k, v);
+  p.scores = inputs.scores();
   p.out = o.data(), p.out_strides = o.strides(), p.lse = static_cast<float*>(lse.data_ptr());
   const bool bf16 = c.dtype == ScalarType::BFloat16;
-  const bool hopper = device.capability == 90 && hopper_forward(forward_size(p.head_dim, p.v_head_dim));
+  const bool hopper =
+      device.capability == 90 && !options_used && hopper_forward(forward_size(p.head_dim, p.v_head_dim));
   OptionalTensor counter;
   if (hopper) p.counter = tile_counter(query, device.index, stream, counter);
-  const ForwardLaunch launch =
-      hopper ? (bf16 ? sm90_forward_bf16 : sm90_forward_fp16) : (bf16 ? sm80_forward_bf16 : sm80_forward_fp16);
+  const ForwardLaunch launch = options_used ? (bf16 ? sm80_options_forward_bf16 : sm80_options_forward_fp16)
+                               : hopper     ? (bf16 ? sm90_forward_bf16 : sm90_forward_fp16)
+                                            : (bf16 ? sm80_forward_bf16 : sm80_forward_fp16);
   launch(p, is_ranged(c, options), device, stream);
   o.finish();
 }
@@ -84,8 +90,11 @@ void backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tens
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
   const Device device = current_device(query);
   const cudaStream_t stream = current_stream(device.index);
-  if (c.batch * c.q_heads * c.params.q_len * c.params.kv_len == 0) {  // nobody reads, nobody is read
-    for (const OptionalTensor* g : {&gradients.query, &gradients.key, &gradients.value})
+  const bool options_used = has_options(c, options);
+  const int64_t rows_in_all = c.batch * c.q_heads * c.params.q_len;
+  if (rows_in_all == 0 || (c.params.kv_len == 0 && !options.sinks)) {  // nobody reads, nobody is read
+    for (const OptionalTensor* g : {&gradients.query, &gradients.key, &gradients.value, &gradients.attn_mask,
+                                    &gradients.sinks, &gradients.alibi_slopes})
       if (*g) {
         Tensor t = **g;
         torch::stable::zero_(t);
@@ -98,9 +107,11 @@ void backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tens
   OptionalTensor dense_grad_lse;
   if (grad_lse) dense_grad_lse = aten::contiguous(*grad_lse);
   const Indices indices(options);
+  const OptionInputs inputs(c, options, query);
   std::optional<Output> dq, dk, dv;
   BackwardTask p{};
   describe(p, c, indices, q, k, v);
+  p.scores = inputs.scores();
   p.out = o.data(), p.out_strides = o.strides, p.grad_out = d_out.data(), p.grad_out_strides = d_out.strides;
   p.lse = static_cast<const float*>(dense_lse.data_ptr());
   p.grad_lse = dense_grad_lse ? static_cast<const float*>(dense_grad_lse->data_ptr()) : nullptr;
@@ -114,11 +125,12 @@ void backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tens
   output(dv, gradients.value, c.kv_heads, p.grad_value, p.grad_value_strides);
 
   const int size = backward_size(p.head_dim, p.v_head_dim), rows = backward_rows(size);
-  const bool bf16 = c.dtype == ScalarType::BFloat16, hopper = device.capability == 90 && hopper_backward(size);
+  const bool bf16 = c.dtype == ScalarType::BFloat16,
+             hopper = device.capability == 90 && !options_used && hopper_backward(size);
   const bool deterministic = deterministic_algorithms();
   p.kv_heads = static_cast<int>(c.kv_heads), p.scale = static_cast<float>(c.params.scale);
   p.rows = (p.q_len + rows - 1) / rows * rows;
-  const int keys = backward_keys(size);
+  const int keys = backward_keys(size, options_used);
   p.key_tiles = (p.kv_len + keys - 1) / keys;
   const int64_t pairs = c.batch * c.q_heads;
   const Tensor sum = aten::empty(query, {pairs, p.rows, size}, ScalarType::Float);
@@ -135,13 +147,16 @@ void backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tens
     torch::stable::zero_(*key_value_sum);
     p.key_value_sum = static_cast<float*>(key_value_sum->data_ptr());
   }
+  OptionGradients option_gradients(c, gradients, p);
   const bool ranged = is_ranged(c, options);
   p.span = backward_span(p, size, ranged, deterministic);
-  const BackwardLaunch launch =
-      hopper ? (bf16 ? sm90_backward_bf16 : sm90_backward_fp16) : (bf16 ? sm80_backward_bf16 : sm80_backward_fp16);
+  const BackwardLaunch launch = options_used ? (bf16 ? sm80_options_backward_bf16 : sm80_options_backward_fp16)
+                                : hopper     ? (bf16 ? sm90_backward_bf16 : sm90_backward_fp16)
+                                             : (bf16 ? sm80_backward_bf16 : sm80_backward_fp16);
   launch(p, ranged, device, stream);
   for (auto* g : {&dq, &dk, &dv})
     if (*g) (*g)->finish();
+  option_gradients.finish();
 }
 
 }  // namespace

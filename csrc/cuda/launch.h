@@ -33,20 +33,25 @@ inline int backward_size(int head_dim, int v_head_dim) {
 }
 // query and key tiles of the backward kernel of that size
 inline int backward_rows(int size) { return 8192 / size; }
-inline int backward_keys(int size) { return size == 256 ? 64 : 128; }
+inline int backward_keys(int size, bool options) { return size == 256 || options ? 64 : 128; }
 // Hopper's kernels end at 128, in the forward at 192 with values of 128; above, those of sm_80 run there too.
 inline bool hopper_forward(int size) { return size != 256256; }
 inline bool hopper_backward(int size) { return size != 256; }
 
+// Calls with options run on mma.sync, on Hopper too.
 using ForwardLaunch = void (*)(ForwardTask, bool ranged, const Device&, cudaStream_t);
 void sm80_forward_bf16(ForwardTask, bool ranged, const Device&, cudaStream_t);
 void sm80_forward_fp16(ForwardTask, bool ranged, const Device&, cudaStream_t);
+void sm80_options_forward_bf16(ForwardTask, bool ranged, const Device&, cudaStream_t);
+void sm80_options_forward_fp16(ForwardTask, bool ranged, const Device&, cudaStream_t);
 void sm90_forward_bf16(ForwardTask, bool ranged, const Device&, cudaStream_t);
 void sm90_forward_fp16(ForwardTask, bool ranged, const Device&, cudaStream_t);
 
 using BackwardLaunch = void (*)(BackwardTask, bool ranged, const Device&, cudaStream_t);
 void sm80_backward_bf16(BackwardTask, bool ranged, const Device&, cudaStream_t);
 void sm80_backward_fp16(BackwardTask, bool ranged, const Device&, cudaStream_t);
+void sm80_options_backward_bf16(BackwardTask, bool ranged, const Device&, cudaStream_t);
+void sm80_options_backward_fp16(BackwardTask, bool ranged, const Device&, cudaStream_t);
 void sm90_backward_bf16(BackwardTask, bool ranged, const Device&, cudaStream_t);
 void sm90_backward_fp16(BackwardTask, bool ranged, const Device&, cudaStream_t);
 

@@ -1,10 +1,14 @@
 // Runs one backward kernel with its passes, named by -DKERNEL=... (an Sm80Backward) or -DSHAPE=... (an
-// Sm90BackwardShape). stdin: query, key, value, out, grad_out, lse, grad_lse; stdout: grad_query, grad_key, grad_value.
+// Sm90BackwardShape). stdin: query, key, value, out, grad_out, lse, grad_lse, lengths, options; stdout: grad_query,
+// grad_key, grad_value, and of options where there are such: grad_sinks, grad_slopes, grad_mask. -DRANGED: as in
+// forward.cpp.
 #include "driver.h"
 #ifdef SHAPE
 #include "cuda/kernels/sm90_backward.cuh"
 #else
+#include "cuda/kernels/backward_heads.cuh"
 #include "cuda/kernels/sm80_backward.cuh"
+#include "cuda/kernels/sm80_mask_gradient.cuh"
 #endif
 
 using namespace attnjourney;
@@ -43,6 +47,35 @@ void launch_main(const BackwardTask& p, const driver::Shape& q, const driver::Sh
 #endif
 }
 
+#ifdef KERNEL
+// The gradients of sinks and slopes [batch, q_heads] and of a floating mask of mask_count elements.
+void options_gradients(BackwardTask p, const driver::Arguments& a) {
+  p.sinks_per_item = p.slopes_per_item = a["per_item"];
+  const auto per_head = [&](auto kernel, const char* name, float*& to) {
+    if (!a[name]) return;
+    emulator::Buffer<float> grad(static_cast<size_t>(a["per_item"] ? p.batch : 1) * p.q_heads, name);
+    to = grad.data;
+    emulator::launch(kernel, dim3(static_cast<unsigned>(grad.size)), dim3(kPassThreads), kHeadsBytes, a.options(), p);
+    driver::write(grad);
+  };
+  per_head(backward_per_head<true>, "sinks", p.grad_sinks);
+  per_head(backward_per_head<false>, "slopes", p.grad_slopes);
+  if (a["mask"] < 2) return;
+  using Gradient = Sm80MaskGradient<Element, Kernel::kD>;
+  emulator::Buffer<float> grad(static_cast<size_t>(a["mask_count"]), "grad_mask");
+  p.mask_gradient = {grad.data,
+                     {a["mask_batch"]},
+                     a["mask_head"],
+                     a["mask_row"],
+                     a["mask_col"],
+                     a["mask_batch"] ? p.batch : 1,
+                     a["mask_head"] ? p.q_heads : 1};
+  emulator::launch(sm80_mask_gradient<Gradient>, dim3(static_cast<unsigned>(mask_gradient_blocks(p))),
+                   dim3(Gradient::kThreads), Gradient::kSmemBytes, a.options(), p);
+  driver::write(grad);
+}
+#endif
+
 int main(int argc, char** argv) {
   return driver::run(argc, argv, [](const driver::Arguments& a) {
     const bool rows_first = a["rows_first"];
@@ -72,8 +105,7 @@ int main(int argc, char** argv) {
     p.out_strides = p.grad_out_strides = o.strides<Strides>();
     p.batch = q.batch, p.q_heads = q.heads, p.kv_heads = k.heads, p.group = q.heads / k.heads;
     p.head_dim = q.dim, p.v_head_dim = v.dim;
-    p.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(q.dim)));
-    p.scale_log2 = static_cast<float>(1.4426950408889634 / std::sqrt(static_cast<double>(q.dim)));
+    const driver::Options<Element> given(p, a);
     p.rows = (q.length + Kernel::kRows - 1) / Kernel::kRows * Kernel::kRows;
     p.key_tiles = (k.length + Kernel::kKeys - 1) / Kernel::kKeys;
     const size_t rows = pairs * p.rows, tile = static_cast<size_t>(Kernel::kKeys) * Kernel::kD;
@@ -85,6 +117,8 @@ int main(int argc, char** argv) {
 #ifdef SHAPE
     if (p.group > 1 && !deterministic) p.key_value_sum = key_value_sum.data;
 #endif
+    emulator::Buffer<float> slope_sum(std::vector<float>(static_cast<size_t>(p.key_tiles) * pairs, 0.f), "slope_sum");
+    if (a["slopes"]) p.slope_sum = slope_sum.data;
     p.span = a["span"] ? a["span"] : backward_span(p, Kernel::kD, a["ranged"], deterministic);
 
     const auto options = a.options();
@@ -93,10 +127,12 @@ int main(int argc, char** argv) {
       emulator::launch(kernel, grid, dim3(kPassThreads), 0, options, p);
     };
     pass(backward_prepare<Element, Kernel::kD>, p.rows, pairs);
-    if (a["ranged"])
-      launch_main<true>(p, q, k, v, o, options);
-    else
+#ifndef RANGED
+    if (!a["ranged"])
       launch_main<false>(p, q, k, v, o, options);
+    else
+#endif
+      launch_main<true>(p, q, k, v, o, options);
     pass(backward_query<Kernel>, p.rows, pairs);
 #ifdef SHAPE
     if (p.key_value_sum) pass(backward_key_value<Kernel>, p.key_tiles * Kernel::kKeys, 2u * k.batch * k.heads);
@@ -104,5 +140,8 @@ int main(int argc, char** argv) {
     driver::write(grad_query);
     driver::write(grad_key);
     driver::write(grad_value);
+#ifdef KERNEL
+    if constexpr (Kernel::kOptions) options_gradients(p, a);
+#endif
   });
 }

@@ -27,7 +27,7 @@ struct Arguments {
   emulator::Options options() const {
     emulator::Options o;
     o.order = static_cast<emulator::Order>((*this)["order"]);
-    o.seed = static_cast<uint64_t>((*this)["seed"]);
+    o.seed = static_cast<uint64_t>((*this)["shuffle"]);
     o.eager_copies = (*this)["eager"] != 0;
     return o;
   }
@@ -83,6 +83,52 @@ struct Lengths {
     };
     query = lengths("query_lengths"), key = lengths("key_lengths");
     p.query_lengths = query->data, p.key_lengths = key->data;
+  }
+};
+
+// What options do to scores (csrc/cuda/kernels/sequence.cuh); numbers are given in thousandths. On stdin: sinks and
+// slopes [batch, q_heads], the mask of `mask_count` elements, which is read through its strides.
+template <class Element>
+struct Options {
+  std::unique_ptr<emulator::Buffer<float>> sinks, slopes, mask_fp32;
+  std::unique_ptr<emulator::Buffer<unsigned char>> mask_bool;
+  std::unique_ptr<emulator::Buffer<Element>> mask_same;
+  emulator::Buffer<uint64_t> seed;
+  template <class Task>
+  Options(Task& p, const Arguments& a) : seed(std::vector<uint64_t>{static_cast<uint64_t>(a["seed"])}, "seed") {
+    constexpr double kLog2E = 1.4426950408889634;
+    const auto thousandth = [&](const char* name) { return a[name] / 1000.0; };
+    const double scale = a["scale"] ? thousandth("scale") : 1 / std::sqrt(static_cast<double>(a["head_dim"]));
+    p.scale_log2 = static_cast<float>(scale * kLog2E);
+    if constexpr (requires { p.scale; }) p.scale = static_cast<float>(scale);
+    auto& s = p.scores;
+    if (a["softcap"]) {
+      s.cap_log2 = static_cast<float>(thousandth("softcap") * kLog2E);
+      s.cap_factor = static_cast<float>(2 * kLog2E * scale / thousandth("softcap"));
+    }
+    const auto numbers = [&](std::unique_ptr<emulator::Buffer<float>>& to, const float*& at, const char* name) {
+      if (!a[name]) return;
+      to = std::make_unique<emulator::Buffer<float>>(read<float>(static_cast<size_t>(p.batch) * p.q_heads), name);
+      at = to->data;
+    };
+    numbers(sinks, s.sinks, "sinks");
+    numbers(slopes, s.slopes, "slopes");
+    const auto mask = [&](auto& to) {
+      using Buffer = typename std::remove_reference_t<decltype(to)>::element_type;
+      using X = std::remove_pointer_t<decltype(Buffer::data)>;
+      to = std::make_unique<Buffer>(read<X>(static_cast<size_t>(a["mask_count"])), "mask");
+      s.mask = to->data, s.mask_bytes = sizeof(X);
+    };
+    s.mask_kind = static_cast<decltype(s.mask_kind)>(a["mask"]);
+    if (a["mask"] == 1) mask(mask_bool);
+    if (a["mask"] == 2) mask(mask_fp32);
+    if (a["mask"] == 3) mask(mask_same);
+    s.mask_dims = 1, s.mask_size[0] = p.batch, s.mask_batch[0] = a["mask_batch"];
+    s.mask_head = a["mask_head"], s.mask_row = a["mask_row"], s.mask_col = a["mask_col"];
+    if (!a["dropout"]) return;
+    s.seed = seed.data;
+    s.threshold = static_cast<uint32_t>(thousandth("dropout") * 65536 + .5);
+    s.keep_scale = a["dropout"] < 1000 ? static_cast<float>(1 / (1 - thousandth("dropout"))) : 0.f;
   }
 };
 

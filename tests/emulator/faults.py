@@ -199,3 +199,73 @@ SM80_BACKWARD = [
     ),
     ("delta left out", "sm80_backward.cuh", "(dp[i][j][e] - (e & 1 ? delta.y : delta.x))", "dp[i][j][e]"),
 ]
+
+FORWARD_OPTIONS = [
+    ("softcap left out", "scores.cuh", "if (!(s.cap_log2 > 0.f))", "if (true)"),
+    ("distances of the other alignment", "sm80_forward.cuh", "row + sequence.keys.offset - key", "row - key"),
+    ("the sink counts in every thread of a row", "sm80_forward.cuh", "t == 0 ? 1.f : 0.f", "1.f"),
+    (
+        "rows past the length have a sink",
+        "sm80_forward.cuh",
+        "row + 8 * h < sequence.q_len && sink != -INFINITY",
+        "sink != -INFINITY",
+    ),
+    ("the first item's mask for all", "scores.cuh", " + batch_offset(s, s.mask_batch, batch)", ""),
+    ("the first head's mask for all", "scores.cuh", "head * s.mask_head + ", ""),
+    ("halves of a boolean mask exchanged", "scores.cuh", "mask[F::row(i) *", "mask[F::row(i ^ 2) *"),
+    (
+        "columns of a floating mask exchanged",
+        "sm80_forward.cuh",
+        "(p.scores, h, row + Fragment::row(i), key + Fragment::key(i))",
+        "(p.scores, h, row + Fragment::row(i), key + Fragment::key(i ^ 1))",
+    ),
+    ("one warp decides for all", "scores.cuh", "for (int w = 0; w < warps; w++) some |= now[w];", "some = now[0];"),
+    ("flags written while others read them", "scores.cuh", "  turn ^= 1;\n", ""),
+    ("flags read before they are written", "scores.cuh", "= mine;\n  __syncthreads();", "= mine;"),
+    ("bits of another octet", "scores.cuh", "key / 8 + c / 2)", "key / 8 + c / 2 + 1)"),
+    ("bits of another row", "scores.cuh", "row + c % 2 * 8", "row + (c + 1) % 2 * 8"),
+    ("kept weights not scaled", "sm80_forward.cuh", "inverse *= p.scores.keep_scale;", ";"),
+    ("a value that is hidden leaks", "sm80_forward.cuh", "value_product(guarded_mma<T>", "value_product(pair_mma<T>"),
+    ("a value that is not finite vanishes", "scores.cuh", "if (y[0][e] != 0.f) d0[e] = NAN;", ""),
+]
+BACKWARD_OPTIONS = [
+    ("derivative of the cap left out", "scores.cuh", "1.f - t * t", "1.f"),
+    ("kept weights not scaled", "scores.cuh", "grad * s.keep_scale : 0.f", "grad : 0.f"),
+    ("dropped weights count", "sm80_backward.cuh", "bits >> i & 1 ? x.weight : 0.f", "x.weight"),
+    ("bits of another row", "scores.cuh", "c / 2 % RowTiles * 8 + c % 2,", "c / 2 % RowTiles * 8 + (c + 1) % 2,"),
+    ("one head's slope goes on in the next", "sm80_backward.cuh", "        slope_sum = 0.f;\n", ""),
+    ("one warp's part of the slope", "sm80_backward.cuh", "w < kWarps; w++", "w < 1; w++"),
+    ("sign of the sink's gradient", "backward_heads.cuh", "sum -= ptx::exp2", "sum += ptx::exp2"),
+    ("the next tile's mask", "sm80_backward.cuh", "own_key(l), here}", "own_key(l), seen}"),
+    (
+        "a mask's gradient of all items",
+        "sm80_mask_gradient.cuh",
+        "if (batch_offset(p.scores, out.batch, b) != own_item * item_size) continue;",
+        "",
+    ),
+    (
+        "tiles read before they landed",
+        "sm80_mask_gradient.cuh",
+        "ptx::cp_async_wait<0>();\n    __syncthreads();",
+        "__syncthreads();",
+    ),
+    (
+        "tiles refilled while others read them",
+        "sm80_mask_gradient.cuh",
+        "__syncthreads();  // the tiles",
+        "// the tiles",
+    ),
+    (
+        "delta in the order of fragments",
+        "sm80_mask_gradient.cuh",
+        "p.delta[stats + stat_position(row + 8 * h)]",
+        "p.delta[stats + row + 8 * h]",
+    ),
+    ("a key that is hidden leaks", "sm80_backward.cuh", "qd, l, guarded_mma<T>", "qd, l, pair_mma<T>"),
+    (
+        "a row that is not seen leaks into dV",
+        "sm80_backward.cuh",
+        "sp, tdo, l, guarded_mma<T>",
+        "sp, tdo, l, pair_mma<T>",
+    ),
+]

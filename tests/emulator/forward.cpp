@@ -1,5 +1,5 @@
 // Runs one forward kernel, named by -DKERNEL=... (with SM90: a Sm90ForwardShape but for kRanged, as SHAPE(ranged)).
-// stdin: query, key, value; stdout: out, lse.
+// stdin: query, key, value, lengths, options; stdout: out, lse. -DRANGED: the kernel that looks at ranges alone.
 #include "driver.h"
 #ifdef SHAPE
 #include "cuda/kernels/sm90_forward.cuh"
@@ -58,11 +58,13 @@ int main(int argc, char** argv) {
     p.value_strides = v.strides<Strides>(), p.out_strides = o.strides<Strides>();
     p.batch = q.batch, p.q_heads = q.heads, p.group = q.heads / k.heads;
     p.head_dim = q.dim, p.v_head_dim = v.dim;
-    p.scale_log2 = static_cast<float>(1.4426950408889634 / std::sqrt(static_cast<double>(q.dim)));
-    if (a["ranged"])
-      launch<true>(p, q, k, v, o, a);
-    else
+    const driver::Options<Element> options(p, a);
+#ifndef RANGED
+    if (!a["ranged"])
       launch<false>(p, q, k, v, o, a);
+    else
+#endif
+      launch<true>(p, q, k, v, o, a);
     driver::write(out);
     driver::write(lse);
   });

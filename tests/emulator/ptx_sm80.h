@@ -40,6 +40,9 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
 }
 inline float exp2(float x) { return std::exp2(x); }
 inline float log2(float x) { return std::log2(x); }
+inline float reciprocal(float x) { return 1.f / x; }
+inline float to_float(Bf16 x) { return emulator::from_bf16(x.bits); }
+inline float to_float(Half x) { return emulator::from_half(x.bits); }
 template <class T>
 uint32_t pack2(float lo, float hi) {
   const auto bits = [](float f) {
@@ -61,6 +64,9 @@ inline uint32_t shfl_xor(uint32_t v, int lane_mask, Site s = Site::here()) {
 }
 inline float shfl_xor(float v, int lane_mask, Site s = Site::here()) {
   return emulator::float_of(shfl_xor(emulator::bits_of(v), lane_mask, s));
+}
+inline uint32_t shfl(uint32_t v, int lane, Site s = Site::here()) {
+  return emulator::shfl(v, lane, emulator::Shuffle::index, s);
 }
 inline int uniform(int v, Site s = Site::here()) {
   return static_cast<int>(emulator::shfl(static_cast<uint32_t>(v), 0, emulator::Shuffle::index, s));

@@ -14,13 +14,13 @@ class EmulatorError(Exception):
 
 def order_arguments(name: str) -> dict[str, int]:
     if name.startswith("starve"):
-        return {"order": ORDERS["starve"], "seed": int(name[len("starve") :] or 2), "eager": 0}
-    return {"order": ORDERS.get(name, 0), "seed": 3, "eager": int(name == "eager")}
+        return {"order": ORDERS["starve"], "shuffle": int(name[len("starve") :] or 2), "eager": 0}
+    return {"order": ORDERS.get(name, 0), "shuffle": 3, "eager": int(name == "eager")}
 
 
 def _stored(x: torch.Tensor, rows_first: bool) -> bytes:
     x = x.transpose(1, 2).contiguous() if rows_first else x.contiguous()
-    return x.view(torch.uint8 if x.dtype == torch.float32 else torch.int16).numpy().tobytes()
+    return x.view(torch.int16 if x.dtype.itemsize == 2 else torch.uint8).numpy().tobytes()
 
 
 def run(program, tensors, outputs, arguments, rows_first=False, timeout=120):
@@ -60,17 +60,51 @@ def _arguments(query, key, value, ranges, order):
     return arguments | order_arguments(order), [torch.tensor(x, dtype=torch.int32) for x in lengths]
 
 
-def forward(program, query, key, value, ranges, order="forward", rows_first=False, **extra):
+def _options(query, options):
+    """Arguments and tensors for what attention's options do to scores: softcap, scale, dropout_p and seed, sinks and
+    alibi_slopes (heads,) or (batch, heads), attn_mask of four dimensions, read through its strides."""
+    batch, heads = query.shape[:2]
+    arguments = {name: round(1000 * options.get(name, 0)) for name in ("softcap", "scale")}
+    arguments |= {"dropout": round(1000 * options.get("dropout_p", 0)), "per_item": 0, "mask": 0, "mask_count": 0}
+    arguments |= {"seed": options.get("seed", 3)}
+    tensors = []
+    for name, argument in (("sinks", "sinks"), ("alibi_slopes", "slopes")):
+        given = options.get(name)
+        arguments[argument] = given is not None
+        if given is not None:
+            arguments["per_item"] = given.dim() == 2
+            tensors.append(given.float().expand(batch, heads))
+    mask = options.get("attn_mask")
+    strides = (0,) * 4
+    if mask is not None:
+        arguments["mask"] = {torch.bool: 1, torch.float32: 2}.get(mask.dtype, 3)
+        arguments["mask_count"] = mask.numel()
+        strides = [0 if size == 1 else stride for size, stride in zip(mask.shape, mask.contiguous().stride())]
+        tensors.append(mask.flatten())
+    return arguments | dict(zip(("mask_batch", "mask_head", "mask_row", "mask_col"), strides)), tensors
+
+
+def forward(program, query, key, value, ranges, order="forward", rows_first=False, options=None, **extra):
     """(out, lse) and counts."""
     arguments, lengths = _arguments(query, key, value, ranges, order)
-    arguments |= {"counter": 0, "grid": 3, "section": 0, **extra}
+    more, given = _options(query, options or {})
+    arguments |= {"counter": 0, "grid": 3, "section": 0, **more, **extra}
     outputs = [((*query.shape[:3], value.shape[3]), query.dtype), (tuple(query.shape[:3]), torch.float32)]
-    return run(program, [query, key, value, *lengths], outputs, arguments, rows_first)
+    return run(program, [query, key, value, *lengths, *given], outputs, arguments, rows_first)
 
 
-def backward(program, inputs, out, lse, grad_out, grad_lse, ranges, order="forward", rows_first=False, **extra):
-    """Gradients of the three inputs."""
+def backward(
+    program, inputs, out, lse, grad_out, grad_lse, ranges, order="forward", rows_first=False, options=None, **extra
+):
+    """Gradients of the three inputs, then in float32 of sinks, slopes and floating mask where there are such."""
     arguments, lengths = _arguments(*inputs, ranges, order)
-    arguments |= {"span": 0, "deterministic": 0, **extra}
+    options = options or {}
+    more, given = _options(inputs[0], options)
+    arguments |= {"span": 0, "deterministic": 0, **more, **extra}
     outputs = [(tuple(t.shape), t.dtype) for t in inputs]
-    return run(program, [*inputs, out, grad_out, lse, grad_lse, *lengths], outputs, arguments, rows_first)[0]
+    trained = [options.get(name) for name in ("sinks", "alibi_slopes", "attn_mask")]
+    trained = [t for t in trained if t is not None and t.is_floating_point()]
+    outputs += [((t.numel(),), torch.float32) for t in trained]
+    tensors = [*inputs, out, grad_out, lse, grad_lse, *lengths, *given]
+    grads = run(program, tensors, outputs, arguments, rows_first)[0]
+    return [*grads[:3], *(grad.view(t.shape) for grad, t in zip(grads[3:], trained))]

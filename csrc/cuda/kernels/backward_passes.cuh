@@ -1,11 +1,17 @@
 // The passes before and after every backward kernel; 256 threads a block.
 #pragma once
-#include "../ptx/sm80.cuh"
 #include "backward_task.cuh"
+#include "scores.cuh"
 
 namespace attnjourney {
 
 constexpr int kPassThreads = 256;
+
+// Where a row's lse2 and delta are: within 16 rows in the order in which a thread of an accumulator fragment wants its
+// columns, 2t, 2t+1, 2t+8, 2t+9.
+__device__ __forceinline__ int stat_position(int row) {
+  return (row & ~15) + (row % 8 / 2 * 4 + row % 16 / 8 * 2 + row % 2);
+}
 
 // blocks of a pass over `rows` rows of D columns for each of `pairs`; 8 columns a thread
 inline int64_t pass_blocks(int64_t rows, int d, int64_t pairs) {
@@ -42,9 +48,9 @@ __global__ void __launch_bounds__(kPassThreads) backward_prepare(const BackwardT
     const int64_t stat = int64_t(pair) * p.q_len + row;
     const float lse = row < q_len ? p.lse[stat] : -INFINITY;
     if (p.grad_lse && row < q_len) sum -= p.grad_lse[stat];
-    // Within 16 rows in the order in which a thread of an accumulator fragment wants its columns: 2t, 2t+1, 2t+8, 2t+9.
-    const int64_t at = first + (row & ~15) + (row % 8 / 2 * 4 + row % 16 / 8 * 2 + row % 2);
-    p.lse2[at] = lse == -INFINITY ? INFINITY : lse * 1.4426950408889634f;
+    const int64_t at = first + stat_position(row);
+    const float lse2 = lse * 1.4426950408889634f;
+    p.lse2[at] = lse == -INFINITY ? INFINITY : lse2 > kHighest ? kHighest : lse2;  // a sink may be as large; NaN stays
     p.delta[at] = lse == -INFINITY ? 0.f : sum;
   }
   float4* z = reinterpret_cast<float4*>(p.query_sum + (first + row) * D + c * 8);

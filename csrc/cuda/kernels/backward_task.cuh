@@ -6,6 +6,13 @@
 
 namespace attnjourney {
 
+// The gradient of a floating mask, in its own shape, dense; strides are 0 where the mask broadcasts.
+struct MaskGradient {
+  float* sum;  // null: not wanted
+  int64_t batch[kMaskDims], head, row, col;
+  int items, heads;  // of the mask's own
+};
+
 struct BackwardTask : SequenceTask {
   const void *query, *key, *value, *out, *grad_out;
   const float* lse;       // [batch, q_heads, q_len], dense, natural logarithm
@@ -24,6 +31,10 @@ struct BackwardTask : SequenceTask {
   float* key_value_sum;  // null, or zeros [2, batch, kv_heads, key_tiles, tile, D]: one block for each query head adds
                          // here
   int* turn;             // deterministic: zeros [batch, q_heads, rows / tile, 2]
+  float *grad_sinks, *grad_slopes;  // null, or [q_heads], or per item [batch, q_heads]
+  bool sinks_per_item, slopes_per_item;
+  MaskGradient mask_gradient;
+  float* slope_sum;  // null, or zeros [batch, key_tiles, q_heads]: parts of the gradient of ALiBi's slopes
   int rows, key_tiles;
   int span;  // (head, batch) pairs worked on at a time, all key tiles of these, the first tiles first
 };

@@ -6,12 +6,30 @@ namespace attnjourney {
 
 using Ranges = KeyRangesOf<int>;
 using Range = KeyRangeOf<int>;
+constexpr int kMaskDims = 16;
+
+enum class MaskElement : int { none, boolean, fp32, same };  // same: the dtype of query
+
+// What the options of attention do to scores; the kernels of plain calls do not look at it.
+struct Scores {
+  float cap_log2, cap_factor;   // softcap * log2(e), 2 log2(e) scale / softcap; 0: none
+  const float *sinks, *slopes;  // [batch, q_heads] or null
+  const void* mask;             // read through strides, in elements: 0 where it broadcasts
+  MaskElement mask_kind;
+  int mask_bytes, mask_dims;  // of an element; batch dimensions
+  int mask_size[kMaskDims];   // of the batch, the last one fastest
+  int64_t mask_batch[kMaskDims], mask_head, mask_row, mask_col;
+  const uint64_t* seed;  // of dropout; null: none
+  uint32_t threshold;    // dropped where 16 bits are below
+  float keep_scale;      // 1 / (1 - p)
+};
 
 struct SequenceTask {
   int q_len, kv_len;                       // of the tensors
   Ranges keys;                             // of the call
   const int *query_lengths, *key_lengths;  // [batch] or null; beyond the tensors' lengths they count as these
   bool bottom_right;                       // the last row stands at the last key
+  Scores scores;
 };
 
 // One batch item: rows from q_len on see nothing, keys from keys.key_length on are seen by none.

@@ -4,10 +4,12 @@
 // (columns); dQ 32 x 32 a warp.
 #pragma once
 #include "backward_passes.cuh"
+#include "scores.cuh"
 
 namespace attnjourney {
 
-template <class T_, int D, int Rows, int Keys, bool Deterministic>
+// Options: as in sm80_forward.cuh, in tiles of at most 32 scores a thread.
+template <class T_, int D, int Rows, int Keys, bool Deterministic, bool Options = false>
 struct Sm80Backward {
   using T = T_;
   static constexpr int kRows = Rows, kKeys = Keys, kD = D, kThreads = 256, kRow = D * 2, kCol = Rows * 2;
@@ -17,8 +19,11 @@ struct Sm80Backward {
   static constexpr int kDT = D / 16;     // 8-column tiles of a warp's D / 2 columns
   static constexpr int kDqW = D / 32;    // warps along D in dQ
   static constexpr int kStage = Rows * kRow, kStats = Rows * 8;
-  static constexpr int kSmemBytes = 2 * Keys * kRow + 4 * kStage + 2 * Keys * kCol + 2 * kStats;
+  static constexpr int kTileBytes = 2 * Keys * kRow + 4 * kStage + 2 * Keys * kCol + 2 * kStats, kWarps = kThreads / 32;
+  static constexpr int kSmemBytes = kTileBytes + (Options ? 3 * kWarps * 4 : 0);
+  static constexpr bool kOptions = Options;
   static_assert(Rows * D == 8192, "eight warps of 32 x 32 in dQ");
+  using Fragment = KeyFragment<kNT, kMT>;
 
   static __device__ __forceinline__ uint32_t at_row(uint32_t tile, int row, int chunk) {
     return tile + row * kRow + ((chunk ^ (row & 7)) << 4);
@@ -66,6 +71,10 @@ struct Sm80Backward {
           lb(lane / 8 % 2) {}
   };
 
+  // of element 0 of a fragment, in its tile
+  static __device__ __forceinline__ int own_key(const Lane& l) { return l.wn * (Keys / 4) + l.g; }
+  static __device__ __forceinline__ int own_row(const Lane& l) { return l.wm * (Rows / 2) + 2 * l.t; }
+
   // acc += A B^T, both K-major; the fragments of the next k step are read before this one's products.
   static __device__ __forceinline__ void product(Products& acc, uint32_t a_tile, uint32_t b_tile, const Lane& l) {
     uint32_t a[2][kNT][4], b[2][kMT / 2][4];
@@ -93,8 +102,9 @@ struct Sm80Backward {
   }
 
   // acc += A B over this warp's half of the queries (A in registers), then over the other half (A from shared memory).
+  template <class Mma>
   static __device__ __forceinline__ void accumulate(KeySums& acc, const Fragments& own, uint32_t other, uint32_t b_tile,
-                                                    const Lane& l) {
+                                                    const Lane& l, Mma&& mma) {
 #pragma unroll
     for (int half = 0; half < 2; half++)
 #pragma unroll
@@ -114,12 +124,39 @@ struct Sm80Backward {
           uint32_t b[4];
           ptx::ldmatrix_x4_trans(b, at_row(b_tile, k0 + l.l16, l.wm * (D / 16) + j * 2 + l.lh));
 #pragma unroll
-          for (int i = 0; i < kNT; i++) {
-            ptx::mma_m16n8k16<T>(acc[i][2 * j], a[i], b[0], b[1]);
-            ptx::mma_m16n8k16<T>(acc[i][2 * j + 1], a[i], b[2], b[3]);
-          }
+          for (int i = 0; i < kNT; i++) mma(acc[i][2 * j], acc[i][2 * j + 1], a[i], b);
         }
       }
+  }
+  // Are all numbers finite that the products with rows [0, Count) of a tile, columns of chunks [chunk, chunk + Chunks),
+  // read? The whole warp.
+  template <int Count, int Chunks>
+  static __device__ __forceinline__ bool finite(uint32_t tile, int chunk, const Lane& l) {
+    bool good = true;
+#pragma unroll 1
+    for (int i = 0; i < Count / 16 * (Chunks / 2); i++) {
+      uint32_t b[4];
+      ptx::ldmatrix_x4_trans(b, at_row(tile, i / (Chunks / 2) * 16 + l.l16, chunk + i % (Chunks / 2) * 2 + l.lh));
+      good = good && all_finite<T>(b);
+    }
+    return !ptx::any(!good);
+  }
+  template <class Mma>
+  static __device__ __forceinline__ void query_product(float (&dq)[2][4][4], uint32_t sds, uint32_t sk, int qm, int qd,
+                                                       const Lane& l, Mma&& mma) {
+#pragma unroll
+    for (int kk = 0; kk < Keys / 16; kk++) {
+      uint32_t a[2][4], b[4];
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        ptx::ldmatrix_x4_trans(a[i], at_col(sds, kk * 16 + l.lh * 8 + l.l8, qm / 8 + i * 2 + l.lb));
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        ptx::ldmatrix_x4_trans(b, at_row(sk, kk * 16 + l.l16, qd + j * 2 + l.lh));
+#pragma unroll
+        for (int i = 0; i < 2; i++) mma(dq[i][2 * j], dq[i][2 * j + 1], a[i], b);
+      }
+    }
   }
 
   template <bool Ranged>
@@ -151,27 +188,52 @@ struct Sm80Backward {
       ptx::cp_async_commit();
     };
 
+    // Options: which of its scores of the tile to come a thread's rows see; tiles in which a boolean mask hides all are
+    // left out, unless others wait for this block's turn.
+    uint32_t seen = 0;
+    int flag = 0;
+    const auto next_seen = [&](int it) {
+      for (; Options && it < total; it++, at.next()) {
+        const int m0 = at.tile * Rows;
+        const Lane l(D != 128 ? ptx::opaque(tid / 32) : tid / 32, D != 128 ? ptx::opaque(tid % 32) : tid % 32);
+        const int row = m0 + own_row(l), key = n0 + own_key(l);
+        seen = at.whole(m0) && m0 + Rows <= p.q_len ? kAllSeen<Fragment> : seen_in_range<Fragment>(sequence, row, key);
+        if (p.scores.mask_kind != MaskElement::boolean) break;
+        const HeadScores scores(p, p.q_heads, where.batch, at.head);
+        seen = seen_in_mask<Fragment>(p.scores, scores, row, key, seen);
+        if (Deterministic) break;
+        if (block_any(seen != 0, reinterpret_cast<uint32_t*>(smem + kTileBytes), flag, kWarps)) break;
+      }
+      return it;
+    };
+
     KeySums dk = {}, dv = {};
-    if (total > 0) {
+    float slope_sum = 0.f;
+    const int first = next_seen(0);
+    if (first < total) {
       const int k_len = sequence.keys.key_length;
       load_tile<Keys>(sk, head_of(p.key, p.key_strides, where.head_k), n0, k_len, p.key_strides.row, p.head_dim);
       load_tile<Keys>(sv, head_of(p.value, p.value_strides, where.head_k), n0, k_len, p.value_strides.row,
                       p.v_head_dim);
       load(0, at.head, at.tile);
     }
-    for (int it = 0; it < total; it++) {
-      const int stage = it & 1, m0 = at.tile * Rows;
+    int stage = 1;
+    for (int it = first, next; it < total; it = next) {
+      const int m0 = at.tile * Rows, head = at.head;
+      stage ^= 1;
       const int64_t tile = (int64_t(where.batch) * p.q_heads + at.head) * at.tiles + at.tile;
       const int turn = Deterministic ? at.turn(where, sequence) : 0;
       const int warp = ptx::opaque(tid / 32);
       const Lane l(warp, ptx::opaque(tid % 32));
       sk = ptx::opaque(sk), sv = ptx::opaque(sv), sp = ptx::opaque(sp);
       sds = ptx::opaque(sds), stats = ptx::opaque(stats);
-      const bool whole = at.whole(m0);
+      const bool whole = at.whole(m0), border = !whole || p.scores.mask_kind != MaskElement::none;
+      const uint32_t here = seen;
       ptx::cp_async_wait<0>();
       __syncthreads();  // this stage has landed; every warp is done with the other one and with P and dS
       at.next();
-      if (it + 1 < total) load(stage ^ 1, at.head, at.tile);
+      next = next_seen(it + 1);
+      if (next < total) load(stage ^ 1, at.head, at.tile);
       const uint32_t tq = sq + stage * kStage, tdo = sdo + stage * kStage;
 
       Products s = {}, dp = {};
@@ -179,7 +241,7 @@ struct Sm80Backward {
       product(dp, sv, tdo, l);
 
       // Element e of tile (i, j): key n0 + wn Keys/4 + 16 i + g + 8 (e / 2), query m0 + wm Rows/2 + 8 j + 2 t + e % 2.
-      if (!whole) {
+      if (!Options && !whole) {
 #pragma unroll
         for (int i = 0; i < kNT; i++)
 #pragma unroll
@@ -198,6 +260,9 @@ struct Sm80Backward {
       }
       const unsigned char* st = smem + (stats - base) + stage * kStats + (l.wm * (Rows / 2) + 4 * l.t) * 4;
       Fragments pf, df;
+      const HeadScores scores(p, p.q_heads, where.batch, head);
+      const OptionScores option{p, scores, sequence, m0 + own_row(l), n0 + own_key(l), here};
+      const uint32_t bits = Options && p.scores.seed ? option.kept_bits() : ~0u;
 #pragma unroll
       for (int j = 0; j < kMT; j++) {
         const float4 lse4 = *reinterpret_cast<const float4*>(st + j / 2 * 64);
@@ -209,8 +274,13 @@ struct Sm80Backward {
           float pr[4], ds[4];
 #pragma unroll
           for (int e = 0; e < 4; e++) {
-            pr[e] = ptx::exp2(s[i][j][e] * p.scale_log2 - (e & 1 ? lse.y : lse.x));
-            ds[e] = pr[e] * (dp[i][j][e] - (e & 1 ? delta.y : delta.x));
+            if constexpr (Options) {
+              option.element((i * kMT + j) * 4 + e, bits, s[i][j][e], dp[i][j][e], e & 1 ? lse.y : lse.x,
+                             e & 1 ? delta.y : delta.x, pr[e], ds[e], slope_sum);
+            } else {
+              pr[e] = ptx::exp2(s[i][j][e] * p.scale_log2 - (e & 1 ? lse.y : lse.x));
+              ds[e] = pr[e] * (dp[i][j][e] - (e & 1 ? delta.y : delta.x));
+            }
           }
 #pragma unroll
           for (int h = 0; h < 2; h++) {
@@ -224,27 +294,21 @@ struct Sm80Backward {
         }
       }
       __syncthreads();  // P and dS are complete
-      accumulate(dv, pf, sp, tdo, l);
-      accumulate(dk, df, sds, tq, l);
+      if (!Options || !border || finite<Rows, D / 16>(tdo, l.wm * (D / 16), l))
+        accumulate(dv, pf, sp, tdo, l, pair_mma<T>);
+      else
+        accumulate(dv, pf, sp, tdo, l, guarded_mma<T>);
+      if (!Options || !border || finite<Rows, D / 16>(tq, l.wm * (D / 16), l))
+        accumulate(dk, df, sds, tq, l, pair_mma<T>);
+      else
+        accumulate(dk, df, sds, tq, l, guarded_mma<T>);
 
       float dq[2][4][4] = {};
       const int qm = warp / kDqW * 32, qd = warp % kDqW * 4;  // first row, first 16-byte chunk of columns
-#pragma unroll
-      for (int kk = 0; kk < Keys / 16; kk++) {
-        uint32_t a[2][4], b[4];
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-          ptx::ldmatrix_x4_trans(a[i], at_col(sds, kk * 16 + l.lh * 8 + l.l8, qm / 8 + i * 2 + l.lb));
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-          ptx::ldmatrix_x4_trans(b, at_row(sk, kk * 16 + l.l16, qd + j * 2 + l.lh));
-#pragma unroll
-          for (int i = 0; i < 2; i++) {
-            ptx::mma_m16n8k16<T>(dq[i][2 * j], a[i], b[0], b[1]);
-            ptx::mma_m16n8k16<T>(dq[i][2 * j + 1], a[i], b[2], b[3]);
-          }
-        }
-      }
+      if (!Options || !border || finite<Keys, 4>(sk, qd, l))
+        query_product(dq, sds, sk, qm, qd, l, pair_mma<T>);
+      else
+        query_product(dq, sds, sk, qm, qd, l, guarded_mma<T>);
       float* acc = p.query_sum + tile * (Rows * D) + tid;
       if (Deterministic) {
         if (tid == 0) ptx::turn_wait(p.turn + 2 * tile, turn);
@@ -257,8 +321,47 @@ struct Sm80Backward {
         __syncthreads();
         if (tid == 0) ptx::turn_pass(p.turn + 2 * tile, turn + 1);
       }
+      if (Options && p.slope_sum && (next >= total || at.head != head)) {
+        add_slopes(p, where, head, slope_sum, reinterpret_cast<float*>(smem + kTileBytes) + 2 * kWarps);
+        slope_sum = 0.f;
+      }
     }
     write(p, where, dk, dv, smem);
+  }
+
+  // Options: one score of a thread, from the products q . k and dO . v to its weight and its part of dS.
+  struct OptionScores {
+    const BackwardTask& p;
+    const HeadScores& h;
+    const Sequence& sequence;
+    int row, key;  // of element 0
+    uint32_t seen;
+    __device__ __forceinline__ uint32_t kept_bits() const {
+      return kept(p.scores, h, row, key, threadIdx.x % 32, Fragment{});
+    }
+    __device__ __forceinline__ void element(int i, uint32_t bits, float product, float grad, float lse, float delta,
+                                            float& weight, float& grad_product, float& slope_sum) const {
+      const int r = row + Fragment::row(i), k = key + Fragment::key(i);
+      const WeightedScore x = weighted<T>(p.scores, h, r, k, sequence.keys.offset, seen >> i & 1, bits >> i & 1,
+                                          product, p.scale_log2, lse, grad, delta);
+      if (p.slope_sum) slope_sum -= x.grad * distance(r, k, sequence.keys.offset);
+      weight = bits >> i & 1 ? x.weight : 0.f;
+      grad_product = x.grad * x.slope;
+    }
+  };
+
+  // This block's part of the gradient of a head's slope.
+  static __device__ __forceinline__ void add_slopes(const BackwardTask& p, const BackwardTile& where, int head,
+                                                    float sum, float* parts) {
+    const int tid = threadIdx.x;
+#pragma unroll
+    for (int m = 1; m < 32; m *= 2) sum += ptx::shfl_xor(sum, m);
+    if (tid % 32 == 0) parts[tid / 32] = sum;
+    __syncthreads();
+    if (tid != 0) return;
+    float total = 0.f;
+    for (int w = 0; w < kWarps; w++) total += parts[w];
+    p.slope_sum[(int64_t(where.batch) * p.key_tiles + where.key_tile) * p.q_heads + head] = total;
   }
 
   // dK and dV leave through the K and V tiles, so that global stores are whole 16-byte chunks.
@@ -266,6 +369,7 @@ struct Sm80Backward {
                                                const KeySums& dv, unsigned char* smem) {
     const int tid = threadIdx.x, n0 = where.key_tile * Keys;
     const Lane l(tid / 32, tid % 32);
+    const float value_scale = Options && p.scores.seed ? p.scores.keep_scale : 1.f;
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kNT; i++)
@@ -276,7 +380,8 @@ struct Sm80Backward {
           const int r = l.wn * (Keys / 4) + i * 16 + l.g + 8 * h, c = l.wm * kDT + j;
           unsigned char* to = smem + at_row(0, r, c) + l.t * 4;
           *reinterpret_cast<uint32_t*>(to) = ptx::pack2<T>(dk[i][j][2 * h] * p.scale, dk[i][j][2 * h + 1] * p.scale);
-          *reinterpret_cast<uint32_t*>(to + Keys * kRow) = ptx::pack2<T>(dv[i][j][2 * h], dv[i][j][2 * h + 1]);
+          *reinterpret_cast<uint32_t*>(to + Keys * kRow) =
+              ptx::pack2<T>(dv[i][j][2 * h] * value_scale, dv[i][j][2 * h + 1] * value_scale);
         }
     __syncthreads();
     const auto head_of = [&](void* base, const Strides& s) {

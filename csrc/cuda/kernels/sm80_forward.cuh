@@ -2,19 +2,24 @@
 // rows of one head, four warps of 16 rows; keys pass by in tiles of Keys, the copy of V under Q K^T and that of the
 // next K under P V. head_dim and v_head_dim up to Dqk and Dv, multiples of 8: what is missing counts as zeros.
 #pragma once
-#include "../ptx/sm80.cuh"
 #include "forward_task.cuh"
+#include "scores.cuh"
 
 namespace attnjourney {
 
-template <class T_, int Dqk_, int Dv_, int Keys>
+// Options: all that attention has (scores.cuh); without, scores are only scaled, by a positive number.
+template <class T_, int Dqk_, int Dv_, int Keys, bool Options = false>
 struct Sm80Forward {
   using T = T_;
   static constexpr int kDqk = Dqk_, kDv = Dv_, kRows = 64, kKeys = Keys, kThreads = 128;
   static constexpr int kQueryBytes = kRows * kDqk * 2, kKeyBytes = kKeys * kDqk * 2, kValueBytes = kKeys * kDv * 2;
-  static constexpr int kSmemBytes = kQueryBytes + kKeyBytes + kValueBytes;
+  static constexpr int kTileBytes = kQueryBytes + kKeyBytes + kValueBytes;
+  static constexpr int kSmemBytes = kTileBytes + (Options ? 2 * kThreads / 32 * 4 : 0);
+  static constexpr bool kOptions = Options;
   static constexpr bool kKeepQuery = kDqk <= 128;  // in registers; more would spill
   static_assert(kDqk % 64 == 0 && kDv % 64 == 0 && kDv <= kDqk);
+
+  using Fragment = RowFragment<kKeys / 8>;
 
   // Rows of D elements in 16-byte chunks; the XOR spreads a column of chunks over the banks.
   template <int D>
@@ -56,25 +61,52 @@ struct Sm80Forward {
       load_tile<kDqk, kKeys>(sk, key, p.key_strides.row, n0, tiles.key_end, p.head_dim);
     };
 
+    // Options: which of its scores of the tile to come a thread's rows see; tiles in which a boolean mask hides all are
+    // left out.
+    const HeadScores scores(p, p.q_heads, where.batch, where.head);
+    uint32_t seen = 0;
+    int turn = 0;
+    const auto next_seen = [&](int n) {
+      for (; Options && n < tiles.end; n = tiles.above(n)) {
+        const int first = n * kKeys + 2 * t;
+        seen = own.whole(n) && row0 + warp * 16 + 16 <= p.q_len ? kAllSeen<Fragment>
+                                                                : seen_in_range<Fragment>(sequence, row, first);
+        if (p.scores.mask_kind != MaskElement::boolean) break;
+        seen = seen_in_mask<Fragment>(p.scores, scores, row, first, seen);
+        if (block_any(seen != 0, reinterpret_cast<uint32_t*>(smem + kTileBytes), turn, kThreads / 32)) break;
+      }
+      return n;
+    };
+
     load_tile<kDqk, kRows>(sq, query, p.query_strides.row, row0, p.q_len, p.head_dim);
-    if (tiles.count() > 0) load_k(tiles.first() * kKeys);
+    const int first_tile = next_seen(tiles.first());
+    if (first_tile < tiles.end) load_k(first_tile * kKeys);
 
     float acc[kDv / 8][4] = {};
     float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0.f, 0.f};
+    if (Options && p.scores.sinks) {
+      const float sink = p.scores.sinks[scores.index];
+#pragma unroll
+      for (int h = 0; h < 2; h++)
+        if (row + 8 * h < sequence.q_len && sink != -INFINITY) {
+          row_max[h] = fmaxf(-kHighest, fminf(sink * kLog2E, kHighest));
+          row_sum[h] = t == 0 ? 1.f : 0.f;
+        }
+    }
     uint32_t qf[kKeepQuery ? kDqk / 16 : 1][4];
     int at = lane;
     const auto read_q = [&](uint32_t (&r)[4], int kk) {
       ptx::ldmatrix_x4(r, chunk_at<kDqk>(sq, warp * 16 + at % 16, kk * 2 + at / 16));
     };
 
-    for (int n = tiles.first(); n < tiles.end; n = tiles.above(n)) {
+    for (int n = first_tile, next; n < tiles.end; n = next) {
       const int n0 = n * kKeys;
       // hoisted out of the loop, addresses would spill
       if (!kKeepQuery) at = ptx::opaque(at);
       ptx::cp_async_wait<0>();  // K (and Q) of this tile have landed
       __syncthreads();          // and every warp is past V of the tile before
       load_tile<kDv, kKeys>(sv, value, p.value_strides.row, n0, tiles.key_end, p.v_head_dim);
-      if (kKeepQuery && n == tiles.first()) {
+      if (kKeepQuery && n == first_tile) {
 #pragma unroll
         for (int kk = 0; kk < kDqk / 16; kk++) read_q(qf[kk], kk);
       }
@@ -95,29 +127,90 @@ struct Sm80Forward {
 
       // Each thread holds rows g and g + 8 of its warp's 16: element e of s[j] is row g + 8 (e / 2), key 8 j + 2 t + e
       // % 2.
-      if (!own.whole(n)) hide<Ranged>(s, p, sequence, row, n0 + 2 * t);
-      softmax(s, acc, row_max, row_sum, p.scale_log2);
+      bool border = !own.whole(n);
+      if constexpr (Options) {
+        border = ptx::any(score(s, p, scores, sequence, row, n0 + 2 * t, seen) != kAllSeen<Fragment>);
+        softmax(s, acc, row_max, row_sum, 1.f);
+        if (p.scores.seed) drop(s, p, scores, row, n0 + 2 * t);
+      } else {
+        if (border) hide<Ranged>(s, p, sequence, row, n0 + 2 * t);
+        softmax(s, acc, row_max, row_sum, p.scale_log2);
+      }
 
       ptx::cp_async_wait<0>();  // V has landed
       __syncthreads();          // all warps are past K
-      if (tiles.above(n) < tiles.end) load_k(tiles.above(n) * kKeys);
+      next = next_seen(tiles.above(n));
+      if (next < tiles.end) load_k(next * kKeys);
+      const auto value_fragment = [&](uint32_t (&b)[4], int kk, int j, int at) {
+        ptx::ldmatrix_x4_trans(b, chunk_at<kDv>(sv, kk * 16 + at % 16, j * 2 + at / 16));
+      };
+      const auto value_product = [&](auto&& product, int at) {
 #pragma unroll
-      for (int kk = 0; kk < kKeys / 16; kk++) {
-        const float (&x)[4] = s[2 * kk], (&y)[4] = s[2 * kk + 1];
-        const uint32_t a[4] = {ptx::pack2<T>(x[0], x[1]), ptx::pack2<T>(x[2], x[3]), ptx::pack2<T>(y[0], y[1]),
-                               ptx::pack2<T>(y[2], y[3])};
+        for (int kk = 0; kk < kKeys / 16; kk++) {
+          const float (&x)[4] = s[2 * kk], (&y)[4] = s[2 * kk + 1];
+          const uint32_t a[4] = {ptx::pack2<T>(x[0], x[1]), ptx::pack2<T>(x[2], x[3]), ptx::pack2<T>(y[0], y[1]),
+                                 ptx::pack2<T>(y[2], y[3])};
 #pragma unroll
-        for (int j = 0; j < kDv / 16; j++) {
-          uint32_t b[4];
-          ptx::ldmatrix_x4_trans(b, chunk_at<kDv>(sv, kk * 16 + at % 16, j * 2 + at / 16));
-          ptx::mma_m16n8k16<T>(acc[2 * j], a, b[0], b[1]);
-          ptx::mma_m16n8k16<T>(acc[2 * j + 1], a, b[2], b[3]);
+          for (int j = 0; j < kDv / 16; j++) {
+            uint32_t b[4];
+            value_fragment(b, kk, j, at);
+            product(acc[2 * j], acc[2 * j + 1], a, b);
+          }
         }
+      };
+      bool finite = true;
+      if (Ranged && border) {
+#pragma unroll 1
+        for (int i = 0; i < kKeys / 16 * (kDv / 16); i++) {
+          uint32_t b[4];
+          value_fragment(b, i / (kDv / 16), i % (kDv / 16), ptx::opaque(lane));
+          finite = finite && all_finite<T>(b);
+        }
+        finite = !ptx::any(!finite);
+      }
+      if (finite) {
+        value_product(pair_mma<T>, at);
+      } else {
+        value_product(guarded_mma<T>, ptx::opaque(lane));
       }
     }
     ptx::cp_async_wait<0>();  // without any key tile, Q is still on its way
-    if (tiles.count() == 0) __syncthreads();
+    if (first_tile >= tiles.end) __syncthreads();
     write(p, where, acc, row_max, row_sum, smem, sq);
+  }
+
+  // Options: products to scores in log2 units, -inf where hidden; returns `seen` without what a floating mask hides.
+  static __device__ __forceinline__ uint32_t score(float (&s)[kKeys / 8][4], const ForwardTask& p, const HeadScores& h,
+                                                   const Sequence& sequence, int row, int key, uint32_t seen) {
+#pragma unroll
+    for (int i = 0; i < Fragment::kCount; i++) s[i / 4][i % 4] = capped(p.scores, s[i / 4][i % 4], p.scale_log2).value;
+    if (p.scores.slopes) {
+      const int distance = row + sequence.keys.offset - key;
+#pragma unroll
+      for (int i = 0; i < Fragment::kCount; i++)
+        s[i / 4][i % 4] -= h.slope * static_cast<float>(abs(distance + Fragment::row(i) - Fragment::key(i)));
+    }
+    if (p.scores.mask_kind > MaskElement::boolean) {
+#pragma unroll
+      for (int i = 0; i < Fragment::kCount; i++)
+        if (seen >> i & 1) {
+          const float bias = mask_value<T>(p.scores, h, row + Fragment::row(i), key + Fragment::key(i));
+          s[i / 4][i % 4] += bias;
+          if (bias == -INFINITY) seen &= ~(1u << i);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < Fragment::kCount; i++)
+      if (!(seen >> i & 1)) s[i / 4][i % 4] = -INFINITY;
+    return seen;
+  }
+
+  static __device__ __forceinline__ void drop(float (&s)[kKeys / 8][4], const ForwardTask& p, const HeadScores& h,
+                                              int row, int key) {
+    const uint32_t bits = kept(p.scores, h, row, key, threadIdx.x % 32, Fragment{});
+#pragma unroll
+    for (int i = 0; i < Fragment::kCount; i++)
+      if (!(bits >> i & 1)) s[i / 4][i % 4] = 0.f;
   }
 
   // -inf for the keys that rows `row` and row + 8 do not see; key: that of s[0][0]
@@ -180,15 +273,17 @@ struct Sm80Forward {
       float sum = row_sum[h];
       sum += ptx::shfl_xor(sum, 1);
       sum += ptx::shfl_xor(sum, 2);
-      const float inverse = sum == 0.f ? 0.f : 1.f / sum;
+      float inverse = sum == 0.f ? 0.f : 1.f / sum;
+      if (Options && p.scores.seed) inverse *= p.scores.keep_scale;
       const int r = g + 8 * h;
 #pragma unroll
       for (int j = 0; j < kDv / 8; j++)
         *reinterpret_cast<uint32_t*>(smem + (chunk_at<kDv>(stage, r, j) - base) + t * 4) =
             ptx::pack2<T>(acc[j][2 * h] * inverse, acc[j][2 * h + 1] * inverse);
+      const float top = Options ? row_max[h] : row_max[h] * p.scale_log2;
       if (t == 0 && row0 + r < p.q_len)
         p.lse[(int64_t(where.batch) * p.q_heads + where.head) * p.q_len + row0 + r] =
-            sum == 0.f ? -INFINITY : (row_max[h] * p.scale_log2 + ptx::log2(sum)) * 0.6931471805599453f;
+            sum == 0.f ? -INFINITY : (top + ptx::log2(sum)) * 0.6931471805599453f;
     }
     __syncwarp();
     T* out = static_cast<T*>(p.out) + where.batch * p.out_strides.batch + where.head * p.out_strides.head;

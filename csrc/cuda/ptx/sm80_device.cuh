@@ -68,6 +68,13 @@ __device__ __forceinline__ float exp2(float x) {
   return y;
 }
 __device__ __forceinline__ float log2(float x) { return __log2f(x); }
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float to_float(Bf16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_float(Half x) { return __half2float(x); }
 // two floats rounded to T, lo in the low half
 template <class T>
 __device__ __forceinline__ uint32_t pack2(float lo, float hi) {
@@ -92,6 +99,8 @@ __device__ __forceinline__ float shfl_xor(float v, int lane_mask) { return __shf
 __device__ __forceinline__ uint32_t shfl_xor(uint32_t v, int lane_mask) {
   return __shfl_xor_sync(0xffffffffu, v, lane_mask);
 }
+// the value of one lane of the warp
+__device__ __forceinline__ uint32_t shfl(uint32_t v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
 // lane 0's value: tells the compiler that it is the same in the whole warp
 __device__ __forceinline__ int uniform(int v) { return __shfl_sync(0xffffffffu, v, 0); }
 __device__ __forceinline__ bool any(bool b) { return __any_sync(0xffffffffu, b); }

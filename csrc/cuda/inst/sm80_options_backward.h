@@ -1,0 +1,43 @@
+// The launch function of the mma.sync backward with options for one dtype.
+#pragma once
+#include "../kernels/backward_heads.cuh"
+#include "../kernels/sm80_backward.cuh"
+#include "../kernels/sm80_mask_gradient.cuh"
+#include "backward_passes.h"
+
+namespace attnjourney {
+
+template <class T>
+void launch_sm80_options_backward(const BackwardTask& p, cudaStream_t stream) {
+  const auto per_head = [&](auto kernel, bool per_item) {
+    launch(kernel, int64_t{per_item ? p.batch : 1} * p.q_heads, kPassThreads, kHeadsBytes, stream, p);
+  };
+  const auto go = [&]<class K>() {
+    launch_backward<K>(p, stream, [&] {
+      if (p.grad_query || p.grad_key || p.grad_value || p.slope_sum)
+        launch(sm80_backward<K, true>, int64_t{p.key_tiles} * p.kv_heads * p.batch, K::kThreads, K::kSmemBytes, stream,
+               p);
+      if (p.grad_sinks) per_head(backward_per_head<true>, p.sinks_per_item);
+      if (p.grad_slopes) per_head(backward_per_head<false>, p.slopes_per_item);
+      using Gradient = Sm80MaskGradient<T, K::kD>;
+      if (p.mask_gradient.sum)
+        launch(sm80_mask_gradient<Gradient>, mask_gradient_blocks(p), Gradient::kThreads, Gradient::kSmemBytes, stream,
+               p);
+    });
+  };
+  const auto pick = [&]<bool Deterministic>() {
+    const int size = backward_size(p.head_dim, p.v_head_dim);
+    if (size == 64)
+      go.template operator()<Sm80Backward<T, 64, 128, 64, Deterministic, true>>();
+    else if (size == 128)
+      go.template operator()<Sm80Backward<T, 128, 64, 64, Deterministic, true>>();
+    else
+      go.template operator()<Sm80Backward<T, 256, 32, 64, Deterministic, true>>();
+  };
+  if (p.turn)
+    pick.template operator()<true>();
+  else
+    pick.template operator()<false>();
+}
+
+}  // namespace attnjourney

@@ -1,0 +1,52 @@
+// Gradients of sinks and of ALiBi's slopes: one number for each head, or for each head of each batch item; sums in an
+// order that does not change. One block for each number.
+#pragma once
+#include "backward_passes.cuh"
+
+namespace attnjourney {
+
+constexpr int kHeadsBytes = kPassThreads / 32 * 4;
+
+__device__ __forceinline__ float block_sum(float x) {
+  float* parts = reinterpret_cast<float*>(ptx::dynamic_smem());
+#pragma unroll
+  for (int m = 1; m < 32; m *= 2) x += ptx::shfl_xor(x, m);
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = 0.f;
+  for (int w = 0; w < kPassThreads / 32; w++) x += parts[w];
+  return x;
+}
+
+// the batch items that a block sums over
+struct BlockItems {
+  int head, first, end;
+  __device__ __forceinline__ BlockItems(const BackwardTask& p, bool per_item)
+      : head(blockIdx.x % p.q_heads), first(0), end(p.batch) {
+    if (!per_item) return;
+    first = blockIdx.x / p.q_heads;
+    end = first + 1;
+  }
+};
+
+// d sink = -sum over the rows of exp(sink - lse) * delta: after backward_prepare. Slopes: after the kernel itself.
+template <bool Sinks>
+__global__ void __launch_bounds__(kPassThreads) backward_per_head(const BackwardTask p) {
+  const BlockItems items(p, Sinks ? p.sinks_per_item : p.slopes_per_item);
+  float sum = 0.f;
+  for (int b = items.first; b < items.end; b++) {
+    const int64_t pair = int64_t(b) * p.q_heads + items.head;
+    if (Sinks) {
+      const float sink = fmaxf(-kHighest, fminf(p.scores.sinks[pair] * kLog2E, kHighest));
+      for (int r = threadIdx.x; r < p.rows; r += kPassThreads)
+        sum -= ptx::exp2(sink - p.lse2[pair * p.rows + r]) * p.delta[pair * p.rows + r];
+    } else {
+      for (int i = threadIdx.x; i < p.key_tiles; i += kPassThreads)
+        sum += p.slope_sum[(int64_t(b) * p.key_tiles + i) * p.q_heads + items.head];
+    }
+  }
+  sum = block_sum(sum);
+  if (threadIdx.x == 0) (Sinks ? p.grad_sinks : p.grad_slopes)[blockIdx.x] = sum;
+}
+
+}  // namespace attnjourney

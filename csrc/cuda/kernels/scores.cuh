@@ -1,0 +1,234 @@
+// What the options of attention do to a tile of scores: softcap, ALiBi, mask tensors, dropout. Written once for both
+// kernels on mma.sync, which hold a tile in fragments of different shapes.
+#pragma once
+#include "../../philox.h"
+#include "../ptx/sm80.cuh"
+#include "sequence.cuh"
+
+namespace attnjourney {
+
+constexpr float kLog2E = 1.4426950408889634f, kLowest = -1.7e38f;  // what a finite bias is at least, in log2 units
+constexpr float kHighest = 3.4e38f;                                // and a sink at most
+
+// The elements of a thread, (row, key) from that of element 0: m16n8k16 accumulators with rows down (forward),
+template <int Tiles>
+struct RowFragment {
+  static constexpr int kCount = 4 * Tiles;
+  static constexpr __host__ __device__ int row(int i) { return i / 2 % 2 * 8; }
+  static constexpr __host__ __device__ int key(int i) { return i / 4 * 8 + i % 2; }
+};
+// and with keys down (backward).
+template <int KeyTiles, int RowTiles>
+struct KeyFragment {
+  static constexpr int kCount = 4 * KeyTiles * RowTiles;
+  static constexpr __host__ __device__ int row(int i) { return i / 4 % RowTiles * 8 + i % 2; }
+  static constexpr __host__ __device__ int key(int i) { return i / (4 * RowTiles) * 16 + i / 2 % 2 * 8; }
+};
+
+// One bit for each element: does its row see its key?
+template <class F>
+constexpr uint32_t kAllSeen = F::kCount == 32 ? ~0u : (1u << F::kCount % 32) - 1;
+
+template <class F>
+__device__ __forceinline__ uint32_t seen_in_range(const Sequence& s, int row, int key) {
+  uint32_t seen = 0;
+#pragma unroll
+  for (int i = 0; i < F::kCount; i++) {
+    const int r = row + F::row(i);
+    if (r < s.q_len && s.keys.visible(r, key + F::key(i))) seen |= 1u << i;
+  }
+  return seen;
+}
+
+__device__ __forceinline__ int64_t batch_offset(const Scores& s, const int64_t (&strides)[kMaskDims], int batch) {
+  int64_t at = 0;
+  for (int d = s.mask_dims - 1; d >= 0; d--) {
+    at += batch % s.mask_size[d] * strides[d];
+    batch /= s.mask_size[d];
+  }
+  return at;
+}
+
+// One head's part of the options.
+struct HeadScores {
+  const unsigned char* mask;  // of its first row and key
+  float slope;                // in log2 units
+  uint32_t index;             // batch * q_heads + head
+  __device__ __forceinline__ HeadScores(const SequenceTask& p, int q_heads, int batch, int head)
+      : mask(nullptr), slope(0.f), index(batch * q_heads + head) {
+    const Scores& s = p.scores;
+    if (s.slopes) slope = s.slopes[index] * kLog2E;
+    if (s.mask_kind == MaskElement::none) return;
+    const int64_t at = head * s.mask_head + batch_offset(s, s.mask_batch, batch);
+    mask = static_cast<const unsigned char*>(s.mask) + at * s.mask_bytes;
+  }
+};
+
+// `seen` without what a boolean mask hides
+template <class F>
+__device__ __forceinline__ uint32_t seen_in_mask(const Scores& s, const HeadScores& h, int row, int key,
+                                                 uint32_t seen) {
+  const unsigned char* mask = h.mask + row * s.mask_row + key * s.mask_col;
+#pragma unroll
+  for (int i = 0; i < F::kCount; i++)
+    if (seen >> i & 1 && !mask[F::row(i) * s.mask_row + F::key(i) * s.mask_col]) seen &= ~(1u << i);
+  return seen;
+}
+
+// An element of a floating mask in log2 units: the lowest finite numbers stay finite, only -inf hides.
+template <class T>
+__device__ __forceinline__ float mask_value(const Scores& s, const HeadScores& h, int row, int key) {
+  const int64_t at = row * s.mask_row + key * s.mask_col;
+  const float x = s.mask_kind == MaskElement::fp32 ? reinterpret_cast<const float*>(h.mask)[at]
+                                                   : ptx::to_float(reinterpret_cast<const T*>(h.mask)[at]);
+  return x == -INFINITY ? x : fmaxf(x * kLog2E, kLowest);
+}
+
+// tanh of the capped score; exp2 and a reciprocal are exact enough for 16 bits: 1.5e-7
+__device__ __forceinline__ float cap_tanh(const Scores& s, float product) {
+  return 1.f - 2.f * ptx::reciprocal(1.f + ptx::exp2(product * s.cap_factor));
+}
+
+// One score in log2 units from q . k; `slope`: its derivative by scale * q . k
+struct Score {
+  float value, slope;
+};
+__device__ __forceinline__ Score capped(const Scores& s, float product, float scale_log2) {
+  if (!(s.cap_log2 > 0.f)) return {product * scale_log2, 1.f};
+  const float t = cap_tanh(s, product);
+  return {s.cap_log2 * t, 1.f - t * t};
+}
+
+__device__ __forceinline__ float distance(int row, int key, int offset) {
+  return static_cast<float>(abs(row + offset - key));
+}
+
+// In the backward: the weight before dropout, the gradient of the score after its cap, and what the cap brings.
+struct WeightedScore {
+  float weight, grad, slope;
+};
+// product: q . k; lse in log2 units; grad: dO . v; keep: dropout keeps the weight
+template <class T>
+__device__ __forceinline__ WeightedScore weighted(const Scores& s, const HeadScores& h, int row, int key, int offset,
+                                                  bool visible, bool keep, float product, float scale_log2, float lse,
+                                                  float grad, float delta) {
+  Score x = capped(s, product, scale_log2);
+  if (s.slopes) x.value -= h.slope * distance(row, key, offset);
+  if (s.mask_kind > MaskElement::boolean && visible) {
+    const float bias = mask_value<T>(s, h, row, key);
+    x.value += bias;
+    visible = bias != -INFINITY;
+  }
+  const float above = x.value - lse;  // more than rounding above 0 only where lse is beyond its precision
+  const float weight = visible ? ptx::exp2(above > 1.f ? 1.f : above) : 0.f;
+  if (s.seed) grad = keep ? grad * s.keep_scale : 0.f;
+  return {weight, visible ? weight * (grad - delta) : 0.f, visible ? x.slope : 0.f};
+}
+
+// Bits of eight keys of a row: kept or dropped.
+__device__ __forceinline__ uint32_t kept_octet(const Scores& s, uint32_t head, int row, int octet) {
+  const Philox bits(*s.seed, head, static_cast<uint32_t>(row), static_cast<uint32_t>(octet));
+  uint32_t kept = 0;
+#pragma unroll
+  for (int e = 0; e < 8; e++) kept |= (bits.bits16(e) >= s.threshold ? 1u : 0u) << e;
+  return kept;
+}
+
+// Dropout of a fragment with rows down: the four threads of a row draw a quarter of its octets each. row, key: of
+// the thread's element 0, so key = a multiple of 8, plus 2 t.
+template <class F>
+__device__ __forceinline__ uint32_t kept(const Scores& s, const HeadScores& h, int row, int key, int lane, F) {
+  const int t = lane % 4;
+  uint32_t mine = 0, bits = 0;
+#pragma unroll
+  for (int m = 0; m < F::kCount / 8; m++) {
+    const int c = m * 4 + t;  // octet c / 2 of row + 8 (c % 2)
+    mine |= kept_octet(s, h.index, row + c % 2 * 8, key / 8 + c / 2) << (8 * m);
+  }
+#pragma unroll
+  for (int u = 0; u < 4; u++) {
+    const uint32_t theirs = ptx::shfl(mine, (lane & ~3) | u) >> (2 * t);
+#pragma unroll
+    for (int m = 0; m < F::kCount / 8; m++) bits |= (theirs >> (8 * m) & 3) << (2 * (m * 4 + u));
+  }
+  return bits;
+}
+// With keys down: eight threads, of the same rows, an eighth each. key = a multiple of 8, plus lane / 4.
+template <int KeyTiles, int RowTiles>
+__device__ __forceinline__ uint32_t kept(const Scores& s, const HeadScores& h, int row, int key, int lane,
+                                         KeyFragment<KeyTiles, RowTiles>) {
+  constexpr int kCount = 4 * KeyTiles * RowTiles;
+  const int g = lane / 4, t = lane % 4;
+  uint32_t mine = 0, bits = 0;
+#pragma unroll
+  for (int m = 0; m < kCount / 8; m++) {
+    const int c = m * 8 + g, tiles = c / 2 / RowTiles;  // row 8 (c / 2 % RowTiles) + c % 2, octet `tiles`
+    mine |= kept_octet(s, h.index, row + c / 2 % RowTiles * 8 + c % 2, key / 8 + tiles) << (8 * m);
+  }
+#pragma unroll
+  for (int u = 0; u < 8; u++) {
+    const uint32_t theirs = ptx::shfl(mine, u * 4 + t) >> g;
+#pragma unroll
+    for (int m = 0; m < kCount / 8; m++) {
+      const int c = m * 8 + u, tiles = c / 2 / RowTiles, j = c / 2 % RowTiles;
+      bits |= (theirs >> (8 * m) & 1) << ((tiles / 2 * RowTiles + j) * 4 + tiles % 2 * 2 + c % 2);
+    }
+  }
+  return bits;
+}
+
+// Is `here` true for any thread of the block? One barrier; `flags`: two words for each warp, used in turns.
+__device__ __forceinline__ bool block_any(bool here, uint32_t* flags, int& turn, int warps) {
+  const bool mine = ptx::any(here);
+  uint32_t* now = flags + turn * warps;
+  turn ^= 1;
+  if (threadIdx.x % 32 == 0) now[threadIdx.x / 32] = mine;
+  __syncthreads();
+  uint32_t some = 0;
+  for (int w = 0; w < warps; w++) some |= now[w];
+  return some != 0;
+}
+
+// ---- d += a b for two tiles of 8 columns; and where b may hold numbers that are not finite: these count only for rows
+// whose weight is not 0 ----
+
+template <class T>
+__device__ __forceinline__ void pair_mma(float (&d0)[4], float (&d1)[4], const uint32_t (&a)[4],
+                                         const uint32_t (&b)[4]) {
+  ptx::mma_m16n8k16<T>(d0, a, b[0], b[1]);
+  ptx::mma_m16n8k16<T>(d1, a, b[2], b[3]);
+}
+
+// all ones in the halves that are not finite
+template <class T>
+__device__ __forceinline__ uint32_t not_finite(uint32_t x) {
+  constexpr uint32_t kExponent = ptx::is_bf16<T> ? 0x7f807f80u : 0x7c007c00u, kLow = kExponent & ~(kExponent << 1);
+  return (((x & kExponent) + kLow) >> 15 & 0x00010001u) * 0xffffu;
+}
+template <class T>
+__device__ __forceinline__ bool all_finite(const uint32_t (&b)[4]) {
+  return !(not_finite<T>(b[0]) | not_finite<T>(b[1]) | not_finite<T>(b[2]) | not_finite<T>(b[3]));
+}
+// numbers that are not finite count, as NaN, for the rows alone whose weight is not 0
+template <class T>
+__device__ __forceinline__ void guarded_mma(float (&d0)[4], float (&d1)[4], const uint32_t (&a)[4],
+                                            const uint32_t (&b)[4]) {
+  uint32_t x[4], weight[4];
+#pragma unroll
+  for (int e = 0; e < 4; e++) {
+    x[e] = not_finite<T>(b[e]) & (ptx::is_bf16<T> ? 0x3f803f80u : 0x3c003c00u);
+    weight[e] = a[e] & 0x7fff7fffu;
+  }
+  float y[2][4] = {};
+  pair_mma<T>(y[0], y[1], weight, x);
+#pragma unroll
+  for (int e = 0; e < 4; e++) {
+    if (y[0][e] != 0.f) d0[e] = NAN;
+    if (y[1][e] != 0.f) d1[e] = NAN;
+  }
+#pragma unroll
+  for (int e = 0; e < 4; e++) x[e] = b[e] & ~not_finite<T>(b[e]);
+  pair_mma<T>(d0, d1, a, x);
+}
+
+}  // namespace attnjourney

@@ -1,0 +1,98 @@
+// The options of a call as the kernels take them, and their gradients.
+#pragma once
+#include "../attention.h"
+#include "kernels/backward_task.cuh"
+
+namespace attnjourney {
+
+// Does the call need the kernels with options? Those without scale scores by a positive number and hide ranges of keys.
+inline bool has_options(const AttentionCall& c, const AttentionOptions& o) {
+  return o.attn_mask || o.dropout_p > 0 || o.softcap > 0 || o.sinks || o.alibi_slopes || !(c.params.scale > 0);
+}
+
+// Tensors that the kernels read: they live as long as this.
+class OptionInputs {
+ public:
+  OptionInputs(const AttentionCall& c, const AttentionOptions& o, const Tensor& query) {
+    const double log2_e = 1.4426950408889634;
+    if (o.softcap > 0) {
+      scores_.cap_log2 = static_cast<float>(o.softcap * log2_e);
+      scores_.cap_factor = static_cast<float>(2 * log2_e * c.params.scale / o.softcap);
+    }
+    scores_.sinks = per_head(c, o.sinks, query, sinks_);
+    scores_.slopes = per_head(c, o.alibi_slopes, query, slopes_);
+    if (o.attn_mask) {
+      scores_.mask = o.attn_mask->data_ptr();
+      scores_.mask_kind = c.params.mask == MaskKind::boolean ? MaskElement::boolean
+                          : c.params.mask_fp32               ? MaskElement::fp32
+                                                             : MaskElement::same;
+      scores_.mask_bytes = c.params.mask == MaskKind::boolean ? 1 : c.params.mask_fp32 ? 4 : 2;
+      scores_.mask_dims = c.batch_dims;
+      for (int d = 0; d < c.batch_dims; d++) {
+        scores_.mask_size[d] = static_cast<int>(c.batch_size[d]);
+        scores_.mask_batch[d] = c.mask.batch_stride[d];
+      }
+      scores_.mask_head = c.mask.head_stride;
+      scores_.mask_row = c.params.mask_row, scores_.mask_col = c.params.mask_col;
+    }
+    if (o.dropout_p > 0) {
+      seed_ = aten::empty(query, {1}, ScalarType::Long);
+      torch::stable::copy_(*seed_, torch::stable::view(*o.dropout_seed, {1}));
+      const Dropout d = Dropout::from(o.dropout_p, 0);
+      scores_.seed = static_cast<const uint64_t*>(seed_->data_ptr());
+      scores_.threshold = d.threshold, scores_.keep_scale = static_cast<float>(d.keep_scale);
+    }
+  }
+  const Scores& scores() const { return scores_; }
+
+ private:
+  static const float* per_head(const AttentionCall& c, const OptionalTensor& t, const Tensor& query,
+                               OptionalTensor& copy) {
+    if (!t) return nullptr;
+    copy = aten::empty(query, {c.batch, c.q_heads}, ScalarType::Float);
+    torch::stable::copy_(*copy, *t);
+    return static_cast<const float*>(copy->data_ptr());
+  }
+  Scores scores_{};
+  OptionalTensor sinks_, slopes_, seed_;
+};
+
+// Gradients of sinks, slopes and floating mask: in float32, and copied where they have another dtype.
+class OptionGradients {
+ public:
+  // in scratch: parts of the slopes' gradients for every key tile
+  OptionGradients(const AttentionCall& c, const AttentionGradients& g, BackwardTask& p) {
+    p.grad_sinks = add(g.sinks);
+    p.grad_slopes = add(g.alibi_slopes);
+    if (p.grad_slopes) {
+      parts_ = aten::empty(*g.alibi_slopes, {c.batch, p.key_tiles, c.q_heads}, ScalarType::Float);
+      torch::stable::zero_(*parts_);
+      p.slope_sum = static_cast<float*>(parts_->data_ptr());
+    }
+    p.sinks_per_item = g.sinks && g.sinks->dim() == 2, p.slopes_per_item = g.alibi_slopes && g.alibi_slopes->dim() == 2;
+    if (!g.attn_mask) return;
+    MaskGradient& m = p.mask_gradient;
+    m.sum = add(g.attn_mask);
+    const HeadMap map = mask_map(c, *g.attn_mask, m.row, m.col);
+    m.head = map.head_stride, m.items = 1, m.heads = m.head ? p.q_heads : 1;
+    for (int d = 0; d < c.batch_dims; d++) {
+      m.batch[d] = map.batch_stride[d];
+      if (m.batch[d]) m.items *= static_cast<int>(c.batch_size[d]);
+    }
+  }
+  void finish() {
+    for (auto& [to, from] : copies_) torch::stable::copy_(to, from);
+  }
+
+ private:
+  float* add(const OptionalTensor& t) {
+    if (!t) return nullptr;
+    if (t->scalar_type() == ScalarType::Float) return static_cast<float*>(t->data_ptr());
+    copies_.emplace_back(*t, aten::empty(*t, t->sizes(), ScalarType::Float));
+    return static_cast<float*>(copies_.back().second.data_ptr());
+  }
+  std::vector<std::pair<Tensor, Tensor>> copies_;
+  OptionalTensor parts_;
+};
+
+}  // namespace attnjourney
