@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ._derivatives import one_call_a_sample
 from ._operator import Signature
-from .attention import _align, _per_head, _to_front
+from ._attention_calls import _align, _per_head, _to_front
 
 
 def _fold(dims: dict, call: dict, size: int) -> None:
