@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree
@@ -92,7 +91,7 @@ class BlockMask:
     @classmethod
     def _build(cls, rows_of, batch, heads, q_len, kv_len, block_size, device) -> BlockMask:
         """rows_of(b, h, first, last): those rows, bool (last - first, kv_len)."""
-        places: dict[bytes, int] = {}  # of the elements that differ, by their bits
+        places: dict[tuple[int, ...], int] = {}  # of the elements that differ, by their bytes
         elements, index, partial, offsets = [], [], [], []
         key_blocks = -(-kv_len // block_size)
         blocks = 0
@@ -100,28 +99,25 @@ class BlockMask:
             for h in range(heads):
                 offsets.append(blocks)
                 for first in range(0, q_len, block_size):
-                    rows = rows_of(b, h, first, min(first + block_size, q_len)).cpu().numpy()
-                    padding = ((0, block_size - len(rows)), (0, key_blocks * block_size - kv_len))
-                    whole = np.pad(rows, padding, constant_values=True)  # rows and keys that are not there hide nothing
-                    whole = whole.reshape(block_size, key_blocks, block_size).transpose(1, 0, 2)
-                    some = np.pad(rows, padding).reshape(block_size, key_blocks, block_size).any((0, 2))
-                    mixed = some & ~whole.all((1, 2))
-                    here = np.full(key_blocks, -1, np.int32)
-                    for k in mixed.nonzero()[0]:
-                        bits = np.packbits(whole[k]).tobytes()
-                        if bits not in places:
-                            places[bits] = len(elements)
-                            elements.append(torch.from_numpy(whole[k].copy()))
-                        here[k] = places[bits]
-                    index.append(some.nonzero()[0].astype(np.int32))
+                    rows = rows_of(b, h, first, min(first + block_size, q_len)).cpu()
+                    some = _cut(rows, block_size, False).any(2).any(1)
+                    cut = _cut(rows, block_size, True)  # rows and keys that are not there hide nothing
+                    here = torch.full((key_blocks,), -1, dtype=torch.int32)
+                    for k in (some & ~cut.flatten(1).all(1)).nonzero().flatten().tolist():
+                        content = tuple(cut[k].flatten().view(torch.int64).tolist())
+                        if content not in places:
+                            places[content] = len(elements)
+                            elements.append(cut[k].clone())
+                        here[k] = places[content]
+                    index.append(some.nonzero().flatten().int())
                     partial.append(here[some])
                     blocks += len(index[-1])
                     offsets.append(blocks)
         if blocks >= 1 << 31:
             raise ValueError(f"block_size: expected fewer than 2^31 visible blocks, got {blocks}: use larger ones")
 
-        def joined(parts: list) -> Tensor:
-            return torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *parts]).astype(np.int32)).to(device)
+        def joined(parts: list[Tensor]) -> Tensor:
+            return torch.cat([torch.empty(0, dtype=torch.int32), *parts]).to(device)
 
         row_blocks = -(-q_len // block_size)
         return cls(
@@ -218,6 +214,15 @@ class BlockMask:
             cells = rows.split(-(-kinds.shape[1] // most), 1)
             lines.append("".join("█" if (c == 0).all() else "·" if (c < 0).all() else "▒" for c in cells))
         return lines
+
+
+def _cut(rows: Tensor, size: int, beyond: bool) -> Tensor:
+    """(rows, keys) of one row of blocks -> (key blocks, size, size), with `beyond` where there is no row or key."""
+    count, keys = rows.shape
+    blocks = -(-keys // size)
+    full = torch.full((size, blocks * size), beyond)
+    full[:count, :keys] = rows
+    return full.view(size, blocks, size).transpose(0, 1).contiguous()
 
 
 def _check_sizes(batch: int, heads: int, q_len: int, kv_len: int, block_size: int) -> None:
