@@ -24,7 +24,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         prog="python -m attnjourney.show",
         description="Shows where each head of a byte-level GPT looks in a text: one HTML page that needs no network, "
         "or a PNG of all heat maps.",
-        epilog="Without --checkpoint a small model is trained on the spot: about 20 seconds.",
+        epilog="Without --checkpoint a small model is trained on the spot: half a minute.",
     )
     add = parser.add_argument
     text = parser.add_mutually_exclusive_group()

@@ -55,8 +55,8 @@ HOSTILE = [
 
 def test_the_file_is_complete_and_whatever_is_in_it_stays_text():
     n = len(HOSTILE)
-    page = viz.page(HOSTILE, torch.eye(n)[None], title="<b>&", note="</style><script>", warning="{{css}}")
-    page.encode()
+    page = viz.page(HOSTILE, torch.eye(n)[None], title="<b>&", note="</style><script> é \ud800", warning="{{css}}")
+    assert page.isascii()
     assert page.count("</script>") == 2 and page.count("</style>") == 1 and "<img" not in page and "<b>" not in page
     assert not re.search(r"\b(src|href)=(?!\"#|\"data:,)", page) and "http:" not in page and "https:" not in page
     assert "<title>&lt;b&gt;&amp;</title>" in page and "{{css}}</p>" in page

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..seeing.capture import Record
+from ..seeing import Record
 
 Weights = Tensor | Record | Sequence[Tensor | Record]
 

@@ -108,8 +108,9 @@ def page(
 ) -> str:
     """An HTML page of one sequence's self-attention: every layer, head and token by mouse, keyboard or finger.
 
-    The page is one file that loads nothing: fonts, styles and scripts are its own, and weights are in it as bytes (255
-    steps of their square root, so that small ones keep their size), compressed. It follows the system's light or dark.
+    The page is one file that loads nothing: styles and scripts are its own, and weights are in it as bytes (255 steps
+    of their square root, so that small ones keep their size), compressed. It follows the system's light or dark. It is
+    ASCII alone, so any encoding will do to write it.
 
     Args:
         tokens: what is read. Strings and bytes are made visible; byte_tokens makes them of text for models that read
@@ -147,10 +148,10 @@ def page(
         "summary": _rows(summary, tables),
     }
     return _fill({
-        "title": html.escape(title),
-        "note": html.escape(note),
-        "warning": f'<p class="warning" role="note">{html.escape(warning)}</p>' if warning else "",
-        "version": html.escape(__version__),
+        "title": _escape(title),
+        "note": _escape(note),
+        "warning": f'<p class="warning" role="note">{_escape(warning)}</p>' if warning else "",
+        "version": _escape(__version__),
         "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),  # no </script> inside, and ASCII alone
         "css": _template("page.css"),
         "js": _template("page.js"),
@@ -177,6 +178,11 @@ def _rows(summary: HeadSummary, tables: Sequence[Tensor]) -> list[dict]:
         {k: None if isinstance(v, float) and math.isnan(v) else round(v, 5) for k, v in row.items()} | {"at": place}
         for row, place in zip(summary.as_dicts(), places)
     ]
+
+
+def _escape(text: str) -> str:
+    """Text as HTML in ASCII: the page is the same in every encoding."""
+    return html.escape(text).encode("ascii", "xmlcharrefreplace").decode()
 
 
 def _template(name: str) -> str:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from ._blocks import WeightBlocks
+from ._blocks import BLOCK_ELEMENTS, WeightBlocks
 from ._layers import Weights, as_layers, numbers
 
 
@@ -99,10 +99,10 @@ def head_summary(
     """
     _check_sink_keys(sink_keys)
     blocks = WeightBlocks(query, key, *args, heads=heads, **options)
-    sums = [_Sums(sink_keys) for _ in blocks.heads]
+    sums = _Sums(len(blocks.heads), sink_keys)
     for head, first, weights in blocks:
-        sums[head].add(weights, blocks.positions(first, weights.shape[-2]))
-    return HeadSummary(tuple(total.stats(layer, head) for head, total in zip(blocks.heads, sums)))
+        sums.add(head, weights[None], blocks.positions(first, weights.shape[-2]))
+    return sums.summary(layer, blocks.heads)
 
 
 def weights_summary(
@@ -126,14 +126,17 @@ def weights_summary(
     found = as_layers(weights)
     layers = numbers("layers", layers, len(found), range(len(found)))
     heads = numbers("heads", heads, len(found), [layer.heads for layer in found])
-    rows = []
+    summary = HeadSummary(())
     for layer, number, names in zip(found, layers, heads):
-        positions = torch.arange(layer.weights.shape[-2], device=layer.weights.device)
-        for index, head in enumerate(numbers("heads", names, len(layer.heads), ())):
-            total = _Sums(sink_keys)
-            total.add(layer.weights[..., index, :, :], positions)
-            rows.append(total.stats(number, head))
-    return HeadSummary(tuple(rows))
+        names = numbers("heads", names, len(layer.heads), ())
+        weights = layer.weights.movedim(-3, 0)  # (heads, *batch, q_len, kv_len)
+        positions = torch.arange(weights.shape[-2], device=weights.device)
+        sums = _Sums(len(names), sink_keys)
+        at_once = max(1, 16 * BLOCK_ELEMENTS * len(names) // max(1, weights.numel()))
+        for first in range(0, len(names), at_once):
+            sums.add(first, weights[first : first + at_once], positions)
+        summary += sums.summary(number, names)
+    return summary
 
 
 def _check_sink_keys(sink_keys: int) -> None:
@@ -142,18 +145,23 @@ def _check_sink_keys(sink_keys: int) -> None:
 
 
 class _Sums:
-    """Sums over the rows of one head, and how many rows went into each."""
+    """Sums over the rows of each head, and how many rows went into each."""
 
-    def __init__(self, sink_keys: int):
+    def __init__(self, heads: int, sink_keys: int):
         self.sink_keys = sink_keys
-        self.sums = dict.fromkeys(COLUMNS, 0.0)
-        self.counts = dict.fromkeys(COLUMNS, 0)
+        self.sums = {name: torch.zeros(heads, dtype=torch.float64) for name in COLUMNS}
+        self.counts = {name: torch.zeros(heads, dtype=torch.int64) for name in COLUMNS}
 
-    def add(self, weights: Tensor, positions: Tensor) -> None:
-        """weights (..., rows, kv_len), positions (rows,) or (..., rows)"""
+    def add(self, first: int, weights: Tensor, positions: Tensor) -> None:
+        """Some rows of the heads from `first` on.
+
+        weights: (heads, *batch, rows, kv_len). positions: (rows,) or (*batch, rows).
+        """
+        if weights.shape[-2] == 0:
+            return
         w = weights.detach().double() if weights.dtype == torch.float64 else weights.detach().float()
         kv_len = w.shape[-1]
-        total = w.sum(-1)  # (..., rows)
+        total = w.sum(-1)  # (heads, *batch, rows)
         sees = total > 0
         to_sink = (1 - total).clamp(min=0)  # rounding aside, the share of a learned sink
         to_sink = torch.where(to_sink > 1e-2 if weights.dtype.itemsize == 2 else to_sink > 1e-5, to_sink, 0.0)
@@ -161,20 +169,22 @@ class _Sums:
         entropy = (torch.special.entr(to_sink) - of_keys) / math.log(2)
         keys = torch.arange(kv_len, device=w.device, dtype=w.dtype)
         distance = (positions[..., None].to(w.dtype) - keys).abs_().mul(w).sum(-1) / total
-        self._count("entropy", entropy, sees)
-        self._count("distance", distance, sees)
-        self._count("sink_mass", w[..., : self.sink_keys].sum(-1), sees & (positions >= self.sink_keys))
+        self._count(first, "entropy", entropy, sees)
+        self._count(first, "distance", distance, sees)
+        self._count(first, "sink_mass", w[..., : self.sink_keys].sum(-1), sees & (positions >= self.sink_keys))
         for name, back in (("previous_mass", 1), ("self_mass", 0)):
             at = positions - back
             there = (at >= 0) & (at < kv_len)
             index = at.clamp(0, max(0, kv_len - 1)).expand(total.shape)[..., None]
             taken = w.gather(-1, index)[..., 0] if kv_len else torch.zeros_like(total)
-            self._count(name, taken, sees & there)
+            self._count(first, name, taken, sees & there)
 
-    def _count(self, name: str, values: Tensor, where: Tensor) -> None:
-        self.sums[name] += values[where].sum(dtype=torch.float64).item()
-        self.counts[name] += int(where.sum())
+    def _count(self, first: int, name: str, values: Tensor, where: Tensor) -> None:
+        heads = slice(first, first + len(values))
+        self.sums[name][heads] += torch.where(where, values, 0).flatten(1).sum(1, dtype=torch.float64).cpu()
+        self.counts[name][heads] += where.flatten(1).sum(1).cpu()
 
-    def stats(self, layer: int, head: int) -> HeadStats:
-        means = {name: self.sums[name] / n if n else math.nan for name, n in self.counts.items()}
-        return HeadStats(layer, head, **means)
+    def summary(self, layer: int, heads: Sequence[int]) -> HeadSummary:
+        means = {name: (self.sums[name] / self.counts[name]).tolist() for name in COLUMNS}  # 0 / 0 is NaN
+        each = (dict(zip(means, values)) for values in zip(*means.values()))  # a head's numbers by name
+        return HeadSummary(tuple(HeadStats(layer, head, **values) for head, values in zip(heads, each)))

@@ -7,6 +7,7 @@ const RAMPS = { light: data.ramp, dark: ["#161b22", "#18375c", "#1f5ca3", "#4a94
 const at = { layer: 0, head: 0, token: Math.max(0, data.tokens.findLastIndex((token) => token.kind !== "faint")), hover: null, direction: "from", sort: null, descending: true };
 let weights; // Uint8Array: a (N, N) table per layer and head, rows look at columns; 255 * sqrt(weight)
 let colors, inks; // for each of the 256 bytes: [r, g, b], and the colour of letters on it
+let drawn = {}; // the picture in the map, and of which weights
 
 const share = (byte) => (byte / 255) ** 2;
 const percent = (x) => (x >= 0.0995 ? Math.round(100 * x) : (100 * x).toFixed(1)) + " %";
@@ -44,8 +45,9 @@ function picture(bytes, columns, rows) {
   const canvas = document.createElement("canvas");
   canvas.width = columns;
   canvas.height = rows;
-  const image = new ImageData(columns, rows);
-  bytes.forEach((byte, i) => image.data.set([...colors[byte], 255], 4 * i));
+  const image = new ImageData(columns, rows), pixels = new Uint32Array(image.data.buffer);
+  const words = new Uint32Array(new Uint8Array(colors.flatMap((rgb) => [...rgb, 255])).buffer); // in this machine's order
+  for (let i = 0; i < bytes.length; i++) pixels[i] = words[bytes[i]];
   canvas.getContext("2d").putImageData(image, 0, 0);
   return canvas;
 }
@@ -167,7 +169,10 @@ function drawMap() {
   const pen = canvas.getContext("2d"), cell = width / N;
   pen.scale(scale, scale);
   pen.imageSmoothingEnabled = false;
-  pen.drawImage(picture(table(at.layer, at.head), N, N), edge.left, edge.top, width, height);
+  if (drawn.layer !== at.layer || drawn.head !== at.head || drawn.colors !== colors) {
+    drawn = { layer: at.layer, head: at.head, colors, picture: picture(table(at.layer, at.head), N, N) };
+  }
+  pen.drawImage(drawn.picture, edge.left, edge.top, width, height);
   pen.strokeStyle = css("--rule");
   pen.strokeRect(edge.left - 0.5, edge.top - 0.5, width + 1, height + 1);
 
@@ -242,7 +247,7 @@ function fillTable() {
     const made = element("tr", { "data-layer": row.at[0], "data-head": row.at[1] });
     for (const [key, , form] of COLUMNS) {
       const value = row[key];
-      const text = value == null ? "–" : form === "%" ? Math.round(100 * value) + " %" : form ? value.toFixed(form) : String(value);
+      const text = value == null ? "\u2013" : form === "%" ? Math.round(100 * value) + " %" : form ? value.toFixed(form) : String(value);
       const cell = element("td", {}, key === "layer" ? element("button", { tabindex: -1, "aria-label": `show layer ${row.layer}, head ${row.head}` }, text) : text);
       if (form) cell.style.setProperty("--part", form === "%" ? value ?? 0 : largest[key] ? (value ?? 0) / largest[key] : 0);
       made.append(cell);
@@ -390,7 +395,7 @@ function listen() {
     const cell = cellUnder(event);
     if (!cell) return leave();
     const [i, j] = cell, byte = table(at.layer, at.head)[i * N + j];
-    $("cell").replaceChildren(...quoted(i), " → ", ...quoted(j), `: ${percent(share(byte))}`);
+    $("cell").replaceChildren(...quoted(i), " \u2192 ", ...quoted(j), `: ${percent(share(byte))}`);
     const token = at.direction === "from" ? i : j;
     if (token !== tokenNow()) show({ hover: token });
   };
