@@ -2,6 +2,7 @@
 #   TORCH=2.13.0    the torch that is installed           PIP_ARGS=   added to pip install torch, such as --index-url URL
 #   PYTHON=python3  the interpreter of the virtual environment, and of `make gpu`
 #   PYTEST_ARGS=    added to pytest                       ARGS=       added to benchmarks.run
+#   CHROMIUM=       the browser of tests/test_page.py, if it is not `chromium` on PATH
 #   TEXT=           a text file for the demo              OUT=        where results go
 #   PART=bench CASES=...  parts of `make gpu`, and its benchmarks      PREBUILT=1  `make gpu` takes the libraries as they are
 # See setup.py for CXX, CXXFLAGS, MAX_JOBS and CUDA_HOME.

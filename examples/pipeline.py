@@ -60,6 +60,7 @@ def run(config: Config, text: Text, out: Path, console: Console) -> Results:
             soft_wrap=not console.is_terminal,
         )
     say(console, f"report: {out / 'report.html'}   ({time.monotonic() - started:.0f} s)")
+    say(console, f"to see where the heads look: python -m attnjourney.show --checkpoint {out} --variant mla")
     return results
 
 
