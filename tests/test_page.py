@@ -177,6 +177,10 @@ def test_the_page_has_every_weight(visit):
 def test_the_mouse_shows_and_keeps(visit):
     page = visit(options=LABELLED)
     assert state(page) == (0, 0, N - 1)
+    header = page.get_by_role("columnheader").all_inner_texts()
+    assert [t for t in header if t.startswith("H") and len(t) == 2] == ["H0", "H1", "H3", "H4", "H5"]
+    under = page.get_by_role("gridcell", name="layer 2, head 4").bounding_box()["x"]
+    assert abs(under - page.get_by_role("gridcell", name="layer 0, head 5").bounding_box()["x"]) > 10
     page.get_by_role("gridcell", name="layer 2, head 4").click()  # looks 11 tokens back
     assert state(page) == (2, 4, N - 1) and shaded(page, N - 12) and "layer 2, head 4" in page.inner_text("#now")
     page.hover("#t20")
@@ -241,7 +245,7 @@ def test_the_keyboard_reaches_and_moves_everything(visit):
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
     assert state(page)[:2] == (0, 5)
-    page.keyboard.press("ArrowDown")  # this layer has two heads
+    page.keyboard.press("ArrowDown")  # this layer has no head 5
     assert state(page)[:2] == (2, 4) and page.evaluate("document.activeElement.ariaLabel") == "layer 2, head 4"
     page.keyboard.press("ArrowDown")
     assert state(page)[:2] == (2, 4)
@@ -254,8 +258,9 @@ def test_the_keyboard_reaches_and_moves_everything(visit):
     page.keyboard.press("PageDown")
     assert state(page)[2] == 12
     page.keyboard.press("Shift+ArrowUp")
+    assert state(page) == (0, 5, 12) and shaded(page, 10)
     page.keyboard.press("Shift+ArrowLeft")
-    assert state(page) == (0, 0, 12) and shaded(page, 12)
+    assert state(page) == (0, 1, 12) and shaded(page, 11)
     page.keyboard.press("End")
     page.keyboard.press("ArrowRight")
     assert state(page)[2] == N - 1 and page.get_attribute(f"#t{N - 1}", "aria-selected") == "true"
@@ -264,7 +269,7 @@ def test_the_keyboard_reaches_and_moves_everything(visit):
 
     page.focus("#summary tbody button[tabindex='0']")
     page.keyboard.press("ArrowDown")
-    assert state(page)[:2] == (0, 1) and page.evaluate("document.activeElement.ariaLabel") == "show layer 0, head 1"
+    assert state(page)[:2] == (0, 5) and page.evaluate("document.activeElement.ariaLabel") == "show layer 0, head 5"
 
 
 @needs_chromium

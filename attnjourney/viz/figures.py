@@ -70,59 +70,74 @@ def heatmap(
                 f"tokens: expected {m.q_len} = {m.kv_len} of them, for queries and keys, got {len(tokens)}"
             )
 
-    wrap = len(rows) == 1 and len(rows[0].heads) > 4
-    n_cols = math.ceil(math.sqrt(len(rows[0].heads))) if wrap else max(len(m.heads) for m in rows)
-    n_rows = math.ceil(len(rows[0].heads) / n_cols) if wrap else len(rows)
-    single = n_rows * n_cols == 1
-    inches = 5.2 if single else 2.3 if n_rows * n_cols <= 24 else 1.25
-    cells = max(max(m.values.shape[-2:]) for m in rows)
+    grid = _Grid([len(m.heads) for m in rows], title is not None)
     peak = max((m.values.max().item() for m in rows if m.values.numel()), default=0.0) or 1.0
     cmap = matplotlib.colors.LinearSegmentedColormap.from_list("attnjourney", RAMP)
     norm = matplotlib.colors.PowerNorm(0.5 if color_scale == "sqrt" else 1.0, 0.0, peak)
-
     with matplotlib.rc_context(STYLE):
-        left, right, top, bottom, gap = (
-            0.6 if single else 0.75,
-            0.95,
-            0.75 if title else 0.45,
-            0.6,
-            0.16 if inches > 2 else 0.09,
-        )
-        gap_down = gap + (0.2 if wrap else 0.0)
-        width = left + n_cols * inches + (n_cols - 1) * gap + right
-        height = top + n_rows * inches + (n_rows - 1) * gap_down + bottom
-        figure = matplotlib.figure.Figure(figsize=(width, height))
+        figure = matplotlib.figure.Figure(figsize=(grid.width, grid.height))
         for i, m in enumerate(rows):
             for j, head in enumerate(named[i]):
-                row, col = divmod(j, n_cols) if wrap else (i, j)
-                x, y = left + col * (inches + gap), height - top - row * (inches + gap_down) - inches
-                axes = figure.add_axes((x / width, y / height, inches / width, inches / height))
-                image = axes.imshow(
-                    m.values[j].tolist(), cmap=cmap, norm=norm, aspect="auto", extent=(0, m.kv_len, m.q_len, 0)
-                )
-                last_row = row == n_rows - 1 or (wrap and j + n_cols >= len(m.heads))
-                _ticks(axes, m, tokens, inches, not single, show_x=last_row, show_y=col == 0)
-                if wrap or single or row == 0 or len(named[i]) > len(named[0]):
-                    of_layer = f"layer {layers[0]}, " if known and (single or (wrap and j == 0)) else ""
-                    axes.set_title(f"{of_layer}head {head}", fontsize=9, pad=4)
-                if col == 0 and not wrap and not single and known:
+                row, col = grid.place(i, j)
+                axes = figure.add_axes(grid.box(row, col))
+                extent = (0, m.kv_len, m.q_len, 0)
+                image = axes.imshow(m.values[j].tolist(), cmap=cmap, norm=norm, aspect="auto", extent=extent)
+                bottom = row == grid.n_rows - 1 or (grid.wrapped and j + grid.n_cols >= len(m.heads))
+                _ticks(axes, m, tokens, grid, show_x=bottom, show_y=col == 0)
+                alone = grid.single or (grid.wrapped and j == 0)  # the one place for the layer's number
+                if grid.wrapped or row == 0 or named[i][j : j + 1] != named[0][j : j + 1]:
+                    axes.set_title(
+                        f"layer {layers[0]}, head {head}" if alone and known else f"head {head}", fontsize=9, pad=4
+                    )
+                if col == 0 and known and not grid.wrapped and not grid.single:
                     axes.set_ylabel(f"layer {layers[i]}", fontsize=9)
-        middle = (left + width - right) / 2 / width
-        figure.text(middle, 0.14 / height, "key (looked at)", ha="center", color=MUTED)
-        figure.text(
-            0.12 / width, (bottom + height - top) / 2 / height, "query (looks)", va="center", rotation=90, color=MUTED
-        )
+        figure.text(*grid.at(grid.middle_x, 0.14), "key (looked at)", ha="center", color=MUTED)
+        figure.text(*grid.at(0.12, grid.middle_y), "query (looks)", va="center", rotation=90, color=MUTED)
         if title:
-            figure.text(left / width, 1 - 0.28 / height, title, fontsize=12, va="center")
-        bar_height = min(2.6, n_rows * inches)
-        bar = figure.add_axes((
-            1 - 0.78 / width, (bottom + height - top - bar_height) / 2 / height, 0.12 / width, bar_height / height
-        ))  # fmt: skip
+            figure.text(*grid.at(grid.left, grid.height - 0.28), title, fontsize=12, va="center")
+        bar = figure.add_axes(grid.bar())
         figure.colorbar(image, cax=bar, label=_meaning(rows[0])).outline.set_visible(False)
         bar.tick_params(length=2)
         if path is not None:
-            figure.savefig(path, dpi=min(300, max(120, math.ceil(cells / inches))))
+            cells = max(max(m.values.shape[-2:]) for m in rows)
+            figure.savefig(path, dpi=min(300, max(120, math.ceil(cells / grid.inches))))
     return figure
+
+
+class _Grid:
+    """Where everything is, in inches from the lower left: a row of panels per layer, or one layer's wrapped."""
+
+    right, bottom = 0.95, 0.6  # for the colour bar and the labels
+
+    def __init__(self, heads: list[int], title: bool):
+        self.wrapped = len(heads) == 1 and heads[0] > 4
+        self.n_cols = math.ceil(math.sqrt(heads[0])) if self.wrapped else max(heads)
+        self.n_rows = math.ceil(heads[0] / self.n_cols) if self.wrapped else len(heads)
+        self.single = self.n_rows * self.n_cols == 1
+        self.inches = 5.2 if self.single else 2.3 if self.n_rows * self.n_cols <= 24 else 1.25  # of a panel
+        self.left, self.top = 0.6 if self.single else 0.75, 0.75 if title else 0.45
+        self.gap = 0.16 if self.inches > 2 else 0.09
+        self.gap_down = self.gap + (0.2 if self.wrapped else 0.0)  # room for titles
+        self.width = self.left + self.n_cols * (self.inches + self.gap) - self.gap + self.right
+        self.height = self.top + self.n_rows * (self.inches + self.gap_down) - self.gap_down + self.bottom
+        self.middle_x = (self.left + self.width - self.right) / 2
+        self.middle_y = (self.bottom + self.height - self.top) / 2
+
+    def place(self, layer: int, head: int) -> tuple[int, int]:
+        return divmod(head, self.n_cols) if self.wrapped else (layer, head)
+
+    def at(self, x: float, y: float) -> tuple[float, float]:
+        """As parts of the figure, which is what matplotlib takes."""
+        return x / self.width, y / self.height
+
+    def box(self, row: int, col: int) -> tuple[float, float, float, float]:
+        """(x, y, width, height) of a panel."""
+        y = self.height - self.top - row * (self.inches + self.gap_down) - self.inches
+        return *self.at(self.left + col * (self.inches + self.gap), y), *self.at(self.inches, self.inches)
+
+    def bar(self) -> tuple[float, float, float, float]:
+        length = min(2.6, self.n_rows * self.inches)
+        return *self.at(self.width - 0.78, self.middle_y - length / 2), *self.at(0.12, length)
 
 
 def summary_figure(summary: HeadSummary, path: str | os.PathLike | None = None, *, title: str | None = None):
@@ -185,17 +200,17 @@ def _of_weights(layer) -> AttentionMaps:
     return AttentionMaps(weights.float(), tuple(layer.heads), *weights.shape[1:], (1, 1), "mean")
 
 
-def _ticks(axes, maps: AttentionMaps, tokens, inches: float, several: bool, *, show_x: bool, show_y: bool) -> None:
+def _ticks(axes, maps: AttentionMaps, tokens, grid: _Grid, *, show_x: bool, show_y: bool) -> None:
     if tokens is not None and len(tokens) <= MAX_TOKEN_LABELS:
-        size = max(3.0, min(9.0, 52 * inches / len(tokens)))
+        size = max(3.0, min(9.0, 52 * grid.inches / len(tokens)))
         at = [i + 0.5 for i in range(len(tokens))]
         style = {"fontsize": size, "family": "monospace"}
         labels = [str(token).replace("$", r"\$") for token in tokens]
         axes.set_xticks(at, labels if show_x else [], rotation=90 if max(map(len, labels)) > 1 else 0, **style)
         axes.set_yticks(at, labels if show_y else [], **style)
     else:
-        axes.locator_params(nbins=4 if inches > 2 else 2, integer=True)
-        if several:  # the last number would run into the neighbour's first
+        axes.locator_params(nbins=4 if grid.inches > 2 else 2, integer=True)
+        if not grid.single:  # the last number would run into the neighbour's first
             axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick < 0.95 * maps.kv_len])
             axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick < 0.95 * maps.q_len])
         if not show_x:

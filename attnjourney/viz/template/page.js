@@ -67,18 +67,16 @@ function quoted(i) {
 }
 
 function buildPicker() {
-  const widest = Math.max(...data.layers.map((layer) => layer.heads.length));
-  const picker = $("picker");
-  picker.style.setProperty("--heads", widest);
+  const picker = $("picker"), columns = [...new Set(data.layers.flatMap((layer) => layer.heads))].sort((a, b) => a - b);
+  picker.style.setProperty("--heads", columns.length);
   const header = element("div", { role: "row" }, element("span", { class: "label", role: "columnheader", "aria-label": "layer" }));
-  const shared = data.layers.find((layer) => layer.heads.length === widest).heads;
-  for (const head of shared) header.append(element("span", { class: "label", role: "columnheader", "aria-label": `head ${head}` }, `H${head}`));
+  for (const head of columns) header.append(element("span", { class: "label", role: "columnheader", "aria-label": `head ${head}` }, `H${head}`));
   picker.append(header);
   data.layers.forEach((layer, l) => {
     const row = element("div", { role: "row" }, element("span", { class: "label", role: "rowheader", "aria-label": `layer ${layer.layer}` }, `L${layer.layer}`));
-    for (let h = 0; h < widest; h++) {
-      const head = layer.heads[h];
-      if (head === undefined) {
+    for (const head of columns) {
+      const h = layer.heads.indexOf(head);
+      if (h < 0) {
         row.append(element("span", { role: "presentation" }));
         continue;
       }
@@ -284,7 +282,6 @@ function drawChoice() {
 
 function show(change) {
   Object.assign(at, change);
-  at.head = Math.min(at.head, layerNow().heads.length - 1);
   if ("layer" in change || "head" in change) drawChoice();
   drawText();
   drawReadout();
@@ -310,9 +307,10 @@ function recall() {
 }
 
 function moveHead(down, right) {
-  const layer = Math.min(Math.max(at.layer + down, 0), data.layers.length - 1);
-  const heads = data.layers[layer].heads.length;
-  show({ layer, head: Math.min(Math.max(at.head + right, 0), heads - 1), hover: null });
+  const layer = Math.min(Math.max(at.layer + down, 0), data.layers.length - 1), { heads } = data.layers[layer];
+  const number = layerNow().heads[at.head], away = heads.map((head) => Math.abs(head - number));
+  const head = down ? away.indexOf(Math.min(...away)) : at.head + right; // up and down: the nearest that was recorded
+  show({ layer, head: Math.min(Math.max(head, 0), heads.length - 1), hover: null });
 }
 
 function moveToken(to) {
