@@ -32,6 +32,16 @@ struct DecodeParams {
   KeyRanges keys;  // of this sequence: its length, and the position of its first query row
 };
 
+// x W (or x W^T) for the rows of one head: row i of x is at i / q_len * x_batch + i % q_len * x_row, of out likewise.
+// W: (inner, width), transposed (width, inner), rows w_row apart, dense.
+struct HeadProductParams {
+  const void *x = nullptr, *w = nullptr;
+  void* out = nullptr;
+  int64_t rows = 0, q_len = 1, inner = 0, width = 0;
+  int64_t x_batch = 0, x_row = 0, w_row = 0, out_batch = 0, out_row = 0;
+  bool transposed = false;
+};
+
 // Keys that lie in one piece: key j of [first, first + count) is at key + (j - first) * k_row.
 struct DecodeRun {
   const void* key;

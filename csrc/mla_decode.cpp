@@ -41,41 +41,24 @@ Shape check(const MlaDecodeInputs& in) {
   return s;
 }
 
-std::tuple<Tensor, Tensor> absorbed(DecodeKernel kernel, const Shape& s, const MlaDecodeInputs& in, DecodeInputs call,
-                                    const Tensor& w) {
-  const int64_t dim = s.kv_lora + s.rope, rows = s.batch * s.q_len, per_head = (s.nope + s.v) * s.kv_lora;
-  // absorbed queries, (heads, batch, q_len, kv_lora + rope)
-  const Tensor queries = aten::empty(in.query, {s.heads, s.batch, s.q_len, dim});
-  const auto by_head = [&](const Tensor& t) {  // (batch, heads, q_len, n) -> (heads, batch, q_len, n), a view
-    return aten::strided_view(t, {t.size(1), t.size(0), t.size(2), t.size(3)},
-                              {t.stride(1), t.stride(0), t.stride(2), t.stride(3)});
-  };
-  const Tensor query = by_head(in.query);
+std::tuple<Tensor, Tensor> absorbed(DecodeKernel kernel, HeadProducts products, const Shape& s,
+                                    const MlaDecodeInputs& in, DecodeInputs call, const Tensor& w) {
+  const int64_t dim = s.kv_lora + s.rope, per_head = (s.nope + s.v) * s.kv_lora;
   const auto columns = [&](const Tensor& t, int64_t begin, int64_t n) {  // of the last dimension
     return aten::strided_view(t, {t.size(0), t.size(1), t.size(2), n},
                               {t.stride(0), t.stride(1), t.stride(2), t.stride(3)}, begin * t.stride(3));
   };
-  const Tensor nope = aten::contiguous(columns(query, 0, s.nope));
-  const Tensor w_uk = aten::strided_view(w, {s.heads, s.nope, s.kv_lora}, {per_head, s.kv_lora, 1});
-  const Tensor w_uv_t = aten::strided_view(w, {s.heads, s.kv_lora, s.v}, {per_head, 1, s.kv_lora}, s.nope * s.kv_lora);
-  const Tensor front = aten::strided_view(queries, {s.heads, rows, s.kv_lora}, {rows * dim, dim, 1});
-  if (rows > 0)
-    aten::call("aten::bmm", "out", aten::strided_view(nope, {s.heads, rows, s.nope}, {rows * s.nope, s.nope, 1}), w_uk,
-               front);
-  Tensor rope = columns(queries, s.kv_lora, s.rope);
+  const auto weight = [&](int64_t begin, int64_t rows) {  // (heads, rows, kv_lora)
+    return aten::strided_view(w, {s.heads, rows, s.kv_lora}, {per_head, s.kv_lora, 1}, begin * s.kv_lora);
+  };
+  const Tensor query = aten::rows_contiguous(in.query);
+  call.query = aten::empty(query, {s.batch, s.heads, s.q_len, dim});
+  products(columns(query, 0, s.nope), weight(0, s.nope), false, columns(call.query, 0, s.kv_lora));
+  Tensor rope = columns(call.query, s.kv_lora, s.rope);
   if (s.rope > 0) torch::stable::copy_(rope, columns(query, s.nope, s.rope));
-
-  call.query = by_head(queries);
   const auto [u, lse] = decode(kernel, call);
-  const Tensor u_heads = aten::contiguous(by_head(u));
-  const Tensor out_heads = aten::empty(in.query, {s.heads, rows, s.v});
-  if (rows > 0)
-    aten::call("aten::bmm", "out",
-               aten::strided_view(u_heads, {s.heads, rows, s.kv_lora}, {rows * s.kv_lora, s.kv_lora, 1}), w_uv_t,
-               out_heads);
-  Tensor out = aten::empty(in.query, {s.batch, s.heads, s.q_len, s.v});
-  torch::stable::copy_(
-      out, aten::strided_view(out_heads, {s.batch, s.heads, s.q_len, s.v}, {s.q_len * s.v, rows * s.v, s.v, 1}));
+  const Tensor out = aten::empty(query, {s.batch, s.heads, s.q_len, s.v});
+  products(u, weight(s.nope, s.v), true, out);
   return {out, lse};
 }
 
@@ -130,7 +113,7 @@ std::tuple<Tensor, Tensor> expanded(DecodeKernel kernel, const Shape& s, const M
 }
 }  // namespace
 
-std::tuple<Tensor, Tensor> mla_decode(DecodeKernel kernel, const MlaDecodeInputs& in) {
+std::tuple<Tensor, Tensor> mla_decode(DecodeKernel kernel, HeadProducts products, const MlaDecodeInputs& in) {
   const Shape s = check(in);
   const Tensor latent = aten::rows_contiguous(in.latent), w = aten::contiguous(in.kv_b_weight);
   DecodeInputs call = in.decode;
@@ -146,7 +129,7 @@ std::tuple<Tensor, Tensor> mla_decode(DecodeKernel kernel, const MlaDecodeInputs
   const DecodeCall checked = check_decode(call);
   // multiplications of one head: for a row and a key, and for a key
   const int64_t saved = 2 * s.kv_lora - s.nope - s.v, paid = s.kv_lora * (s.nope + s.v);
-  if (!in.query.is_cpu() || s.q_len * saved <= paid) return absorbed(kernel, s, in, call, w);
+  if (!in.query.is_cpu() || s.q_len * saved <= paid) return absorbed(kernel, products, s, in, call, w);
   check_decode_values(checked, call);
   return expanded(kernel, s, in, call, latent, w);
 }

@@ -18,7 +18,11 @@ struct MlaDecodeInputs {
   DecodeInputs decode;  // its options: is_causal and what follows; the default scale is (nope + rope)^-0.5
 };
 
+// What a device supplies beside `decode`: out (batch, heads, q_len, m) = x (batch, heads, q_len, n) times each head's
+// w (heads, n, m), transposed (heads, m, n); all with a dense last dimension.
+using HeadProducts = void (*)(const Tensor& x, const Tensor& w, bool transposed, const Tensor& out);
+
 // out (batch, heads, q_len, v), lse (batch, heads, q_len)
-std::tuple<Tensor, Tensor> mla_decode(DecodeKernel kernel, const MlaDecodeInputs& in);
+std::tuple<Tensor, Tensor> mla_decode(DecodeKernel kernel, HeadProducts products, const MlaDecodeInputs& in);
 
 }  // namespace attnjourney

@@ -317,3 +317,22 @@ def test_a_step_that_fails_in_any_way_leaves_no_trace(kind, prompt):
         for cache in (tried, untouched):
             cache.truncate(cache.longest - 4)
         assert torch.equal(tried.longest, untouched.longest)
+
+
+@pytest.mark.parametrize("appended", (100, 30, 18))
+def test_a_ring_rolled_back_as_far_as_it_goes_keeps_the_window_of_the_next_token(appended):
+    """A window of 9 and room for 8 more: back by 8, the next token sees the very first key that the ring has kept."""
+    key, value, query = noise(1, 1, 101, 4), noise(1, 1, 101, 4, seed=1), noise(1, 1, 1, 4, seed=2)
+    for pieces in ([appended], [appended - 5, 5], [1] * appended):
+        ring, first = WindowCache(1, 1, 9, 4, max_append=8, dtype=double), 0
+        for n in pieces:
+            ring.append(key[:, :, first : first + n], value[:, :, first : first + n])
+            first += n
+        with pytest.raises(ValueError, match=f"new_lengths: expected at least {appended - 8} .* got {appended - 9}"):
+            ring.truncate(appended - 9)
+        ring.truncate(appended - 8)
+        ring.reorder(torch.tensor([0]))
+        new = noise(1, 1, 1, 4, seed=5)
+        out = ring.step(query, new, new)
+        keys, values = (torch.cat([x[:, :, appended - 17 : appended - 8], new], 2) for x in (key, value))
+        torch.testing.assert_close(out, reference.attention(query, keys, values), rtol=1e-12, atol=1e-13)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from testing import DTYPES, assert_close_to_reference, random_tensor
+from testing import DTYPES, assert_close_to_reference, random_tensor, threads
 
 import attnjourney
 from attnjourney import reference
@@ -75,6 +75,22 @@ def test_any_sizes(data):
     query, latent, lengths, weight = inputs(lengths, rope=data.draw(st.integers(0, 9)), extra=1, **sizes)
     expanded = reference.mla_decode(query, latent.nan_to_num(), lengths, weight)
     torch.testing.assert_close(MLA_DECODE(query, latent, lengths, weight)[0], expanded, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("batch, q_len", ((1, 1), (2, 1), (1, 3), (3, 3), (17, 1)))
+def test_rows_of_the_products_with_a_head(batch, q_len, dtype):
+    """Every number of rows that go together, widths beside those of vectors, weights of several blocks; the same bits
+    for any number of threads."""
+    query, latent, lengths, weight = inputs([5] * batch, 2, q_len, nope=70, kv_lora=133, v=41, rope=3, dtype=dtype)
+    clean = latent.nan_to_num()
+    wide = reference.mla_decode(query.double(), clean.double(), lengths, weight.double())
+    results = []
+    for count in (1, 2):
+        with threads(count):
+            results.append(MLA_DECODE(query, latent, lengths, weight))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+    assert_close_to_reference(results[0][0], absorbed(query, clean, lengths, weight), wide)
 
 
 def test_strided_inputs():

@@ -1,4 +1,5 @@
-"""Attention weights from queries, keys and the log-sum-exp of a fused forward."""
+"""Attention weights from queries, keys and the log-sum-exp of a fused forward, differentiable as torch's module has
+them and averaged over heads block by block; attnjourney.attention_weights has more options and no gradient."""
 
 from __future__ import annotations
 

@@ -252,8 +252,9 @@ class WindowCache(KVCache):
         return left, right
 
     def truncate(self, lengths: Tensor | int) -> None:
-        """As KVCache.truncate, as far back as no key of the window has been overwritten: at least max_append tokens
-        before the greatest length so far (all tokens while that is at most the capacity)."""
+        """As KVCache.truncate, as far back as the tokens appended next still find their whole window: max_append tokens
+        before the greatest length so far (all tokens while that is at most the capacity). Rows of an attend before
+        that append may stand where keys are gone, as those of the padding do."""
         lowest = torch.where(self.longest > self.capacity, self.longest - self.max_append, 0)
         ops.truncate(self.lengths, self._new_lengths(lengths), lowest=lowest)
         self._recent = None

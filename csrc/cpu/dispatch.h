@@ -43,6 +43,8 @@ struct DecodeKernels {
   void (*chunk)(const DecodeParams&, const DecodeRows&, const DecodeRun* runs, int64_t n_runs, void* partial,
                 void* space);
   void (*merge)(const DecodeParams&, const DecodeRows&, void* partials, int64_t chunks);
+  int64_t (*product_space)(const HeadProductParams&);
+  void (*product)(const HeadProductParams&, void* space);
 };
 
 // Linear attention in one dtype: see kernels/linear_attention.h and kernels/linear_attention_backward.h. Blocks and

@@ -7,6 +7,7 @@
 #include "attention_jvp.h"
 #include "attention_weights.h"
 #include "decode.h"
+#include "head_product.h"
 #include "linear_attention_backward.h"
 
 namespace attnjourney {
@@ -60,6 +61,8 @@ constexpr DecodeKernels decode_kernels() {
       [](const DecodeParams& p, int64_t rows) { return D::partial_size(p, rows) * item; },
       D::chunk,
       D::merge,
+      [](const HeadProductParams& p) { return HeadProduct<T>::space(p) * item; },
+      HeadProduct<T>::run,
   };
 }
 
