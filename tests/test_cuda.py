@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_cuda_emulator_options import CASES, call, expected_of
+from test_cuda_emulator_options import CASES, PACKED, call, expected_of, packed_call, packed_expected
 from testing import GRADIENT_FACTOR, assert_close_to_reference, plain_run, random_tensor, reference_run
 
 import attnjourney  # noqa: F401  (registers the operators)
@@ -75,6 +75,29 @@ def test_options(case, head_dim, deterministic):
     trained = [mask, given.get("sinks"), given.get("alibi_slopes")]
     results = [out, lse, *grads[:3]]
     results += [g for g, x in zip(grads[3:], trained) if x is not None and x.is_floating_point()]
+    for i, (got, values, width) in enumerate(zip(results, exact, rounding, strict=True)):
+        factor = {} if i < 2 else {"factor": GRADIENT_FACTOR}
+        assert_close_to_reference(got.cpu(), plain[i], values, rounding=width, **factor)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("case", PACKED)
+def test_packed(case, head_dim):
+    tensors, arguments, *_ = packed_call(case, torch.bfloat16, head_dim, head_dim)
+    grad_out = random_tensor(tensors[0].shape, torch.bfloat16, 4, outliers=False)
+    grad_lse = random_tensor(tensors[0].shape[:3], torch.float32, 5, outliers=False)
+    plain, rounding, exact = packed_expected(tensors, arguments, case, grad_out, grad_lse)
+    given = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in arguments.items() if n != "enable_gqa"}
+    if "causal_alignment" in given:
+        given["causal_alignment"] = 1
+    ops, rows_first = torch.ops.attnjourney, [x[0].transpose(0, 1).cuda() for x in (*tensors, grad_out)]
+    offsets = [torch.tensor(x, device="cuda") for x in case[1:3]]
+    out, lse = ops.varlen_attention_forward(*rows_first[:3], *offsets, **given)
+    grads = ops.varlen_attention_backward(
+        rows_first[3], grad_lse[0].cuda(), *rows_first[:3], *offsets, out, lse, **given
+    )
+    results = [out.transpose(0, 1)[None], lse[None], *(g.transpose(0, 1)[None] for g in grads[:3])]
+    results += [g for g, name in zip(grads[3:], ("sinks", "alibi_slopes")) if name in given]
     for i, (got, values, width) in enumerate(zip(results, exact, rounding, strict=True)):
         factor = {} if i < 2 else {"factor": GRADIENT_FACTOR}
         assert_close_to_reference(got.cpu(), plain[i], values, rounding=width, **factor)

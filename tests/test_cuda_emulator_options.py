@@ -6,7 +6,7 @@ import pytest
 import torch
 from emulator import build, faults, run
 from options_cases import OPTIONS, SEED, plain_attention
-from testing import GRADIENT_FACTOR, ULPS, assert_close_to_reference, random_tensor, reference_run
+from testing import GRADIENT_FACTOR, ULPS, assert_close_to_reference, plain_run, random_tensor, reference_run
 
 from attnjourney.reference.attention import dropout_keep_mask
 
@@ -133,6 +133,99 @@ def check_backward(program, name, case, order, rows_first=False):
         assert_close_to_reference(by_name[what], plain[i], exact[i], GRADIENT_FACTOR, f"grad_{what}", rounding[i])
 
 
+PACKED = [  # options, offsets of the queries' and the keys' sequences, rows and keys in all: the last belong to none
+    (("bottom_right", "alibi_per_sequence", "dropout"), (0, 70, 70, 75, 140), (0, 66, 80, 150, 150), 143, 151),
+    (("causal", "sinks", "softcap"), (0, 65, 200), (0, 130, 135), 200, 135),
+    ((), (0, 1, 30), (0, 70, 75), 30, 80),
+    (("left", "alibi", "sinks"), (0, 64, 150), (0, 64, 150), 150, 150),
+]
+
+
+def packed_call(case, dtype, head_dim, v_head_dim):
+    names, q_offsets, k_offsets, q_len, kv_len = case
+    tensors, arguments = call(
+        [n for n in names if n != "alibi_per_sequence"], dtype, q_len, kv_len, head_dim, v_head_dim
+    )
+    if "alibi_per_sequence" in names:
+        shape = (len(q_offsets) - 1, 4)
+        arguments["alibi_slopes"] = random_tensor(shape, dtype, 12, outliers=False) / 8
+    ranges, options = as_given(arguments, 0, 0)
+    return [x[:1] for x in tensors], arguments, {**ranges, "packed": (q_offsets, k_offsets)}, options
+
+
+def packed_expected(tensors, arguments, case, grad_out, grad_lse):
+    """As expected_of, sequence by sequence."""
+    _, q_offsets, k_offsets, *_ = case
+    count = len(q_offsets) - 1
+    longest = [max(b - a for a, b in zip(x, x[1:])) for x in (q_offsets, k_offsets)]
+    seed, dropout_p = arguments.get("dropout_seed"), arguments.get("dropout_p", 0.0)
+    keep = None if seed is None else dropout_keep_mask(seed, count, 4, *longest, dropout_p)
+    slopes = arguments.get("alibi_slopes")
+    results = []  # of plain, its rounding squared, exact: out, lse, the three gradients
+    for _ in range(3):
+        wide = [torch.zeros(grad_out.shape), torch.full(grad_lse.shape, -math.inf), *map(torch.zeros_like, tensors)]
+        results.append([x.double() for x in wide])
+    results[1][1].zero_()
+    heads = {
+        n: [torch.zeros(arguments[n].shape, dtype=torch.float64) for _ in range(3)]
+        for n in ("sinks", "alibi_slopes")
+        if n in arguments
+    }
+    for i in range(count):
+        rows, keys = (slice(x[i], x[i + 1]) for x in (q_offsets, k_offsets))
+        own = [tensors[0][:, :, rows], tensors[1][:, :, keys], tensors[2][:, :, keys]]
+        if own[0].size(2) == 0:
+            continue
+        given = {n: x for n, x in arguments.items() if n != "dropout_seed"}
+        if slopes is not None and slopes.dim() == 2:
+            given["alibi_slopes"] = slopes[i]
+        kept = None if keep is None else keep[i : i + 1, :, : own[0].size(2), : own[1].size(2)]
+        sides = (grad_out[:, :, rows], grad_lse[:, :, rows])
+        plain, rounding = plain_run((*own, None), *sides, kept, **given)
+        exact = reference_run((*own, None), *sides, kept, **given)
+        for to, x in zip(results, (plain, [r.square() for r in rounding], exact)):
+            for j, part in enumerate((rows, rows, rows, keys, keys)):
+                to[j][:, :, part] = x[j].double()
+            for n, y in zip(heads, x[5:]):
+                target = heads[n][0 if to is results[0] else 1 if to is results[1] else 2]
+                (target[i] if target.dim() == 2 else target).add_(y.double())
+    for n in heads:
+        for to, x in zip(results, heads[n]):
+            to.append(x)
+    return results[0], [x.sqrt() for x in results[1]], results[2]
+
+
+def check_packed_forward(program, name, case, order, rows_first=False):
+    _, dtype, head_dim, v_head_dim = FORWARD[name]
+    tensors, arguments, ranges, options = packed_call(case, dtype, head_dim, v_head_dim)
+    results = run.forward(program, *tensors, ranges, order, rows_first, options)[0]
+    plain, rounding, exact = packed_expected(tensors, arguments, case, *map(torch.zeros_like, results))
+    end = case[1][-1]  # what belongs to no sequence is not written
+    for i, x in enumerate(results):
+        assert_close_to_reference(
+            x[:, :, :end],
+            plain[i][:, :, :end],
+            exact[i][:, :, :end],
+            name="out lse".split()[i],
+            rounding=rounding[i][:, :, :end],
+        )
+
+
+def check_packed_backward(program, name, case, order, rows_first=False):
+    _, dtype, head_dim, deterministic = BACKWARD[name]
+    tensors, arguments, ranges, options = packed_call(case, dtype, head_dim, head_dim)
+    grad_out = random_tensor(tensors[0].shape, dtype, 4, outliers=False)
+    grad_lse = random_tensor(tensors[0].shape[:3], torch.float32, 5, outliers=False)
+    plain, rounding, exact = packed_expected(tensors, arguments, case, grad_out, grad_lse)
+    given = (exact[0].to(dtype), exact[1].float(), grad_out, grad_lse)
+    results = run.backward(program, tensors, *given, ranges, order, rows_first, options, deterministic=deterministic)
+    ends = (case[1][-1], case[2][-1], case[2][-1])
+    for i, x in enumerate(results):
+        end = ends[i] if i < 3 else None
+        x, p, e, r = (y[:, :, :end] if i < 3 else y for y in (x, plain[2 + i], exact[2 + i], rounding[2 + i]))
+        assert_close_to_reference(x, p, e, GRADIENT_FACTOR, f"gradient {i}", r)
+
+
 FAULTY_FORWARD = [("64-bf16", *fault) for fault in faults.FORWARD_OPTIONS]
 FAULTY_BACKWARD = [("64-fp16", *fault) for fault in faults.BACKWARD_OPTIONS]
 
@@ -146,10 +239,10 @@ def programs():
     build.build_all(requests)
 
 
-def check_all(check, kernels, name):
+def check_all(check, kernels, name, cases=CASES):
     """Every case once, each in another order of threads, which differs from kernel to kernel too; in both layouts."""
     first = list(kernels).index(name)
-    for i, case in enumerate(CASES, first):
+    for i, case in enumerate(cases, first):
         order = run.ORDER_NAMES[i % len(run.ORDER_NAMES)]
         try:
             check(build.program(*kernels[name][0]), name, case, order, i % 2 == 1)
@@ -165,6 +258,16 @@ def test_forward(programs, name):
 @pytest.mark.parametrize("name", BACKWARD)
 def test_backward(programs, name):
     check_all(check_backward, BACKWARD, name)
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_packed_forward(programs, name):
+    check_all(check_packed_forward, FORWARD, name, PACKED)
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_packed_backward(programs, name):
+    check_all(check_packed_backward, BACKWARD, name, PACKED)
 
 
 def test_tiles_that_a_boolean_mask_hides_are_skipped(programs):
@@ -223,11 +326,11 @@ def test_nan_backward(programs, name):
     check_nan_backward(build.program(*BACKWARD[name][0]), name, "random")
 
 
-def find(check, check_nan, program, name):
+def find(check, check_packed, check_nan, program, name):
     """What the first case that notices a fault says, or None."""
-    for i, case in enumerate(CASES):
+    for i, case in enumerate((*PACKED, *CASES)):
         try:
-            check(program, name, case, run.ORDER_NAMES[i % len(run.ORDER_NAMES)])
+            (check_packed if case in PACKED else check)(program, name, case, run.ORDER_NAMES[i % len(run.ORDER_NAMES)])
         except (AssertionError, run.EmulatorError) as found:
             return f"{case}: {str(found)[:200]}"
     for order in run.ORDER_NAMES:
@@ -242,10 +345,10 @@ def find(check, check_nan, program, name):
 @pytest.mark.parametrize("name,what,file,old,new", FAULTY_FORWARD, ids=[f[1] for f in FAULTY_FORWARD])
 def test_faulty_forward_is_found(programs, name, what, file, old, new):
     program = build.program(*FORWARD[name][0], build.faulty_sources(file, old, new))
-    assert find(check_forward, check_nan_forward, program, name), f"nothing noticed: {what}"
+    assert find(check_forward, check_packed_forward, check_nan_forward, program, name), f"nothing noticed: {what}"
 
 
 @pytest.mark.parametrize("name,what,file,old,new", FAULTY_BACKWARD, ids=[f[1] for f in FAULTY_BACKWARD])
 def test_faulty_backward_is_found(programs, name, what, file, old, new):
     program = build.program(*BACKWARD[name][0], build.faulty_sources(file, old, new))
-    assert find(check_backward, check_nan_backward, program, name), f"nothing noticed: {what}"
+    assert find(check_backward, check_packed_backward, check_nan_backward, program, name), f"nothing noticed: {what}"

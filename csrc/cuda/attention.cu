@@ -14,9 +14,12 @@ namespace {
 
 // Index tensors as the kernels read them: dense int32.
 struct Indices {
-  OptionalTensor query_lengths, key_lengths;
+  OptionalTensor query_lengths, key_lengths, cu_q, cu_k;
   explicit Indices(const AttentionOptions& o)
-      : query_lengths(int32(o.query_lengths)), key_lengths(int32(o.key_lengths)) {}
+      : query_lengths(int32(o.query_lengths)),
+        key_lengths(int32(o.key_lengths)),
+        cu_q(int32(o.cu_seqlens_q)),
+        cu_k(int32(o.cu_seqlens_k)) {}
   static OptionalTensor int32(const OptionalTensor& t) {
     if (!t) return std::nullopt;
     Tensor x = aten::empty(*t, {t->numel()}, ScalarType::Int);
@@ -44,6 +47,8 @@ void describe(Task& p, const AttentionCall& c, const Indices& indices, const Vie
   const auto bound = [](int64_t x) { return static_cast<int>(std::min<int64_t>(x, Ranges::unbounded)); };
   p.keys.offset = static_cast<int>(keys.offset), p.keys.left = bound(keys.left), p.keys.right = bound(keys.right);
   p.keys.prefix = static_cast<int>(keys.prefix), p.keys.key_length = p.kv_len, p.bottom_right = c.bottom_right;
+  p.cu_q = Indices::data(indices.cu_q), p.cu_k = Indices::data(indices.cu_k);
+  if (c.packed) p.query_strides.batch = p.key_strides.batch = p.value_strides.batch = 0;
   p.query_lengths = Indices::data(indices.query_lengths), p.key_lengths = Indices::data(indices.key_lengths);
   p.scale_log2 = static_cast<float>(c.params.scale * 1.4426950408889634);
 }
@@ -52,6 +57,10 @@ void forward(const Tensor& query, const Tensor& key, const Tensor& value, const 
              Tensor& lse) {
   const AttentionCall c = check_attention(query, key, value, options);
   check_served(c, options, false);
+  if (c.packed) {  // rows of no sequence
+    torch::stable::zero_(out);
+    torch::stable::fill_(lse, -INFINITY);
+  }
   if (c.batch * c.q_heads * c.params.q_len == 0) return;
   const bool options_used = has_options(c, options);
   if (c.params.kv_len == 0 && !options.sinks) {
@@ -69,7 +78,8 @@ void forward(const Tensor& query, const Tensor& key, const Tensor& value, const 
   ForwardTask p{};
   describe(p, c, indices, q, k, v);
   p.scores = inputs.scores();
-  p.out = o.data(), p.out_strides = o.strides(), p.lse = static_cast<float*>(lse.data_ptr());
+  if (c.packed) o.clear();
+  p.out = o.data(), p.out_strides = o.strides_of(c), p.lse = static_cast<float*>(lse.data_ptr());
   const bool bf16 = c.dtype == ScalarType::BFloat16;
   const bool hopper =
       device.capability == 90 && !options_used && hopper_forward(forward_size(p.head_dim, p.v_head_dim));
@@ -113,12 +123,14 @@ void backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tens
   describe(p, c, indices, q, k, v);
   p.scores = inputs.scores();
   p.out = o.data(), p.out_strides = o.strides, p.grad_out = d_out.data(), p.grad_out_strides = d_out.strides;
+  if (c.packed) p.out_strides.batch = p.grad_out_strides.batch = 0;
   p.lse = static_cast<const float*>(dense_lse.data_ptr());
   p.grad_lse = dense_grad_lse ? static_cast<const float*>(dense_grad_lse->data_ptr()) : nullptr;
   const auto output = [&](std::optional<Output>& to, const OptionalTensor& t, int64_t heads, void*& data, Strides& s) {
     if (!t) return;
     to.emplace(c, *t, heads);
-    data = to->data(), s = to->strides();
+    if (c.packed) to->clear();
+    data = to->data(), s = to->strides_of(c);
   };
   output(dq, gradients.query, c.q_heads, p.grad_query, p.grad_query_strides);
   output(dk, gradients.key, c.kv_heads, p.grad_key, p.grad_key_strides);
@@ -129,10 +141,11 @@ void backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tens
              hopper = device.capability == 90 && !options_used && hopper_backward(size);
   const bool deterministic = deterministic_algorithms();
   p.kv_heads = static_cast<int>(c.kv_heads), p.scale = static_cast<float>(c.params.scale);
-  p.rows = (p.q_len + rows - 1) / rows * rows;
+  p.rows = c.packed ? (p.q_len / rows + p.batch) * rows : (p.q_len + rows - 1) / rows * rows;
   const int keys = backward_keys(size, options_used);
-  p.key_tiles = (p.kv_len + keys - 1) / keys;
-  const int64_t pairs = c.batch * c.q_heads;
+  p.key_tiles = c.packed ? p.kv_len / keys + p.batch : (p.kv_len + keys - 1) / keys;
+  p.tile_rows = rows, p.tile_keys = keys;
+  const int64_t pairs = c.packed ? c.q_heads : c.batch * c.q_heads;
   const Tensor sum = aten::empty(query, {pairs, p.rows, size}, ScalarType::Float);
   const Tensor stats = aten::empty(query, {2, pairs, p.rows}, ScalarType::Float);
   p.query_sum = static_cast<float*>(sum.data_ptr());

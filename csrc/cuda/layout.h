@@ -74,7 +74,12 @@ class Output {
     copied_ = true;
   }
   void* data() const { return view_->data(); }
-  const Strides& strides() const { return view_->strides; }
+  Strides strides_of(const AttentionCall& c) const {
+    Strides s = view_->strides;
+    if (c.packed) s.batch = 0;  // sequences lie along the length
+    return s;
+  }
+  void clear() { torch::stable::zero_(view_->tensor); }
   void finish() {
     if (!copied_) return;
     Tensor narrow = view_->tensor;

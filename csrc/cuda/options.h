@@ -7,7 +7,8 @@ namespace attnjourney {
 
 // Does the call need the kernels with options? Those without scale scores by a positive number and hide ranges of keys.
 inline bool has_options(const AttentionCall& c, const AttentionOptions& o) {
-  return o.attn_mask || o.dropout_p > 0 || o.softcap > 0 || o.sinks || o.alibi_slopes || !(c.params.scale > 0);
+  return o.attn_mask || o.dropout_p > 0 || o.softcap > 0 || o.sinks || o.alibi_slopes || c.packed ||
+         !(c.params.scale > 0);
 }
 
 // Tensors that the kernels read: they live as long as this.
@@ -65,7 +66,7 @@ class OptionGradients {
     p.grad_sinks = add(g.sinks);
     p.grad_slopes = add(g.alibi_slopes);
     if (p.grad_slopes) {
-      parts_ = aten::empty(*g.alibi_slopes, {c.batch, p.key_tiles, c.q_heads}, ScalarType::Float);
+      parts_ = aten::empty(*g.alibi_slopes, {c.packed ? 1 : c.batch, p.key_tiles, c.q_heads}, ScalarType::Float);
       torch::stable::zero_(*parts_);
       p.slope_sum = static_cast<float*>(parts_->data_ptr());
     }

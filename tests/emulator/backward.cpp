@@ -22,7 +22,7 @@ using Element = Kernel::T;
 template <bool Ranged>
 void launch_main(const BackwardTask& p, const driver::Shape& q, const driver::Shape& k, const driver::Shape& v,
                  const driver::Shape& o, emulator::Options options) {
-  const int blocks = p.key_tiles * (p.key_value_sum ? p.q_heads : p.kv_heads) * p.batch;
+  const int blocks = p.key_tiles * (p.key_value_sum ? p.q_heads : p.kv_heads) * (p.cu_q ? 1 : p.batch);
 #ifdef SHAPE
   const auto map = [](const driver::Shape& s, const void* x, int rows) {
     return s.map(static_cast<const Element*>(x), rows);
@@ -79,7 +79,7 @@ void options_gradients(BackwardTask p, const driver::Arguments& a) {
 int main(int argc, char** argv) {
   return driver::run(argc, argv, [](const driver::Arguments& a) {
     const bool rows_first = a["rows_first"];
-    const driver::Shape q{a["batch"], a["q_heads"], a["q_len"], a["head_dim"], rows_first};
+    const driver::Shape q{a["packed"] ? 1 : a["batch"], a["q_heads"], a["q_len"], a["head_dim"], rows_first};
     const driver::Shape k{q.batch, a["kv_heads"], a["kv_len"], q.dim, rows_first};
     const driver::Shape v{q.batch, k.heads, k.length, a["v_head_dim"], rows_first};
     const driver::Shape o{q.batch, q.heads, q.length, v.dim, rows_first};
@@ -103,11 +103,13 @@ int main(int argc, char** argv) {
     p.key_strides = p.grad_key_strides = k.strides<Strides>();
     p.value_strides = p.grad_value_strides = v.strides<Strides>();
     p.out_strides = p.grad_out_strides = o.strides<Strides>();
-    p.batch = q.batch, p.q_heads = q.heads, p.kv_heads = k.heads, p.group = q.heads / k.heads;
+    p.batch = a["batch"], p.q_heads = q.heads, p.kv_heads = k.heads, p.group = q.heads / k.heads;
     p.head_dim = q.dim, p.v_head_dim = v.dim;
     const driver::Options<Element> given(p, a);
-    p.rows = (q.length + Kernel::kRows - 1) / Kernel::kRows * Kernel::kRows;
-    p.key_tiles = (k.length + Kernel::kKeys - 1) / Kernel::kKeys;
+    p.tile_rows = Kernel::kRows, p.tile_keys = Kernel::kKeys;
+    p.rows = p.cu_q ? (q.length / Kernel::kRows + p.batch) * Kernel::kRows
+                    : (q.length + Kernel::kRows - 1) / Kernel::kRows * Kernel::kRows;
+    p.key_tiles = p.cu_q ? k.length / Kernel::kKeys + p.batch : (k.length + Kernel::kKeys - 1) / Kernel::kKeys;
     const size_t rows = pairs * p.rows, tile = static_cast<size_t>(Kernel::kKeys) * Kernel::kD;
     emulator::Buffer<float> lse2(rows, "lse2"), delta(rows, "delta"), query_sum(rows * Kernel::kD, "query_sum");
     emulator::Buffer<int> turn(std::vector<int>(2 * rows / Kernel::kRows, 0), "turn");

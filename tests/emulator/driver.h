@@ -40,7 +40,7 @@ struct Shape {
   size_t size() const { return static_cast<size_t>(batch) * heads * length * dim; }
   template <class Strides>
   Strides strides() const {
-    const int64_t d = dim, whole = static_cast<int64_t>(heads) * length * dim;
+    const int64_t d = dim, whole = batch > 1 ? static_cast<int64_t>(heads) * length * dim : 0;  // packed: one item
     return rows_first ? Strides{whole, d, d * heads} : Strides{whole, d * length, d};
   }
   // 64 columns by `rows` rows of one head
@@ -69,7 +69,7 @@ std::vector<T> read(size_t count) {
 }
 // The lengths of a task and the keys that its rows see; lengths of the batch items follow on stdin where lengths=1.
 struct Lengths {
-  std::unique_ptr<emulator::Buffer<int>> query, key;
+  std::unique_ptr<emulator::Buffer<int>> query, key;  // packed: offsets of the sequences
   template <class Task>
   Lengths(Task& p, const Arguments& a) {
     using Ranges = decltype(p.keys);
@@ -77,10 +77,14 @@ struct Lengths {
     p.q_len = a["q_len"], p.kv_len = a["kv_len"];
     p.keys.left = bound(a["left"]), p.keys.right = bound(a["right"]), p.keys.prefix = a["prefix"];
     p.keys.key_length = p.kv_len, p.keys.offset = a["offset"], p.bottom_right = a["bottom_right"];
-    if (!a["lengths"]) return;
-    const auto lengths = [&](const char* name) {
-      return std::make_unique<emulator::Buffer<int>>(read<int>(static_cast<size_t>(a["batch"])), name);
+    const auto lengths = [&](const char* name, int more = 0) {
+      return std::make_unique<emulator::Buffer<int>>(read<int>(static_cast<size_t>(a["batch"] + more)), name);
     };
+    if (a["packed"]) {
+      query = lengths("cu_q", 1), key = lengths("cu_k", 1);
+      p.cu_q = query->data, p.cu_k = key->data;
+    }
+    if (!a["lengths"]) return;
     query = lengths("query_lengths"), key = lengths("key_lengths");
     p.query_lengths = query->data, p.key_lengths = key->data;
   }

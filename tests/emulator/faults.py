@@ -25,19 +25,19 @@ SM80_FORWARD = [
     (
         "misaligned row of V",
         "sm80_forward.cuh",
-        "j * 2 + at / 16));\n          ptx::mma_m16n8k16<T>(acc[2 * j],",
-        "j * 2 + at / 16) + 8);\n          ptx::mma_m16n8k16<T>(acc[2 * j],",
+        "value_fragment(b, kk, j, at);",
+        "ptx::ldmatrix_x4_trans(b, chunk_at<kDv>(sv, kk * 16 + at % 16, j * 2 + at / 16) + 8);",
     ),
     ("mask off by one", "sm80_forward.cuh", "x >= end ||", "x > end ||"),
     (
         "only the last tile is masked",
         "sm80_forward.cuh",
-        "if (!own.whole(n))",
-        "if (n + 1 == tiles.end)",
+        "bool border = !own.whole(n);",
+        "bool border = n + 1 == tiles.end;",
     ),
     ("keys past the end are read", "sm80_forward.cuh", "row0 + row < rows && chunk * 8 < dim", "chunk * 8 < dim"),
     ("columns past head_dim are read", "sm80_forward.cuh", "row0 + row < rows && chunk * 8 < dim", "row0 + row < rows"),
-    ("rows past the end are written", "sm80_forward.cuh", "row0 + r < p.q_len && chunk", "chunk"),
+    ("rows past the end are written", "sm80_forward.cuh", "row0 + r < sequence.rows && chunk", "chunk"),
     ("output read before the warp wrote it", "sm80_forward.cuh", "    __syncwarp();\n", ""),
     ("sum not rescaled", "sm80_forward.cuh", "row_sum[h] *= alpha;", ""),
     (
@@ -201,6 +201,13 @@ SM80_BACKWARD = [
 ]
 
 FORWARD_OPTIONS = [
+    (
+        "a sequence's rows run into the next",
+        "sequence.cuh",
+        "min(p.cu_q[batch + 1], p.q_len) - s.q_begin",
+        "min(p.cu_q[batch + 1], p.q_len)",
+    ),
+    ("the last sequence has no tile of its own", "sequence.cuh", "cu[middle] / tile + middle", "cu[middle] / tile"),
     ("softcap left out", "scores.cuh", "if (!(s.cap_log2 > 0.f))", "if (true)"),
     ("distances of the other alignment", "sm80_forward.cuh", "row + sequence.keys.offset - key", "row - key"),
     ("the sink counts in every thread of a row", "sm80_forward.cuh", "t == 0 ? 1.f : 0.f", "1.f"),
@@ -229,6 +236,12 @@ FORWARD_OPTIONS = [
     ("a value that is not finite vanishes", "scores.cuh", "if (y[0][e] != 0.f) d0[e] = NAN;", ""),
 ]
 BACKWARD_OPTIONS = [
+    (
+        "all sequences in the scratch of the first",
+        "backward_task.cuh",
+        "int64_t(head) * p.rows + first_packed_tile(p.cu_q, p.tile_rows, batch) * p.tile_rows",
+        "int64_t(head) * p.rows",
+    ),
     ("derivative of the cap left out", "scores.cuh", "1.f - t * t", "1.f"),
     ("kept weights not scaled", "scores.cuh", "grad * s.keep_scale : 0.f", "grad : 0.f"),
     ("dropped weights count", "sm80_backward.cuh", "bits >> i & 1 ? x.weight : 0.f", "x.weight"),

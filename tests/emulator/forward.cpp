@@ -43,7 +43,7 @@ using Element = KERNEL::T;
 int main(int argc, char** argv) {
   return driver::run(argc, argv, [](const driver::Arguments& a) {
     const bool rows_first = a["rows_first"];
-    const driver::Shape q{a["batch"], a["q_heads"], a["q_len"], a["head_dim"], rows_first};
+    const driver::Shape q{a["packed"] ? 1 : a["batch"], a["q_heads"], a["q_len"], a["head_dim"], rows_first};
     const driver::Shape k{q.batch, a["kv_heads"], a["kv_len"], q.dim, rows_first};
     const driver::Shape v{q.batch, k.heads, k.length, a["v_head_dim"], rows_first};
     const driver::Shape o{q.batch, q.heads, q.length, v.dim, rows_first};
@@ -56,7 +56,7 @@ int main(int argc, char** argv) {
     p.query = query.data, p.key = key.data, p.value = value.data, p.out = out.data, p.lse = lse.data;
     p.query_strides = q.strides<Strides>(), p.key_strides = k.strides<Strides>();
     p.value_strides = v.strides<Strides>(), p.out_strides = o.strides<Strides>();
-    p.batch = q.batch, p.q_heads = q.heads, p.group = q.heads / k.heads;
+    p.batch = a["batch"], p.q_heads = q.heads, p.group = q.heads / k.heads;
     p.head_dim = q.dim, p.v_head_dim = v.dim;
     const driver::Options<Element> options(p, a);
 #ifndef RANGED

@@ -56,14 +56,17 @@ def _arguments(query, key, value, ranges, order):
     arguments |= {"head_dim": head_dim, "v_head_dim": value.shape[3], "ranged": bool(ranges)}
     arguments |= {"left": -1, "right": -1, "prefix": 0, "offset": 0, "bottom_right": 0, **ranges}
     lengths = arguments.pop("lengths", ())
-    arguments["lengths"] = bool(lengths)
+    packed = arguments.pop("packed", ())
+    arguments |= {"lengths": bool(lengths), "packed": bool(packed)}
+    if packed:
+        arguments["batch"], lengths = len(packed[0]) - 1, packed
     return arguments | order_arguments(order), [torch.tensor(x, dtype=torch.int32) for x in lengths]
 
 
-def _options(query, options):
+def _options(query, options, batch):
     """Arguments and tensors for what attention's options do to scores: softcap, scale, dropout_p and seed, sinks and
     alibi_slopes (heads,) or (batch, heads), attn_mask of four dimensions, read through its strides."""
-    batch, heads = query.shape[:2]
+    heads = query.shape[1]
     arguments = {name: round(1000 * options.get(name, 0)) for name in ("softcap", "scale")}
     arguments |= {"dropout": round(1000 * options.get("dropout_p", 0)), "per_item": 0, "mask": 0, "mask_count": 0}
     arguments |= {"seed": options.get("seed", 3)}
@@ -87,7 +90,7 @@ def _options(query, options):
 def forward(program, query, key, value, ranges, order="forward", rows_first=False, options=None, **extra):
     """(out, lse) and counts."""
     arguments, lengths = _arguments(query, key, value, ranges, order)
-    more, given = _options(query, options or {})
+    more, given = _options(query, options or {}, arguments["batch"])
     arguments |= {"counter": 0, "grid": 3, "section": 0, **more, **extra}
     outputs = [((*query.shape[:3], value.shape[3]), query.dtype), (tuple(query.shape[:3]), torch.float32)]
     return run(program, [query, key, value, *lengths, *given], outputs, arguments, rows_first)
@@ -99,7 +102,7 @@ def backward(
     """Gradients of the three inputs, then in float32 of sinks, slopes and floating mask where there are such."""
     arguments, lengths = _arguments(*inputs, ranges, order)
     options = options or {}
-    more, given = _options(inputs[0], options)
+    more, given = _options(inputs[0], options, arguments["batch"])
     arguments |= {"span": 0, "deterministic": 0, **more, **extra}
     outputs = [(tuple(t.shape), t.dtype) for t in inputs]
     trained = [options.get(name) for name in ("sinks", "alibi_slopes", "attn_mask")]

@@ -8,7 +8,7 @@ namespace attnjourney {
 // main(): launches the kernel itself
 template <class Kernel, class Main>
 void launch_backward(const BackwardTask& p, cudaStream_t stream, Main&& main) {
-  const int64_t pairs = int64_t{p.batch} * p.q_heads, kv_pairs = int64_t{p.batch} * p.kv_heads;
+  const int64_t pairs = int64_t{p.cu_q ? 1 : p.batch} * p.q_heads, kv_pairs = int64_t{p.batch} * p.kv_heads;
   const auto pass = [&](auto kernel, int64_t rows, int64_t count) {
     launch(kernel, pass_blocks(rows, Kernel::kD, count), kPassThreads, 0, stream, p);
   };

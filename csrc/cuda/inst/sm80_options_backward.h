@@ -15,8 +15,8 @@ void launch_sm80_options_backward(const BackwardTask& p, cudaStream_t stream) {
   const auto go = [&]<class K>() {
     launch_backward<K>(p, stream, [&] {
       if (p.grad_query || p.grad_key || p.grad_value || p.slope_sum)
-        launch(sm80_backward<K, true>, int64_t{p.key_tiles} * p.kv_heads * p.batch, K::kThreads, K::kSmemBytes, stream,
-               p);
+        launch(sm80_backward<K, true>, int64_t{p.key_tiles} * p.kv_heads * (p.cu_q ? 1 : p.batch), K::kThreads,
+               K::kSmemBytes, stream, p);
       if (p.grad_sinks) per_head(backward_per_head<true>, p.sinks_per_item);
       if (p.grad_slopes) per_head(backward_per_head<false>, p.slopes_per_item);
       using Gradient = Sm80MaskGradient<T, K::kD>;

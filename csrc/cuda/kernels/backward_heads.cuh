@@ -35,14 +35,17 @@ __global__ void __launch_bounds__(kPassThreads) backward_per_head(const Backward
   const BlockItems items(p, Sinks ? p.sinks_per_item : p.slopes_per_item);
   float sum = 0.f;
   for (int b = items.first; b < items.end; b++) {
-    const int64_t pair = int64_t(b) * p.q_heads + items.head;
+    const bool packed = p.cu_q != nullptr;
+    const int64_t pair = int64_t(b) * p.q_heads + items.head, first = scratch_row(p, b, items.head);
     if (Sinks) {
       const float sink = fmaxf(-kHighest, fminf(p.scores.sinks[pair] * kLog2E, kHighest));
-      for (int r = threadIdx.x; r < p.rows; r += kPassThreads)
-        sum -= ptx::exp2(sink - p.lse2[pair * p.rows + r]) * p.delta[pair * p.rows + r];
+      const int rows = packed ? sequence_of<true>(p, b).rows : p.rows;
+      for (int r = threadIdx.x; r < (rows + 15) / 16 * 16; r += kPassThreads)
+        sum -= ptx::exp2(sink - p.lse2[first + r]) * p.delta[first + r];
     } else {
-      for (int i = threadIdx.x; i < p.key_tiles; i += kPassThreads)
-        sum += p.slope_sum[(int64_t(b) * p.key_tiles + i) * p.q_heads + items.head];
+      const int64_t tile = packed ? first_packed_tile(p.cu_k, p.tile_keys, b) : int64_t(b) * p.key_tiles;
+      const int tiles = packed ? (sequence_of<true>(p, b).k_rows + p.tile_keys - 1) / p.tile_keys : p.key_tiles;
+      for (int i = threadIdx.x; i < tiles; i += kPassThreads) sum += p.slope_sum[(tile + i) * p.q_heads + items.head];
     }
   }
   sum = block_sum(sum);

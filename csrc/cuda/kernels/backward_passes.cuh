@@ -24,13 +24,14 @@ __global__ void __launch_bounds__(kPassThreads) backward_prepare(const BackwardT
   constexpr int kPer = D / 8, kRows = kPassThreads / kPer;
   const int blocks = (p.rows + kRows - 1) / kRows, pair = blockIdx.x / blocks;
   const int row = (blockIdx.x - pair * blocks) * kRows + threadIdx.x / kPer, c = threadIdx.x % kPer;
-  const int batch = pair / p.q_heads, head = pair - batch * p.q_heads;
-  const int q_len = sequence_of(p, batch).q_len;
+  const ScratchRow own(p, pair, row);
+  const Sequence sequence = sequence_of<true>(p, own.batch);
+  const bool exists = own.row < sequence.q_len;
   float sum = 0.f;
-  if (row < q_len && c * 8 < p.v_head_dim) {
+  if (exists && c * 8 < p.v_head_dim) {
     const auto read = [&](const void* base, const Strides& s) {
-      return *reinterpret_cast<const uint4*>(static_cast<const T*>(base) + batch * s.batch + head * s.head +
-                                             row * s.row + c * 8);
+      return *reinterpret_cast<const uint4*>(static_cast<const T*>(base) + own.batch * s.batch + own.head * s.head +
+                                             (sequence.q_begin + own.row) * s.row + c * 8);
     };
     const uint4 a = read(p.out, p.out_strides), b = read(p.grad_out, p.grad_out_strides);
     const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
@@ -45,9 +46,9 @@ __global__ void __launch_bounds__(kPassThreads) backward_prepare(const BackwardT
   if (row >= p.rows) return;
   const int64_t first = int64_t(pair) * p.rows;
   if (c == 0) {
-    const int64_t stat = int64_t(pair) * p.q_len + row;
-    const float lse = row < q_len ? p.lse[stat] : -INFINITY;
-    if (p.grad_lse && row < q_len) sum -= p.grad_lse[stat];
+    const int64_t stat = stat_row(p, own, sequence.q_begin);
+    const float lse = exists ? p.lse[stat] : -INFINITY;
+    if (p.grad_lse && exists) sum -= p.grad_lse[stat];
     const int64_t at = first + stat_position(row);
     const float lse2 = lse * 1.4426950408889634f;
     p.lse2[at] = lse == -INFINITY ? INFINITY : lse2 > kHighest ? kHighest : lse2;  // a sink may be as large; NaN stays
@@ -87,12 +88,15 @@ struct PassPosition {
 template <class Kernel>
 __global__ void __launch_bounds__(kPassThreads) backward_query(const BackwardTask p) {
   const PassPosition<Kernel::kD> at(p.rows);
-  if (at.row >= p.q_len || at.chunk * 8 >= p.head_dim) return;
-  const int batch = at.pair / p.q_heads, head = at.pair - batch * p.q_heads;
+  if (at.row >= p.rows || at.chunk * 8 >= p.head_dim) return;
+  const ScratchRow own(p, at.pair, at.row);
+  const Sequence sequence = sequence_of<true>(p, own.batch);
+  if (own.row >= sequence.rows) return;
   const int64_t tile = int64_t(at.pair) * p.rows + at.row / Kernel::kRows * Kernel::kRows;
   float x[8];
   Kernel::load_query(x, p.query_sum + tile * Kernel::kD, at.row % Kernel::kRows, at.chunk);
-  write_scaled<typename Kernel::T>(p.grad_query, p.grad_query_strides, batch, head, at.row, at.chunk, x, p.scale);
+  write_scaled<typename Kernel::T>(p.grad_query, p.grad_query_strides, own.batch, own.head, sequence.q_begin + own.row,
+                                   at.chunk, x, p.scale);
 }
 
 // After, where several query heads added up dK and dV. Pairs: [2, batch, kv_heads].

@@ -36,13 +36,23 @@ struct BackwardTask : SequenceTask {
   MaskGradient mask_gradient;
   float* slope_sum;  // null, or zeros [batch, key_tiles, q_heads]: parts of the gradient of ALiBi's slopes
   int rows, key_tiles;
-  int span;  // (head, batch) pairs worked on at a time, all key tiles of these, the first tiles first
+  int tile_rows, tile_keys;  // of the kernel; packed: scratch is [q_heads, tiles of all sequences]
+  int span;                  // (head, batch) pairs worked on at a time, all key tiles of these, the first tiles first
 };
 
 // Which tile of keys a block works on, and for which query heads. Where causal, the first tiles have the most queries,
 // so they start first; a small span keeps the queries that are in use in the second-level cache.
 struct BackwardTile {
   int key_tile, head_k, batch, first_head, heads;
+  // packed: tiles of `Keys` keys
+  __device__ __forceinline__ BackwardTile(const BackwardTask& p, int keys) {
+    const int number = blockIdx.x / p.kv_heads;
+    batch = packed_item(p.cu_k, p.batch, keys, number);
+    key_tile = number - first_packed_tile(p.cu_k, keys, batch);
+    heads = p.group;
+    head_k = blockIdx.x % p.kv_heads;
+    first_head = head_k * p.group;
+  }
   explicit __device__ __forceinline__ BackwardTile(const BackwardTask& p) {
     const int heads_n = p.key_value_sum ? p.q_heads : p.kv_heads;
     const int first = blockIdx.x / (p.span * p.key_tiles) * p.span, here = min(p.span, heads_n * p.batch - first);
@@ -54,6 +64,26 @@ struct BackwardTile {
     first_head = p.key_value_sum ? head : head * p.group;
   }
 };
+
+// Where a head's rows of an item lie in the scratch: [batch, q_heads, rows], packed [q_heads, rows].
+__device__ __forceinline__ int64_t scratch_row(const BackwardTask& p, int batch, int head) {
+  if (!p.cu_q) return (int64_t(batch) * p.q_heads + head) * p.rows;
+  return int64_t(head) * p.rows + first_packed_tile(p.cu_q, p.tile_rows, batch) * p.tile_rows;
+}
+// And which item and row of it lies there.
+struct ScratchRow {
+  int batch, head, row;
+  __device__ __forceinline__ ScratchRow(const BackwardTask& p, int pair, int row_) : row(row_) {
+    batch = pair / p.q_heads, head = pair - batch * p.q_heads;
+    if (!p.cu_q) return;
+    batch = packed_item(p.cu_q, p.batch, p.tile_rows, row / p.tile_rows);
+    row -= first_packed_tile(p.cu_q, p.tile_rows, batch) * p.tile_rows;
+  }
+};
+// The number of a row among all of a head, in lse.
+__device__ __forceinline__ int64_t stat_row(const BackwardTask& p, const ScratchRow& at, int q_begin) {
+  return (p.cu_q ? int64_t(at.head) : int64_t(at.batch) * p.q_heads + at.head) * p.q_len + q_begin + at.row;
+}
 
 // The query tiles of a block, one query head after the other.
 template <int Rows, int Keys, bool Ranged>

@@ -48,10 +48,18 @@ __device__ __forceinline__ ForwardTile forward_tile(const ForwardTask& p, int i)
   return t;
 }
 
+// The tile of a block, packed or not.
+template <int Rows>
+__device__ __forceinline__ ForwardTile packed_tile(const ForwardTask& p, int i) {
+  if (!p.cu_q) return forward_tile<Rows, true>(p, i);
+  const int number = i / p.q_heads, item = packed_item(p.cu_q, p.batch, Rows, number);
+  return {(number - first_packed_tile(p.cu_q, Rows, item)) * Rows, i % p.q_heads, item};
+}
+
 // Heads side by side: as many as keep 32 MB of keys and values in the second-level cache, 8 to 32 key heads.
 inline void plan_forward(ForwardTask& p, int rows) {
   p.tiles = (p.q_len + rows - 1) / rows;
-  p.total = p.tiles * p.q_heads * p.batch;
+  p.total = p.cu_q ? (p.q_len / rows + p.batch) * p.q_heads : p.tiles * p.q_heads * p.batch;
   const int64_t bytes = int64_t{p.kv_len} * (p.head_dim + p.v_head_dim) * 2;
   const int64_t fit = bytes > 0 ? (int64_t{32} << 20) / bytes : 32, heads = fit < 8 ? 8 : fit > 32 ? 32 : fit;
   const int64_t pairs = int64_t{p.q_heads} * p.batch, section = heads * p.group;

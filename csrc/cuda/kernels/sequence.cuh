@@ -29,6 +29,9 @@ struct SequenceTask {
   Ranges keys;                             // of the call
   const int *query_lengths, *key_lengths;  // [batch] or null; beyond the tensors' lengths they count as these
   bool bottom_right;                       // the last row stands at the last key
+  // Packed sequences, [sequences + 1] or null: the batch items are rows cu_q[i] .. of one item, keys cu_k[i] .. . Their
+  // tiles are numbered through: those of item i from cu[i] / tile + i on, which leaves room for a last one in part.
+  const int *cu_q, *cu_k;
   Scores scores;
 };
 
@@ -36,11 +39,30 @@ struct SequenceTask {
 struct Sequence {
   int q_len;
   Ranges keys;
+  int rows, k_rows;      // that are in memory
+  int q_begin, k_begin;  // of packed sequences
 };
 
+// The item whose tile has this number.
+__device__ __forceinline__ int packed_item(const int* cu, int items, int tile, int number) {
+  int low = 0;
+  for (int high = items; low + 1 < high;) {
+    const int middle = (low + high) / 2;
+    (cu[middle] / tile + middle <= number ? low : high) = middle;
+  }
+  return low;
+}
+__device__ __forceinline__ int first_packed_tile(const int* cu, int tile, int item) { return cu[item] / tile + item; }
+
+template <bool Packed = false>
 __device__ __forceinline__ Sequence sequence_of(const SequenceTask& p, int batch) {
-  Sequence s{p.q_len, p.keys};
+  Sequence s{p.q_len, p.keys, p.q_len, p.kv_len, 0, 0};
   int k_len = p.kv_len;
+  if (Packed && p.cu_q) {  // never beyond the tensors, whatever cu says
+    s.q_begin = max(0, min(p.cu_q[batch], p.q_len)), s.k_begin = max(0, min(p.cu_k[batch], p.kv_len));
+    s.q_len = s.rows = max(0, min(p.cu_q[batch + 1], p.q_len) - s.q_begin);
+    k_len = s.k_rows = max(0, min(p.cu_k[batch + 1], p.kv_len) - s.k_begin);
+  }
   if (p.query_lengths) s.q_len = max(0, min(p.query_lengths[batch], p.q_len));
   if (p.key_lengths) k_len = max(0, min(p.key_lengths[batch], p.kv_len));
   s.keys.key_length = k_len;

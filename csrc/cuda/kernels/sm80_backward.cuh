@@ -162,12 +162,16 @@ struct Sm80Backward {
   template <bool Ranged>
   static __device__ __forceinline__ void run(const BackwardTask& p) {
     const int tid = threadIdx.x;
-    const BackwardTile where(p);
-    const Sequence sequence = sequence_of(p, where.batch);
+    const BackwardTile where = Options && p.cu_q ? BackwardTile(p, Keys) : BackwardTile(p);
+    const Sequence sequence = sequence_of<Options>(p, where.batch);
+    if (Options && where.key_tile * Keys >= sequence.k_rows) return;
     BackwardQueries<Rows, Keys, Ranged> at(p, where, sequence);
     const int n0 = where.key_tile * Keys, total = at.per_head() * where.heads;
-    const auto head_of = [&](const void* base, const Strides& s, int head) {
-      return static_cast<const T*>(base) + where.batch * s.batch + head * s.head;
+    const auto head_of = [&](const void* base, const Strides& s, int head, int begin) {
+      return static_cast<const T*>(base) + where.batch * s.batch + head * s.head + begin * s.row;
+    };
+    const auto scratch_of = [&](int head) {
+      return Options ? scratch_row(p, where.batch, head) : (int64_t(where.batch) * p.q_heads + head) * p.rows;
     };
     unsigned char* smem = ptx::dynamic_smem();
     const uint32_t base = ptx::smem_addr(smem);
@@ -176,13 +180,12 @@ struct Sm80Backward {
     uint32_t sp = sdo + 2 * kStage, sds = sp + Keys * kCol, stats = sds + Keys * kCol;
 
     const auto load = [&](int stage, int head, int tile) {
-      load_tile<Rows>(sq + stage * kStage, head_of(p.query, p.query_strides, head), tile * Rows, sequence.q_len,
-                      p.query_strides.row, p.head_dim);
-      load_tile<Rows>(sdo + stage * kStage, head_of(p.grad_out, p.grad_out_strides, head), tile * Rows, sequence.q_len,
-                      p.grad_out_strides.row, p.v_head_dim);
+      load_tile<Rows>(sq + stage * kStage, head_of(p.query, p.query_strides, head, sequence.q_begin), tile * Rows,
+                      sequence.q_len, p.query_strides.row, p.head_dim);
+      load_tile<Rows>(sdo + stage * kStage, head_of(p.grad_out, p.grad_out_strides, head, sequence.q_begin),
+                      tile * Rows, sequence.q_len, p.grad_out_strides.row, p.v_head_dim);
       if (tid < Rows / 2) {  // Rows / 4 chunks each of lse2 and delta
-        const float* src = (tid < Rows / 4 ? p.lse2 : p.delta) + (int64_t(where.batch) * p.q_heads + head) * p.rows +
-                           tile * Rows + tid % (Rows / 4) * 4;
+        const float* src = (tid < Rows / 4 ? p.lse2 : p.delta) + scratch_of(head) + tile * Rows + tid % (Rows / 4) * 4;
         ptx::cp_async_16(stats + stage * kStats + tid * 16, src, true);
       }
       ptx::cp_async_commit();
@@ -197,7 +200,8 @@ struct Sm80Backward {
         const int m0 = at.tile * Rows;
         const Lane l(D != 128 ? ptx::opaque(tid / 32) : tid / 32, D != 128 ? ptx::opaque(tid % 32) : tid % 32);
         const int row = m0 + own_row(l), key = n0 + own_key(l);
-        seen = at.whole(m0) && m0 + Rows <= p.q_len ? kAllSeen<Fragment> : seen_in_range<Fragment>(sequence, row, key);
+        seen = at.whole(m0) && m0 + Rows <= sequence.rows ? kAllSeen<Fragment>
+                                                          : seen_in_range<Fragment>(sequence, row, key);
         if (p.scores.mask_kind != MaskElement::boolean) break;
         const HeadScores scores(p, p.q_heads, where.batch, at.head);
         seen = seen_in_mask<Fragment>(p.scores, scores, row, key, seen);
@@ -212,16 +216,17 @@ struct Sm80Backward {
     const int first = next_seen(0);
     if (first < total) {
       const int k_len = sequence.keys.key_length;
-      load_tile<Keys>(sk, head_of(p.key, p.key_strides, where.head_k), n0, k_len, p.key_strides.row, p.head_dim);
-      load_tile<Keys>(sv, head_of(p.value, p.value_strides, where.head_k), n0, k_len, p.value_strides.row,
-                      p.v_head_dim);
+      load_tile<Keys>(sk, head_of(p.key, p.key_strides, where.head_k, sequence.k_begin), n0, k_len, p.key_strides.row,
+                      p.head_dim);
+      load_tile<Keys>(sv, head_of(p.value, p.value_strides, where.head_k, sequence.k_begin), n0, k_len,
+                      p.value_strides.row, p.v_head_dim);
       load(0, at.head, at.tile);
     }
     int stage = 1;
     for (int it = first, next; it < total; it = next) {
       const int m0 = at.tile * Rows, head = at.head;
       stage ^= 1;
-      const int64_t tile = (int64_t(where.batch) * p.q_heads + at.head) * at.tiles + at.tile;
+      const int64_t tile = scratch_of(at.head) / Rows + at.tile;
       const int turn = Deterministic ? at.turn(where, sequence) : 0;
       const int warp = ptx::opaque(tid / 32);
       const Lane l(warp, ptx::opaque(tid % 32));
@@ -326,7 +331,7 @@ struct Sm80Backward {
         slope_sum = 0.f;
       }
     }
-    write(p, where, dk, dv, smem);
+    write(p, where, sequence, dk, dv, smem);
   }
 
   // Options: one score of a thread, from the products q . k and dO . v to its weight and its part of dS.
@@ -361,14 +366,18 @@ struct Sm80Backward {
     if (tid != 0) return;
     float total = 0.f;
     for (int w = 0; w < kWarps; w++) total += parts[w];
-    p.slope_sum[(int64_t(where.batch) * p.key_tiles + where.key_tile) * p.q_heads + head] = total;
+    const int slot =
+        where.key_tile + (p.cu_q ? first_packed_tile(p.cu_k, Keys, where.batch) : where.batch * p.key_tiles);
+    p.slope_sum[int64_t(slot) * p.q_heads + head] = total;
   }
 
   // dK and dV leave through the K and V tiles, so that global stores are whole 16-byte chunks.
-  static __device__ __forceinline__ void write(const BackwardTask& p, const BackwardTile& where, const KeySums& dk,
-                                               const KeySums& dv, unsigned char* smem) {
+  static __device__ __forceinline__ void write(const BackwardTask& p, const BackwardTile& where, const Sequence& held,
+                                               const KeySums& dk, const KeySums& dv, unsigned char* smem) {
     const int tid = threadIdx.x, n0 = where.key_tile * Keys;
     const Lane l(tid / 32, tid % 32);
+    // once more where holding it through the loop would spill
+    const Sequence sequence = Deterministic || D == 256 ? held : sequence_of<Options>(p, where.batch);
     const float value_scale = Options && p.scores.seed ? p.scores.keep_scale : 1.f;
     __syncthreads();
 #pragma unroll
@@ -385,14 +394,14 @@ struct Sm80Backward {
         }
     __syncthreads();
     const auto head_of = [&](void* base, const Strides& s) {
-      return static_cast<T*>(base) + where.batch * s.batch + where.head_k * s.head;
+      return static_cast<T*>(base) + where.batch * s.batch + where.head_k * s.head + sequence.k_begin * s.row;
     };
     T* out_k = p.grad_key ? head_of(p.grad_key, p.grad_key_strides) : nullptr;
     T* out_v = p.grad_value ? head_of(p.grad_value, p.grad_value_strides) : nullptr;
 #pragma unroll
     for (int i = 0; i < Keys * (D / 8) / kThreads; i++) {
       const int c = i * kThreads + tid, row = c / (D / 8), chunk = c % (D / 8);
-      if (n0 + row >= p.kv_len) continue;
+      if (n0 + row >= sequence.k_rows) continue;
       const unsigned char* from = smem + at_row(0, row, chunk);
       if (out_k && chunk * 8 < p.head_dim)
         *reinterpret_cast<uint4*>(out_k + (n0 + row) * p.grad_key_strides.row + chunk * 8) =

@@ -16,7 +16,7 @@ struct Sm80Forward {
   static constexpr int kTileBytes = kQueryBytes + kKeyBytes + kValueBytes;
   static constexpr int kSmemBytes = kTileBytes + (Options ? 2 * kThreads / 32 * 4 : 0);
   static constexpr bool kOptions = Options;
-  static constexpr bool kKeepQuery = kDqk <= 128;  // in registers; more would spill
+  static constexpr bool kKeepQuery = kDqk <= (Options ? 64 : 128);  // in registers; more would spill
   static_assert(kDqk % 64 == 0 && kDv % 64 == 0 && kDv <= kDqk);
 
   using Fragment = RowFragment<kKeys / 8>;
@@ -44,17 +44,18 @@ struct Sm80Forward {
   template <bool Ranged>
   static __device__ __forceinline__ void run(const ForwardTask& p) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const ForwardTile where = forward_tile<kRows, Ranged>(p, blockIdx.x);
-    const Sequence sequence = sequence_of(p, where.batch);
+    const ForwardTile where = Options ? packed_tile<kRows>(p, blockIdx.x) : forward_tile<kRows, Ranged>(p, blockIdx.x);
+    const Sequence sequence = sequence_of<Options>(p, where.batch);
+    if (Options && where.row >= sequence.rows) return;
     const int row0 = where.row, head_k = where.head / p.group, row = row0 + warp * 16 + g;
     const KeyTiles tiles = key_tiles_of<kKeys, Ranged>(p, sequence, row0, row0 + kRows - 1);
     const KeyTiles own = key_tiles_of<kKeys, Ranged>(p, sequence, row0 + warp * 16, row0 + warp * 16 + 15);
-    const auto head_of = [&](const void* base, const Strides& s, int head) {
-      return static_cast<const T*>(base) + where.batch * s.batch + head * s.head;
+    const auto head_of = [&](const void* base, const Strides& s, int head, int begin) {
+      return static_cast<const T*>(base) + where.batch * s.batch + head * s.head + begin * s.row;
     };
-    const T* query = head_of(p.query, p.query_strides, where.head);
-    const T* key = head_of(p.key, p.key_strides, head_k);
-    const T* value = head_of(p.value, p.value_strides, head_k);
+    const T* query = head_of(p.query, p.query_strides, where.head, sequence.q_begin);
+    const T* key = head_of(p.key, p.key_strides, head_k, sequence.k_begin);
+    const T* value = head_of(p.value, p.value_strides, head_k, sequence.k_begin);
     unsigned char* smem = ptx::dynamic_smem();
     const uint32_t sq = ptx::smem_addr(smem), sk = sq + kQueryBytes, sv = sk + kKeyBytes;
     const auto load_k = [&](int n0) {
@@ -69,8 +70,8 @@ struct Sm80Forward {
     const auto next_seen = [&](int n) {
       for (; Options && n < tiles.end; n = tiles.above(n)) {
         const int first = n * kKeys + 2 * t;
-        seen = own.whole(n) && row0 + warp * 16 + 16 <= p.q_len ? kAllSeen<Fragment>
-                                                                : seen_in_range<Fragment>(sequence, row, first);
+        seen = own.whole(n) && row0 + warp * 16 + 16 <= sequence.rows ? kAllSeen<Fragment>
+                                                                      : seen_in_range<Fragment>(sequence, row, first);
         if (p.scores.mask_kind != MaskElement::boolean) break;
         seen = seen_in_mask<Fragment>(p.scores, scores, row, first, seen);
         if (block_any(seen != 0, reinterpret_cast<uint32_t*>(smem + kTileBytes), turn, kThreads / 32)) break;
@@ -78,7 +79,7 @@ struct Sm80Forward {
       return n;
     };
 
-    load_tile<kDqk, kRows>(sq, query, p.query_strides.row, row0, p.q_len, p.head_dim);
+    load_tile<kDqk, kRows>(sq, query, p.query_strides.row, row0, sequence.rows, p.head_dim);
     const int first_tile = next_seen(tiles.first());
     if (first_tile < tiles.end) load_k(first_tile * kKeys);
 
@@ -176,7 +177,7 @@ struct Sm80Forward {
     }
     ptx::cp_async_wait<0>();  // without any key tile, Q is still on its way
     if (first_tile >= tiles.end) __syncthreads();
-    write(p, where, acc, row_max, row_sum, smem, sq);
+    write(p, where, sequence, acc, row_max, row_sum, smem, sq);
   }
 
   // Options: products to scores in log2 units, -inf where hidden; returns `seen` without what a floating mask hides.
@@ -262,12 +263,14 @@ struct Sm80Forward {
   }
 
   // Normalises; each warp stages its 16 rows where its rows of Q were, and writes whole 16-byte chunks.
-  static __device__ __forceinline__ void write(const ForwardTask& p, const ForwardTile& where,
+  static __device__ __forceinline__ void write(const ForwardTask& p, const ForwardTile& where, const Sequence& held,
                                                const float (&acc)[kDv / 8][4], const float (&row_max)[2],
                                                const float (&row_sum)[2], unsigned char* smem, uint32_t base) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const uint32_t stage = base + warp * (16 * kDqk * 2);
     const int row0 = where.row + warp * 16;
+    // once more where holding it through the loop would spill
+    const Sequence sequence = kDqk == 192 ? sequence_of<Options>(p, where.batch) : held;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       float sum = row_sum[h];
@@ -281,16 +284,18 @@ struct Sm80Forward {
         *reinterpret_cast<uint32_t*>(smem + (chunk_at<kDv>(stage, r, j) - base) + t * 4) =
             ptx::pack2<T>(acc[j][2 * h] * inverse, acc[j][2 * h + 1] * inverse);
       const float top = Options ? row_max[h] : row_max[h] * p.scale_log2;
-      if (t == 0 && row0 + r < p.q_len)
-        p.lse[(int64_t(where.batch) * p.q_heads + where.head) * p.q_len + row0 + r] =
-            sum == 0.f ? -INFINITY : (top + ptx::log2(sum)) * 0.6931471805599453f;
+      const int64_t first = Options && p.cu_q ? int64_t(where.head) * p.q_len + sequence.q_begin
+                                              : (int64_t(where.batch) * p.q_heads + where.head) * p.q_len;
+      if (t == 0 && row0 + r < sequence.rows)
+        p.lse[first + row0 + r] = sum == 0.f ? -INFINITY : (top + ptx::log2(sum)) * 0.6931471805599453f;
     }
     __syncwarp();
-    T* out = static_cast<T*>(p.out) + where.batch * p.out_strides.batch + where.head * p.out_strides.head;
+    T* out = static_cast<T*>(p.out) + where.batch * p.out_strides.batch + where.head * p.out_strides.head +
+             sequence.q_begin * p.out_strides.row;
 #pragma unroll
     for (int i = 0; i < kDv / 16; i++) {
       const int c = i * 32 + lane, r = c / (kDv / 8), chunk = c % (kDv / 8);
-      if (row0 + r < p.q_len && chunk * 8 < p.v_head_dim)
+      if (row0 + r < sequence.rows && chunk * 8 < p.v_head_dim)
         *reinterpret_cast<uint4*>(out + (row0 + r) * p.out_strides.row + chunk * 8) =
             *reinterpret_cast<const uint4*>(smem + (chunk_at<kDv>(stage, r, chunk) - base));
     }
@@ -299,7 +304,8 @@ struct Sm80Forward {
 
 // grid: total tiles
 template <class Kernel, bool Ranged>
-__global__ void __launch_bounds__(Kernel::kThreads) sm80_forward(const ForwardTask p) {
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kOptions&& Kernel::kDqk == 64 ? 2 : 0)
+    sm80_forward(const ForwardTask p) {
   Kernel::template run<Ranged>(p);
 }
 
