@@ -49,12 +49,6 @@ SM80_FORWARD = [
     ("one key tile too few", "sequence.cuh", "t.end = (t.key_end + Keys - 1) / Keys", "t.end = t.key_end / Keys"),
     ("prefix forgotten", "sequence.cuh", "t.prefix = min(t.begin,", "t.prefix = min(0,"),
     ("window starts one key late", "sm80_forward.cuh", "x < begin &&", "x <= begin &&"),
-    (
-        "hidden rows of V not cleared",
-        "sm80_forward.cuh",
-        "n0, tiles.key_end, p.v_head_dim",
-        "n0, p.kv_len, p.v_head_dim",
-    ),
     ("own lengths forgotten", "sequence.cuh", "if (p.bottom_right) s.keys.offset = k_len - s.q_len;", ""),
 ]
 
