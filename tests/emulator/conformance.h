@@ -122,6 +122,8 @@ struct Scalars {
     out[640 + t] = ptx::shfl_xor(static_cast<float>(t), 5);
     out[768 + t] = static_cast<float>(ptx::uniform(t));
     out[896 + t] = ptx::any(t == 33) ? 1.f : 0.f;
+    out[1024 + t] = ptx::reciprocal(in[t] * in[t] + 1.f);
+    out[1152 + t] = static_cast<float>(ptx::shfl(static_cast<uint32_t>(t), (t % 32 & ~3) | 2));
   }
 };
 
@@ -297,7 +299,7 @@ struct Program {
   }
 
   static void sm80() {
-    Buffer<float> in(iota(512), "in"), out(std::vector<float>(1024, -1.f), "out");
+    Buffer<float> in(iota(512), "in"), out(std::vector<float>(1280, -1.f), "out");
     Host::launch(2048, CopyAsync{in.data, out.data});
     std::vector<float> want;
     for (int i = 0; i < 512; i++) want.push_back(i / 4 % 2 ? 0.f : static_cast<float>(i));
@@ -322,7 +324,7 @@ struct Program {
     x[0] = 1.00390625f, x[1] = 1.01171875f, x[2] = 1.00048828125f, x[3] = 65520.f;  // ties; the end of fp16
     Buffer<float> numbers(x, "numbers");
     Host::launch(0, Scalars{numbers.data, out.data});
-    std::vector<float> power, logarithm, pairs, shuffled, first, found;
+    std::vector<float> power, logarithm, pairs, shuffled, first, found, inverse, third;
     for (int i = 0; i < 128; i++) {
       power.push_back(static_cast<float>(std::exp2(static_cast<double>(x[static_cast<size_t>(i)]))));
       logarithm.push_back(static_cast<float>(std::log2(
@@ -331,6 +333,9 @@ struct Program {
       shuffled.push_back(static_cast<float>(i ^ 5));
       first.push_back(static_cast<float>(i / 32 * 32));
       found.push_back(i / 32 == 1 ? 1.f : 0.f);
+      const float number = x[static_cast<size_t>(i)];
+      inverse.push_back(1.f / (number * number + 1.f));
+      third.push_back(static_cast<float>(i / 4 * 4 + 2));
     }
     power[3] = HUGE_VALF;
     compare("ex2.approx", out.data, power, 1e-6f);
@@ -341,6 +346,8 @@ struct Program {
     compare("shfl.bfly", out.data + 640, shuffled);
     compare("shfl.idx", out.data + 768, first);
     compare("vote.any", out.data + 896, found);
+    compare("rcp.approx", out.data + 1024, inverse, 1e-6f);
+    compare("shfl.idx of a lane", out.data + 1152, third);
 
     Buffer<float> sums(std::vector<float>(12, 0.f), "sums");
     Buffer<uint32_t> counter(std::vector<uint32_t>{0}, "counter");
