@@ -197,6 +197,18 @@ def test_forward(programs, kernel):
             assert counts["phases"] == counts["ldmatrix"], "bank conflicts in ldmatrix"
 
 
+@pytest.mark.parametrize("kernel", [k for k in FORWARD if k.startswith("sm80")])
+def test_a_value_that_is_not_seen_does_not_leak(programs, kernel):
+    """NaN in value 40 of a causal call shows in the rows from 40 on and nowhere else."""
+    _, dtype, head_dim, v_head_dim = FORWARD[kernel]
+    (query, key, value), _ = inputs_of((1, 1, 1, 70, 70, 0, causal()), dtype, head_dim, v_head_dim, False)
+    program = build.program(*FORWARD[kernel][0])
+    clean = run.forward(program, query, key, value, causal())[0][0]
+    value[:, :, 40] = math.nan
+    out = run.forward(program, query, key, value, causal())[0][0]
+    assert torch.equal(out[:, :, :40], clean[:, :, :40]) and out[:, :, 40:].isnan().all()
+
+
 @pytest.mark.parametrize("kernel", ["sm80-64-bf16", "sm90-128-bf16"])
 def test_tiles_that_no_row_sees_are_skipped(programs, kernel):
     program = build.program(*FORWARD[kernel][0])
