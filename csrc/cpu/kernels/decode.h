@@ -247,6 +247,10 @@ struct Decode {
     for (int i = 0; i < period; i++) l[i % R] += t[i];
   }
 
+  static ATTN_INLINE void touch_pages(const void* rows, int64_t n) {
+    for (int64_t i = 0; i < n; i += 4096 / int64_t(sizeof(T))) __builtin_prefetch(static_cast<const T*>(rows) + i);
+  }
+
   template <int R>
   static void run_chunk(const DecodeParams& p, const DecodeRows& rows, const DecodeRun* runs, int64_t n_runs,
                         C* partial, C* space) {
@@ -273,6 +277,10 @@ struct Decode {
     bool unseen[decode_row_block / max_rows];  // groups of which the mask hides every key of the block
     for (int64_t u = 0; u < n_runs; u++) {
       const DecodeRun& run = runs[u];
+      if (u + 2 < n_runs) {  // blocks of a paged cache lie anywhere: their pages are looked up before their lines come
+        touch_pages(runs[u + 2].key, runs[u + 2].count * p.k_row);
+        touch_pages(runs[u + 2].value, runs[u + 2].count * p.v_row);
+      }
       for (int64_t k0 = 0; k0 < run.count; k0 += s.keys) {
         const int64_t n = min_of(s.keys, run.count - k0), first = run.first + k0;
         const T* key = static_cast<const T*>(run.key) + k0 * p.k_row;
