@@ -309,14 +309,19 @@ def test_a_step_that_fails_in_any_way_leaves_no_trace(kind, prompt):
         with pytest.raises(error):
             step(tried, 2, 7, **options)
         assert torch.equal(tried.lengths, untouched.lengths), options
+        assert kind != "ring" or torch.equal(tried.longest, untouched.longest)
     again = noise(2, 2, prompt, 8, seed=2), *([weight] if kind == "latent" else [])
     assert torch.equal(tried.attend(*again), untouched.attend(*again))
     for n in (1, 12, 2):
         assert torch.equal(step(tried, n, 20), step(untouched, n, 20))
-    if kind == "ring":
-        for cache in (tried, untouched):
-            cache.truncate(cache.longest - 4)
-        assert torch.equal(tried.longest, untouched.longest)
+
+
+@pytest.mark.parametrize("kind", ("dense", "ring"))
+def test_a_window_of_nothing_but_the_token_itself(kind):
+    cache = KVCache(1, 2, 40, 8) if kind == "dense" else WindowCache(1, 2, 6, 8, max_append=4)
+    for n in (3, 12, 2):
+        query, key, value = (random_tensor((1, 2, n, 8), seed=i) for i in range(3))
+        torch.testing.assert_close(cache.step(query, key, value, window_size=(0, -1)), value, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("appended", (100, 30, 18))
@@ -324,15 +329,43 @@ def test_a_ring_rolled_back_as_far_as_it_goes_keeps_the_window_of_the_next_token
     """A window of 9 and room for 8 more: back by 8, the next token sees the very first key that the ring has kept."""
     key, value, query = noise(1, 1, 101, 4), noise(1, 1, 101, 4, seed=1), noise(1, 1, 1, 4, seed=2)
     for pieces in ([appended], [appended - 5, 5], [1] * appended):
-        ring, first = WindowCache(1, 1, 9, 4, max_append=8, dtype=double), 0
+        ring, first = WindowCache(2, 1, 9, 4, max_append=8, dtype=double), 0
         for n in pieces:
-            ring.append(key[:, :, first : first + n], value[:, :, first : first + n])
+            new = (x[:, :, first : first + n].expand(2, -1, -1, -1) for x in (key, value))
+            ring.append(*new, lengths=torch.tensor([n, 0]))
             first += n
         with pytest.raises(ValueError, match=f"new_lengths: expected at least {appended - 8} .* got {appended - 9}"):
-            ring.truncate(appended - 9)
-        ring.truncate(appended - 8)
-        ring.reorder(torch.tensor([0]))
+            ring.truncate(torch.tensor([appended - 9, 0]))
+        ring.truncate(torch.tensor([appended - 8, 0]))
+        ring.reorder(torch.tensor([1, 0]))
+        assert ring.longest.tolist() == [0, appended]
         new = noise(1, 1, 1, 4, seed=5)
-        out = ring.step(query, new, new)
+        out = ring.step(*(x.expand(2, -1, -1, -1) for x in (query, new, new)))[1:]
         keys, values = (torch.cat([x[:, :, appended - 17 : appended - 8], new], 2) for x in (key, value))
         torch.testing.assert_close(out, reference.attention(query, keys, values), rtol=1e-12, atol=1e-13)
+
+
+def test_how_far_a_ring_rolls_back_and_what_it_answers_after():
+    """All tokens while they fill the ring; then from the greatest length ever, whatever was appended since; and rows of
+    a long prompt only until the next append."""
+    new = [noise(1, 1, 30, 4, seed=s) for s in (0, 1)]
+
+    def ring(n):
+        cache = WindowCache(1, 1, 9, 4, max_append=8, dtype=double)
+        cache.append(*(x[:, :, :n] for x in new))
+        return cache
+
+    full = ring(17)
+    full.truncate(0)
+    assert full.lengths.tolist() == [0]
+    long = ring(30)
+    assert long.attend(new[0]).shape == (1, 1, 30, 4)
+    long.truncate(22)
+    long.append(*(x[:, :, :1] for x in new))
+    for length in (15, 21):
+        with pytest.raises(ValueError, match=f"new_lengths: expected at least 22 .* got {length}"):
+            long.truncate(length)
+    other = ring(30)
+    other.append(*(x[:, :, :1] for x in new))
+    with pytest.raises(ValueError, match="window_size: expected left . query rows of at most the ring's 17 keys"):
+        other.attend(new[0])

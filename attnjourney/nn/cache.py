@@ -260,8 +260,7 @@ class WindowCache(KVCache):
         self._recent = None
 
     def reorder(self, batch_index: Tensor) -> None:
-        ops.reorder(self.key, self.value, self.longest.clone(), batch_index)  # what was cut off may still be rewritten
-        self.lengths.copy_(self.lengths[batch_index])
+        super().reorder(batch_index)
         self.longest.copy_(self.longest[batch_index])
         self._recent = None
 
