@@ -365,7 +365,15 @@ def test_how_far_a_ring_rolls_back_and_what_it_answers_after():
     for length in (15, 21):
         with pytest.raises(ValueError, match=f"new_lengths: expected at least 22 .* got {length}"):
             long.truncate(length)
-    other = ring(30)
-    other.append(*(x[:, :, :1] for x in new))
-    with pytest.raises(ValueError, match="window_size: expected left . query rows of at most the ring's 17 keys"):
-        other.attend(new[0])
+    for verb in (
+        lambda cache: cache.append(*(x[:, :, :1] for x in new)),
+        lambda cache: cache.truncate(30),
+        lambda cache: cache.reorder(torch.tensor([0])),
+        lambda cache: cache.reset(),
+    ):
+        other = ring(30)
+        verb(other)
+        with pytest.raises(ValueError, match="window_size: expected left . query rows of at most the ring's 17 keys"):
+            other.attend(new[0])
+    other.append(*(x[:, :, :3] for x in new))  # after the reset
+    other.truncate(0)
