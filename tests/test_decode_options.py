@@ -203,13 +203,13 @@ def test_many_rows_of_latents_take_the_expanded_form(dtype):
 
 
 def test_the_heads_of_latents_in_pieces():
-    """More keys and values than are made at a time."""
-    query, latent = noise(1, 5, 80, 260).float(), noise(1, 4000, 70, seed=2).float()
-    weight = (noise(5 * 320, 62, seed=3) / 8).float()
-    sinks, slopes = noise(5).float(), noise(1, 5).float().abs() / 100
-    options = dict(sinks=sinks, alibi_slopes=slopes, attn_mask=noise(5, 80, 4000).float())
-    ours = attnjourney.mla_decode(query[..., :76], latent, torch.tensor([4000]), weight[:, :62], **options)
-    theirs = reference.mla_decode(query[..., :76], latent, torch.tensor([4000]), weight[:, :62], **options)
+    """More keys and values than are made at a time: 5 heads of 84 numbers and 40,000 keys go by two."""
+    query, latent = noise(1, 5, 60, 44).float(), noise(1, 40000, 132, seed=2).float()
+    weight = (noise(5 * 80, 128, seed=3) / 11).float()
+    sinks, slopes = noise(5).float() + 5, noise(1, 5).float().abs() / 1000
+    options = dict(sinks=sinks, alibi_slopes=slopes, attn_mask=noise(5, 60, 40000).float())
+    ours = attnjourney.mla_decode(query, latent, torch.tensor([40000]), weight, **options)
+    theirs = reference.mla_decode(query, latent, torch.tensor([40000]), weight, **options)
     torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
 
 
