@@ -184,6 +184,14 @@ def test_positions_can_be_given():
     assert_agree(out, layer(x, position_ids=at), "out")
 
 
+def test_given_positions_go_with_their_tokens_past_the_padding():
+    layer, x = make("gqa rope"), sequence(1, 6)
+    at, padding = torch.tensor([3, 4, 9, 10, 11, 20]), torch.tensor([[False, True, False, False, True, True]])
+    out = layer(x, position_ids=at, key_padding_mask=padding, cache=caches(layer, 1, 8, torch.float64)["dense"])
+    real = (~padding[0]).nonzero()[:, 0]
+    assert_agree(out[:, real], layer(x[:, real], position_ids=at[real]), "out")
+
+
 # ---- cross-attention
 
 
