@@ -70,7 +70,8 @@ def test_what_is_not_served_is_refused_by_name(built):  # noqa: F811
 
 def test_a_mask_of_blocks_is_refused_by_name(built):  # noqa: F811
     blocks = dict(block_offsets="offsets", block_index="index", block_partial="index", block_elements="elements")
-    assert "attn_mask: expected None or a tensor on CUDA, where no kernel serves a BlockMask yet" in run([("_cuda_block_check", blocks)])[0]
+    said = run([("_cuda_block_check", blocks)])[0]
+    assert "attn_mask: expected None or a tensor on CUDA, where no kernel serves a BlockMask yet" in said
 
 
 def test_every_option_of_the_operator_is_tried():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._attention_calls import _align, _per_head, _to_front
 from ._derivatives import one_call_a_sample
 from ._operator import Signature
-from ._attention_calls import _align, _per_head, _to_front
 
 
 def _fold(dims: dict, call: dict, size: int) -> None:
