@@ -65,14 +65,17 @@ def plain_values(kind, tensors, arguments):
     return {name: x + (plain[name].double() - exact[name]) * ratio for name, x in right.items()}
 
 
-def check(tensors, arguments, label=""):
-    """Asserts the tolerance rule for tangents and second derivatives; what rounding must cost: rounding.py."""
+def check(tensors, arguments, label="", in_plain=None):
+    """Asserts the tolerance rule for tangents and second derivatives; what rounding must cost: rounding.py.
+
+    in_plain: arguments that take the place of ours in the formulas that ours is compared with.
+    """
     __tracebackhide__ = True
-    results = {}
+    results, plainly = {}, {**arguments, **(in_plain or {})}
     for kind in (jvp, double_backward):
-        actual, plain = kind(attnjourney.attention, tensors, arguments), plain_values(kind, tensors, arguments)
-        exact = kind(reference.attention, tensors, arguments, torch.float64)
-        rounding = rounding_of(kind, tensors, arguments, exact)
+        actual, plain = kind(attnjourney.attention, tensors, arguments), plain_values(kind, tensors, plainly)
+        exact = kind(reference.attention, tensors, plainly, torch.float64)
+        rounding = rounding_of(kind, tensors, plainly, exact)
         for name, x in actual.items():
             assert x.dtype == plain[name].dtype, f"{label} {name}: {x.dtype}"
             factor = OUTPUT_FACTOR if kind is jvp else GRADIENT_FACTOR

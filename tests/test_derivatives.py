@@ -22,7 +22,7 @@ ops = torch.ops.attnjourney
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["plain", *OPTIONS])
 def test_values(name, dtype):
-    *tensors, arguments = make([] if name == "plain" else [name], dtype, q_len=70, kv_len=150, dim=24, v_dim=17)
+    *tensors, arguments = make([] if name == "plain" else [name], dtype, 1, q_len=70, kv_len=150, dim=24, v_dim=17)
     check(tensors, arguments, label=name)
 
 
