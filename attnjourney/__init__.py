@@ -1,6 +1,6 @@
 """Attention operators for PyTorch in C++: forward and backward, on CPU and CUDA."""
 
-from . import nn, reference, viz
+from . import nn, reference
 from ._version import __version__
 from .accounting import account
 from .block_mask import BlockMask
@@ -25,6 +25,16 @@ from .ops import (
 from .positions import alibi_slopes, rope, rope_frequencies, sinusoidal_positions
 from .replace import replace_attention
 from .seeing import capture, trace, trace_module
+
+
+def __getattr__(name: str):
+    """attnjourney.viz is imported when it is first asked for."""
+    if name == "viz":
+        from importlib import import_module
+
+        return import_module(".viz", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "BlockMask",

@@ -1,7 +1,5 @@
 """Every option of attention by name, and the check of a call with any of them against the fp64 reference."""
 
-import math
-
 import torch
 from testing import (
     GRADIENT_FACTOR,
@@ -15,7 +13,7 @@ from testing import (
 
 import attnjourney
 from attnjourney import reference
-from attnjourney.reference.attention import dropout_keep_mask
+from attnjourney.reference.attention import keep_mask_of
 
 SEED = 5
 TRAINED = ("attn_mask", "sinks", "alibi_slopes")  # options with a gradient, beside query, key and value
@@ -102,9 +100,7 @@ def plain_attention(tensors, arguments, gradients, ulps):
     arguments = dict(arguments)
     keep, seed = None, arguments.pop("dropout_seed", None)
     if seed is not None:
-        *batch, heads, q_len, _ = tensors[0].shape
-        sizes = (math.prod(batch), heads, q_len, tensors[1].size(-2))
-        keep = dropout_keep_mask(seed, *sizes, arguments["dropout_p"]).view(*batch, *sizes[1:])
+        keep = keep_mask_of((*tensors[0].shape[:-1], tensors[1].size(-2)), seed, arguments["dropout_p"])
     return plain_run((*tensors, arguments.pop("attn_mask", None)), *gradients, keep, ulps, **arguments)
 
 

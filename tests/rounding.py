@@ -11,7 +11,7 @@ import math
 import torch
 from plain import LSE_DTYPE, ULPS, expand_heads, is_float
 
-from attnjourney.reference.attention import _per_head, _per_item, _visible, dropout_keep_mask
+from attnjourney.reference.attention import _per_head, _per_item, _visible, keep_mask_of
 
 DRAWS = 6
 
@@ -130,9 +130,7 @@ def rounded_attention(dtype):
         lse = given + (total + (error - total).detach()).clamp_min(1e-300).log()
         kept = 1.0
         if dropout_p > 0:
-            *batch, heads, rows, columns = p.shape
-            keep = dropout_keep_mask(dropout_seed, math.prod(batch), heads, rows, columns, dropout_p).view(p.shape)
-            kept = keep * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
+            kept = keep_mask_of(p.shape, dropout_seed, dropout_p) * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
         out = Rounded.apply(Product.apply(Rounded.apply(p * kept, narrow, wide), v, wide), narrow, 0.0)
         out = Rounded.apply(out * (exact - lse).exp(), narrow, 0.0)
         return out, Rounded.apply(lse.masked_fill(empty, -math.inf).squeeze(-1), wide, 0.0)

@@ -79,9 +79,7 @@ def attention(
             seed = dropout_seed
             if seed is None:
                 seed = torch.randint(1 << 62, (), dtype=torch.int64, device=query.device)
-            *batch, heads = weights.shape[:-2] or (1,)
-            keep_mask = dropout_keep_mask(seed, math.prod(batch), heads, *weights.shape[-2:], dropout_p)
-            keep_mask = keep_mask.reshape(weights.shape).to(query.device)
+            keep_mask = keep_mask_of(weights.shape, seed, dropout_p).to(query.device)
         weights = weights.masked_fill(~keep_mask, 0.0) * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
 
     out = _weighted_values(weights, value, visible)
@@ -239,6 +237,12 @@ def _weighted_values(weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
 
 def _finite(*tensors: Tensor) -> bool:
     return all(bool(x.isfinite().all()) for x in tensors)
+
+
+def keep_mask_of(shape: tuple[int, ...], seed: int | Tensor, dropout_p: float) -> Tensor:
+    """dropout_keep_mask of weights of this shape, (..., heads, q_len, kv_len) or (q_len, kv_len)."""
+    *batch, heads = shape[:-2] or (1,)
+    return dropout_keep_mask(seed, math.prod(batch), heads, *shape[-2:], dropout_p).reshape(shape)
 
 
 def dropout_keep_mask(seed: int | Tensor, batch: int, heads: int, q_len: int, kv_len: int, dropout_p: float) -> Tensor:

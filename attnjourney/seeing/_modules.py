@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 
-import torch
 from torch import Tensor, nn
 
 from ..nn import InfiniAttention, LongformerSelfAttention, MultiheadLatentAttention
@@ -75,10 +74,7 @@ def _stages(module, inputs, keywords, scores: Scores, turned, heads: Tensor, row
         group = scores.heads // scores.key.shape[-3]
         before["key_unrotated"] = before["key_unrotated"].index_select(-3, heads // group)
 
-    query, options, at = scores.query, scores.options, rows
-    if scores.row_mask is not None:
-        query, at = query.index_select(-2, rows), torch.arange(len(rows))
-        options = {"attn_mask": scores.row_mask(rows)}
+    query, options, at = scores.of_rows(rows)
     value = scores.value() if callable(scores.value) else scores.value
     stages = attention_stages(query, scores.key, value, heads, at, **options, **scores.dropout)
     return before | stages

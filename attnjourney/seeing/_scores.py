@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
+from ..nn._parts import split_heads
 from ..reference.mha import attention_mask
 from ._other_stages import infini_local, longformer_scores
 from ._stages import attention_stages
@@ -46,17 +47,22 @@ class Scores:
     def length(self) -> int:
         return self.query.shape[-2]
 
+    def of_rows(self, rows: Tensor) -> tuple[Tensor, dict, Tensor]:
+        """query, its options, and where these rows stand in it: alone where the whole mask is made for them alone."""
+        if self.row_mask is None:
+            return self.query, self.options, rows
+        query = self.query.index_select(-2, rows.to(self.query.device))
+        return query, {"attn_mask": self.row_mask(rows)}, torch.arange(len(rows))
+
     def weights(self, heads: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """(..., heads, rows, S) in query's dtype and lse (..., heads, rows)."""
-        query, lse, options, at = self.query, self.lse, self.options, rows
-        if self.row_mask is not None:
-            query, lse = (x.index_select(d, rows.to(x.device)) for x, d in ((query, -2), (lse, -1)))
-            options, at = {"attn_mask": self.row_mask(rows)}, torch.arange(len(rows))
+        query, options, at = self.of_rows(rows)
         if query.device.type in FUSED:
+            lse = self.lse if at is rows else self.lse.index_select(-1, rows)
             weights = torch.ops.attnjourney._attention_weights(query, self.key, lse, at, heads, **options)
         else:
             weights = attention_stages(query, self.key, None, heads, at, **options)["weights"].to(query.dtype)
-        lse = lse.index_select(-1, at.to(lse.device))
+        lse = self.lse.index_select(-1, rows.to(self.lse.device))
         if self.query.dim() >= 3:
             lse = lse.index_select(-2, heads.to(lse.device))
         return weights if self.dtype is None else weights.to(self.dtype), lse
@@ -120,11 +126,6 @@ def _dropout(call: dict) -> dict:
     return {name: call[name] for name in ("dropout_p", "dropout_seed")}
 
 
-def _split(x: Tensor, heads: int) -> Tensor:
-    """(batch, seq, heads * dim) -> (batch, heads, seq, dim)."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
-
-
 def _attention(call: dict, outputs: tuple) -> Scores:
     query, key, value = call["query"], call["key"], call["value"]
     return Scores(query, key, outputs[1], _options(call), value=value, dropout=_dropout(call))
@@ -138,19 +139,19 @@ def _varlen(call: dict, outputs: tuple) -> Scores:
 
 def _gpt(call: dict, outputs: tuple) -> Scores:
     _, _, lse, qkv = outputs
-    query, key, value = (_split(x, call["num_heads"]) for x in qkv.chunk(3, -1))
+    query, key, value = (split_heads(x, call["num_heads"]) for x in qkv.chunk(3, -1))
     return Scores(query, key, lse, {"is_causal": True}, value=value, dropout=_dropout(call))
 
 
 def _gqa(call: dict, outputs: tuple) -> Scores:
     _, query, key, value, _, lse = outputs
     counts = {"q": call["num_heads"], "k": call["num_kv_heads"], "v": call["num_kv_heads"]}
-    query, key, value = (_split(x, n) for x, n in zip((query, key, value), counts.values()))
+    query, key, value = (split_heads(x, n) for x, n in zip((query, key, value), counts.values()))
 
     def before() -> dict[str, Tensor]:
         if call["cos"] is None:
             return {}
-        raw = (_split(linear(call["x"], call[f"{n}_weight"], call[f"{n}_bias"]), counts[n]) for n in "qk")
+        raw = (split_heads(linear(call["x"], call[f"{n}_weight"], call[f"{n}_bias"]), counts[n]) for n in "qk")
         return dict(zip(("query_unrotated", "key_unrotated"), raw))
 
     options = {"is_causal": call["is_causal"], "enable_gqa": True}
@@ -162,7 +163,7 @@ def _mla(call: dict, outputs: tuple) -> Scores:
     heads, nope, rope = call["num_heads"], call["qk_nope_head_dim"], call["qk_rope_head_dim"]
     rank, eps = kv_a.shape[-1] - rope, call["eps"]
     k_pe = kv_a[..., rank:]  # already turned; of all heads
-    kv = _split(kv, heads)
+    kv = split_heads(kv, heads)
     key = torch.cat([kv[..., :nope], k_pe.unsqueeze(1).expand(-1, heads, -1, -1)], -1)
 
     def before() -> dict[str, Tensor]:
@@ -170,12 +171,12 @@ def _mla(call: dict, outputs: tuple) -> Scores:
         if call["cos"] is not None:
             norm = call["q_a_norm_weight"]
             hidden = call["x"] if norm is None else rms_norm(q_a, norm.shape, norm, eps)
-            stages["query_unrotated"] = _split(linear(hidden, call["q_b_weight"]), heads)
+            stages["query_unrotated"] = split_heads(linear(hidden, call["q_b_weight"]), heads)
             stages["k_pe_unrotated"] = linear(call["x"], call["kv_a_weight"][rank:])
         return stages | {"latent": rms_norm(kv_a[..., :rank], weight.shape, weight, eps), "k_pe": k_pe}
 
     options = {"is_causal": call["is_causal"], "scale": call["scale"]}
-    return Scores(_split(query, heads), key, lse, options, value=kv[..., nope:], before=before)
+    return Scores(split_heads(query, heads), key, lse, options, value=kv[..., nope:], before=before)
 
 
 def _mha(call: dict, outputs: tuple) -> Scores:
@@ -196,7 +197,9 @@ def _mha(call: dict, outputs: tuple) -> Scores:
         v = projected[projected.numel() - batch * keys * embed :].view(batch, keys, embed)
     else:
         v = (first if key is None else projected[first.numel() :].view(batch, keys, -1))[..., -embed:]
-    scores = Scores(_split(q, heads), _split(k, heads), lse, value=_split(v, heads), dropout=_dropout(call))
+    scores = Scores(
+        split_heads(q, heads), split_heads(k, heads), lse, value=split_heads(v, heads), dropout=_dropout(call)
+    )
     attn_mask, padding, is_causal = call["attn_mask"], call["key_padding_mask"], call["is_causal"]
     if attn_mask is None or padding is None:
         scores.options = {"is_causal": is_causal, "attn_mask": attention_mask(attn_mask, padding, heads)}

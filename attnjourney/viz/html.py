@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import ctypes
 import html
 import json
 import math
@@ -144,7 +145,7 @@ def page(
         "words": sum(len(token.text) for token in shown) > 1.5 * n and not any(t.kind == "byte" for t in shown),
         "layers": [{"layer": layer, "heads": names} for layer, names in zip(layers, heads)],
         "ramp": RAMP,
-        "weights": base64.b64encode(zlib.compress(steps.numpy().tobytes(), 9)).decode(),
+        "weights": base64.b64encode(zlib.compress(ctypes.string_at(steps.data_ptr(), steps.numel()), 9)).decode(),
         "summary": _rows(summary, tables),
     }
     return _fill({
