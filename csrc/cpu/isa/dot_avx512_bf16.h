@@ -22,6 +22,15 @@ ATTN_INLINE Pairs broadcast_pair(const void* p) {
 ATTN_INLINE Vf dot(Vf sum, Pairs a, Pairs b) {
   return {_mm512_dpbf16_ps(sum.v, reinterpret_cast<__m512bh>(a.v), reinterpret_cast<__m512bh>(b.v))};
 }
+// 2^t / exp2_unit to 4e-6, for a result that is rounded to bfloat16; as exp2 otherwise. A monic polynomial of degree 4
+// takes two multiplications if its coefficients are adapted; additions have units of their own (Knuth, TAOCP 4.6.4).
+constexpr float exp2_unit = 9.570102210e-03f;
+ATTN_INLINE Vf exp2_short(Vf t) {
+  t = max(Vf::set(-125.f), t);
+  const Vf n = round(t), f = t - n;
+  const Vf y = fma(f, f + Vf::set(2.421487037e+00f), Vf::set(3.169906685e+01f));
+  return scale_by_power(fma(y, f + Vf::set(-4.657926231e+01f) + y, Vf::set(5.761803277e+02f)), n);
+}
 // rounded to nearest even
 ATTN_INLINE Pairs round_pairs(Vf low, Vf high) {
   const __m512i side_by_side = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high.v, low.v));

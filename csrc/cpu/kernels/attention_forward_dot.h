@@ -145,15 +145,16 @@ struct ForwardDot : DotTiles {
         if (p.dropout.on() && !seen.empty()) drop(p.dropout, h.index, row, n, k0, seen.begin, seen.end, P);
         if (last)
           for (int64_t i = 0; i < n; i++) {
-            const float sum = rounded[t * tile + i];
+            const float sum = rounded[t * tile + i] * exp2_unit, exact = total[t * tile + i] * exp2_unit;
             inverse[i] = sum == 0 ? 0 : float(p.dropout.keep_scale) / sum;
-            lse[row + i] = natural_lse(-ref[i], total[t * tile + i]);
+            lse[row + i] = natural_lse(-ref[i], exact);
             if (h.sink != -__builtin_inf()) {
               float unused = 0;
               add_sink(h.sink, -ref[i], sum, inverse[i], unused);
-              add_sink(h.sink, -ref[i], total[t * tile + i], unused, lse[row + i]);
+              add_sink(h.sink, -ref[i], exact, unused, lse[row + i]);
               if (sum != 0) inverse[i] *= float(p.dropout.keep_scale);
             }
+            inverse[i] *= exp2_unit;
           }
         const bool beyond = (matrix || seen.end % 2) && seen.end < block;  // products reach keys that no row sees
         const bool border = biased || beyond || seen.all_begin > seen.begin || seen.all_end < seen.end;

@@ -7,18 +7,6 @@
 namespace attnjourney {
 namespace {
 
-// 2^t to 4e-6: the result is rounded to bfloat16. As exp2 otherwise.
-ATTN_INLINE Vf exp2_short(Vf t) {
-  t = max(Vf::set(-125.f), t);
-  const Vf n = round(t), f = t - n;
-  Vf p = Vf::set(9.570101e-03f);
-  p = fma(p, f, Vf::set(5.591785e-02f));
-  p = fma(p, f, Vf::set(2.402474e-01f));
-  p = fma(p, f, Vf::set(6.931217e-01f));
-  p = fma(p, f, Vf::set(9.999993e-01f));
-  return scale_by_power(p, n);
-}
-
 struct DotTiles {
   static constexpr int W = Vf::width;
   static constexpr int rows = Tuning::rows, vectors = Tuning::vectors;  // rows even: keys go in pairs
