@@ -17,6 +17,8 @@ BUILD = Path(__file__).resolve().parent.parent / "build" / "benchmarks"
 KINDS = {"avx2": 0, "avx512": 1, "avx512_bf16": 2, "amx": 3}  # on Arm kind 0 is NEON
 BF16 = ("amx", "avx512_bf16")  # of bfloat16 products, best first
 WINDOW = 2e-3  # seconds of one measurement between two pieces
+# of several threads: a contestant's idle workers spin on for some milliseconds, on the cores that are to be measured
+WINDOW_THREADS = 12e-3
 
 
 @cache
@@ -74,17 +76,18 @@ def for_case(case, device: str, threads: int) -> tuple[str, dict[str, Callable[[
         if case.memory_bound:
             return "dram", {"dram": _cuda_copy}
         return "matmul", {"matmul": lambda: _cuda_matmul(case.torch_dtype)}
-    measures = {"fma": lambda: flops(fma_kind(), threads)}
+    window = WINDOW if threads == 1 else WINDOW_THREADS
+    measures = {"fma": lambda: flops(fma_kind(), threads, window)}
     if case.memory_bound:
-        measures["dram"] = lambda: dram(threads)
+        measures["dram"] = lambda: dram(threads, window)
         seconds = {"fma": case.flops("forward") / measures["fma"](), "dram": case.bytes("forward") / measures["dram"]()}
         return max(seconds, key=seconds.get), measures  # the nearer
     bf16 = [kind for kind in BF16 if kind in supported()]
     if case.dtype == "bf16" and bf16:
-        measures["bf16"] = lambda: flops(bf16[0], threads)
+        measures["bf16"] = lambda: flops(bf16[0], threads, window)
         return "bf16", measures
     if case.dtype == "fp64":
-        measures["fma"] = lambda: flops(fma_kind(), threads) / 2
+        measures["fma"] = lambda: flops(fma_kind(), threads, window) / 2
     return "fma", measures
 
 

@@ -17,7 +17,7 @@ import torch
 
 PIECE = 1e-3  # seconds a piece lasts at least: small calls are timed in batches
 PIECES = 3  # pieces of each contestant at least, unless one alone exceeds the budget
-CEILING_EVERY = 1e-2  # seconds between two looks at the ceilings
+CEILING_EVERY = 1e-2  # seconds between two looks at the ceilings, five times as many with several threads
 
 
 @dataclass
@@ -89,6 +89,7 @@ def take_turns(
         tick()
 
     peaks = {name: measure() for name, measure in ceilings.items()}
+    every = CEILING_EVERY * (1 if all(c.threads == 1 for c in contestants.values()) else 5)
     looked = time.perf_counter()
     waiting = [name for name in contestants if spent[name] < budget]
     enabled = gc.isenabled()
@@ -103,7 +104,7 @@ def take_turns(
                 with c.context():
                     c.times.append(clock.measure(c.call, c.batch) / c.batch)
                 spent[name] += time.perf_counter() - start
-                if time.perf_counter() - looked > CEILING_EVERY:
+                if time.perf_counter() - looked > every:
                     peaks = {name: max(peaks[name], measure()) for name, measure in ceilings.items()}
                     looked = time.perf_counter()
             waiting = [name for name in waiting if spent[name] < budget or len(contestants[name].times) < PIECES]
