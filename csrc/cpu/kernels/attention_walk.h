@@ -12,6 +12,13 @@ ATTN_INLINE bool owns(int64_t block, int64_t part, int64_t parts) {
   return part == (round & 1 ? parts - 1 - seat : seat);
 }
 
+// Keys at a time: all parts of a head get as many blocks, of a size.
+ATTN_INLINE int64_t even_step(const AttentionParams& p, int64_t step, int64_t parts) {
+  if (parts == 1 || p.block_size || p.kv_len == 0) return step;
+  const int64_t blocks = parts * ((p.kv_len + parts * step - 1) / (parts * step));
+  return min_of(step, round_up((p.kv_len + blocks - 1) / blocks, 16));
+}
+
 // heads: the group's query heads. With parts > 1, dQ is left unscaled in partial_query [group][q_len][ld]
 // (ld = round_up(head_dim, line)) for the ordered sum; else it goes to its gradient. The key blocks' dK and dV go to
 // theirs in either case.
@@ -33,7 +40,7 @@ void walk_keys(const Walk& x, Kernel& kernel, Compute<T>* grad_key, Compute<T>* 
   const AttentionParams& p = x.params;
   const int64_t D = p.head_dim, Dv = p.v_head_dim, ldgk = round_up(D, S::line), ldgv = round_up(Dv, S::line);
   const int64_t per_head = S::tiles_per_head(p), all_tiles = p.group * per_head;
-  const int64_t query_step = S::query_step(p), key_step = S::key_step(p);
+  const int64_t query_step = S::query_step(p), key_step = even_step(p, S::key_step(p), x.parts);
   const HeadGradients& g0 = x.gradients[0];
   memset(grad_key, 0, size_t(p.kv_len * (ldgk + ldgv)) * sizeof(C));
 
