@@ -20,10 +20,8 @@ _transforms_active = torch._C._are_functorch_transforms_active
 
 def eager_node(op: Operator, derivatives: Derivatives, all_outputs: bool) -> Callable:
     """The node of eager mode and torch.compile. forward(ctx, ...) instead of setup_context: that alone costs 60 us."""
-    grads_of = pick([op.forward.outputs.index(o) for o in op.differentiable])
-    not_differentiable = pick([i for i, o in enumerate(op.forward.outputs) if o not in op.differentiable])
+    grads_of, mark_constants = _outputs(op)
     missing = (None,) * (len(op.differentiable) - 1)
-    has_constants = len(op.differentiable) < len(op.forward.outputs)
 
     class Eager(Function):
         @staticmethod
@@ -37,8 +35,7 @@ def eager_node(op: Operator, derivatives: Derivatives, all_outputs: bool) -> Cal
                 ctx.save_for_forward(*op.pick_tensors((*flat, *outputs)))
             if not all_outputs:
                 return outputs[0]
-            if has_constants:
-                ctx.mark_non_differentiable(*[x for x in not_differentiable(outputs) if x is not None])
+            mark_constants(ctx, outputs)
             return outputs
 
         @staticmethod
@@ -69,6 +66,7 @@ def eager_node(op: Operator, derivatives: Derivatives, all_outputs: bool) -> Cal
 
 def transformed_node(op: Operator, derivatives: Derivatives, vmap_rule: Callable) -> type[Function]:
     """The node of torch.func: every transform peels off one level and comes back here."""
+    grads_of, mark_constants = _outputs(op)
 
     class Transformed(Function):
         @staticmethod
@@ -79,11 +77,12 @@ def transformed_node(op: Operator, derivatives: Derivatives, vmap_rule: Callable
         def setup_context(ctx, inputs, output):
             op.save(ctx, inputs, output)
             ctx.save_for_forward(*op.pick_tensors((*inputs, *output)))
+            mark_constants(ctx, output)
 
         @staticmethod
         def backward(ctx, *grads):
             needs = ctx.needs_input_grad
-            flat = op.backward_arguments(ctx, grads, needs)
+            flat = op.backward_arguments(ctx, grads_of(grads), needs)
             if flat is None:
                 return (None,) * len(needs)
             return op.spread(derivatives.backward_node.apply(*flat), needs)
@@ -98,6 +97,17 @@ def transformed_node(op: Operator, derivatives: Derivatives, vmap_rule: Callable
 
     Transformed.__name__ = Transformed.__qualname__ = op.name.replace("::", "_")
     return Transformed
+
+
+def _outputs(op: Operator) -> tuple[Callable, Callable]:
+    """What picks the differentiable ones from the gradients of all outputs, and what marks the others in a context."""
+    constants = pick([i for i, o in enumerate(op.forward.outputs) if o not in op.differentiable])
+
+    def mark_constants(ctx, outputs):
+        if len(op.differentiable) < len(op.forward.outputs):
+            ctx.mark_non_differentiable(*[x for x in constants(outputs) if x is not None])
+
+    return pick([op.forward.outputs.index(o) for o in op.differentiable]), mark_constants
 
 
 def _jvp(op: Operator, derivatives: Derivatives, ctx, tangents: tuple) -> tuple:
