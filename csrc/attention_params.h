@@ -70,9 +70,10 @@ struct HeadGradients {
   void* query = nullptr;  // [q_len, head_dim]
   void* key = nullptr;    // [kv_len, head_dim]; the same for all heads of a group
   void* value = nullptr;  // [kv_len, v_head_dim]
-  // [q_len, kv_len] in float (double for double), added to. A stride is 0 where the mask broadcasts; mask_col is 0
-  // or 1.
+  // [q_len, kv_len] in float (double for double). A stride is 0 where the mask broadcasts; mask_col is 0 or 1.
+  // mask_first: written where the head sees anything, else added to.
   void* mask = nullptr;
+  bool mask_first = false;
   double *sink = nullptr, *slope = nullptr;  // added to
   int64_t query_row = 0, key_row = 0, value_row = 0, mask_row = 0, mask_col = 0;
 };

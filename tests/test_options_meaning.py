@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from testing import DTYPES, poison_memory, random_tensor
+from testing import DTYPES, check_attention, poison_memory, random_tensor
 
 import attnjourney
 from attnjourney import reference
@@ -202,6 +202,16 @@ def test_alibi_of_unequal_lengths(causal, per_item):  # 3 rows, 7 keys, bottom-r
     options = dict(is_causal=causal, causal_alignment="bottom_right")
     got = attention(q, k, v, alibi_slopes=slopes, **options)
     torch.testing.assert_close(got, attention(q, k, v, bias, **options))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_alibi_of_rows_that_see_distant_keys_alone(dtype):
+    """Row 400 sees keys 0 to 19: its scores lie at -550; others of the same tile see keys beside them."""
+    q, k, v = (random_tensor((1, 2, 400, 8), dtype, s, outliers=False) for s in range(3))
+    slopes = torch.tensor([1.0, 0.01], dtype=dtype)
+    check_attention(q, k, v, alibi_slopes=slopes, key_lengths=torch.tensor([20]), is_causal=True)
+    check_attention(q, k, v, alibi_slopes=slopes, window_size=(5, 5), prefix_length=1)
+    check_attention(q, k, v, alibi_slopes=slopes, is_causal=True)
 
 
 def test_alibi_weights_fall_with_distance():

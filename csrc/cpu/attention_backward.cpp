@@ -74,7 +74,7 @@ void backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tens
       torch::stable::zero_(rest);
     }
 
-  MaskGradient mask_gradient(c, gradients.attn_mask, c.batch * c.kv_heads);
+  MaskGradient mask_gradient(c, sequences, gradients.attn_mask, c.batch * c.kv_heads);
   std::vector<BackwardPlan> plans;
   int64_t most_parts = 1;
   for (const std::vector<int64_t>& items : mask_gradient.rounds()) {

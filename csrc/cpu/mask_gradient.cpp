@@ -24,10 +24,13 @@ void sum_copies(C* sums, int64_t copies, int64_t n) {
 
 }  // namespace
 
-MaskGradient::MaskGradient(const AttentionCall& c, const OptionalTensor& grad, int64_t items) : call_(c), grad_(grad) {
+MaskGradient::MaskGradient(const AttentionCall& c, const Sequences& sequences, const OptionalTensor& grad,
+                           int64_t items)
+    : call_(c), grad_(grad) {
   if (grad_) {
     map_ = mask_map(c, *grad_, row_, col_);
     small_ = row_ == 0 || col_ == 0;
+    whole_ = !small_ && sequences.alike() && !c.params.keys.bounded();
     std::unordered_map<int64_t, int64_t> seen;  // first element of an item -> items so far
     for (int64_t i = 0; i < items; i++)
       turn_.push_back(seen[offset_of(c, map_, i / c.kv_heads, i % c.kv_heads * c.params.group)]++);
@@ -44,7 +47,7 @@ void MaskGradient::allocate(int64_t parts) {
   const int64_t copies = batch_copies_ * parts_, n = grad_->numel();
   const bool direct = copies == 1 && grad_->scalar_type() == call_.lse_dtype;
   sums_ = direct ? *grad_ : aten::empty(*grad_, {copies, n}, call_.lse_dtype);
-  torch::stable::zero_(*sums_);
+  if (!whole_) torch::stable::zero_(*sums_);
 }
 
 void MaskGradient::place(HeadGradients& g, int64_t item, int64_t part, int64_t batch, int64_t head) const {
@@ -54,6 +57,9 @@ void MaskGradient::place(HeadGradients& g, int64_t item, int64_t part, int64_t b
            (copy * grad_->numel() + offset_of(call_, map_, batch, head)) * item_size(call_.lse_dtype);
   g.mask_row = row_;
   g.mask_col = col_;
+  // the first head of those that share elements, of its turn and within its group, which is walked in order
+  g.mask_first =
+      !small_ && turn_[static_cast<size_t>(item)] == 0 && (head % call_.params.group == 0 || map_.head_stride != 0);
 }
 
 void MaskGradient::finish() {

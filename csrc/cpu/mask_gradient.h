@@ -14,7 +14,7 @@ namespace attnjourney {
 class MaskGradient {
  public:
   // `grad`: what to write, or nullopt; contiguous, in a shape that broadcasts to the call's
-  MaskGradient(const AttentionCall& call, const OptionalTensor& grad, int64_t items);
+  MaskGradient(const AttentionCall& call, const Sequences& sequences, const OptionalTensor& grad, int64_t items);
 
   // work items batch * kv_heads + kv_head that may run together
   const std::vector<std::vector<int64_t>>& rounds() const { return rounds_; }
@@ -28,6 +28,7 @@ class MaskGradient {
   HeadMap map_;
   int64_t row_ = 0, col_ = 0, batch_copies_ = 1, parts_ = 1;
   bool small_ = false;
+  bool whole_ = false;  // every row sees every key, so that every element is written
   std::vector<std::vector<int64_t>> rounds_;
   std::vector<int64_t> turn_;  // of each item, among those that share its elements
   OptionalTensor sums_;        // [copies, numel]

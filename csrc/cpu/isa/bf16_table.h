@@ -1,4 +1,4 @@
-// The table of AVX-512 with another forward in bfloat16. MatrixUnit is defined before this is included.
+// The table of AVX-512 with another forward and jvp in bfloat16. MatrixUnit is defined before this is included.
 #pragma once
 #include "dot_avx512_bf16.h"
 #include "tuning_avx512.h"
@@ -6,6 +6,7 @@
 // what follows is compiled for these
 #include "../dispatch.h"
 #include "../kernels/attention_forward_dot.h"
+#include "../kernels/attention_jvp_dot.h"
 
 namespace attnjourney {
 namespace {
@@ -18,6 +19,9 @@ KernelTable make_bf16_table(const char* isa) {
   k.forward = [](const AttentionParams& p, const HeadPointers& h, int64_t first, int64_t rows, void* space) {
     ForwardDot::run(p, h, first, rows, static_cast<char*>(space));
   };
+  k.jvp_space = [](const AttentionParams& p, int64_t rows) { return JvpDot::Space(p, rows).total; };
+  k.jvp = [](const AttentionParams& p, const HeadPointers& h, const HeadTangents& d, int64_t first, int64_t rows,
+             void* space) { JvpDot::run(p, h, d, first, rows, static_cast<char*>(space)); };
   return t;
 }
 

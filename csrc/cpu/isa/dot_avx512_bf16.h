@@ -22,15 +22,6 @@ ATTN_INLINE Pairs broadcast_pair(const void* p) {
 ATTN_INLINE Vf dot(Vf sum, Pairs a, Pairs b) {
   return {_mm512_dpbf16_ps(sum.v, reinterpret_cast<__m512bh>(a.v), reinterpret_cast<__m512bh>(b.v))};
 }
-// 2^t / exp2_unit to 4e-6, for a result that is rounded to bfloat16; as exp2 otherwise. A monic polynomial of degree 4
-// takes two multiplications if its coefficients are adapted; additions have units of their own (Knuth, TAOCP 4.6.4).
-constexpr float exp2_unit = 9.570102210e-03f;
-ATTN_INLINE Vf exp2_short(Vf t) {
-  t = max(Vf::set(-125.f), t);
-  const Vf n = round(t), f = t - n;
-  const Vf y = fma(f, f + Vf::set(2.421487037e+00f), Vf::set(3.169906685e+01f));
-  return scale_by_power(fma(y, f + Vf::set(-4.657926231e+01f) + y, Vf::set(5.761803277e+02f)), n);
-}
 // rounded to nearest even
 ATTN_INLINE Pairs round_pairs(Vf low, Vf high) {
   const __m512i side_by_side = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high.v, low.v));
@@ -40,6 +31,11 @@ ATTN_INLINE Pairs round_pairs(Vf low, Vf high) {
 }
 // sum + a.low + a.high
 ATTN_INLINE Vf add_pairs(Vf sum, Pairs a) { return dot(sum, a, {_mm512_set1_epi32(0x3f803f80)}); }
+// 1 / a to 2^-23, a normal
+ATTN_INLINE Vf reciprocal(Vf a) {
+  const __m512 r = _mm512_rcp14_ps(a.v);
+  return {_mm512_fmadd_ps(r, _mm512_fnmadd_ps(a.v, r, _mm512_set1_ps(1.f)), r)};
+}
 // rows a and b, 16 columns of each -> (a[d], b[d])
 ATTN_INLINE Pairs zip(const bf16* a, const bf16* b) {
   const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(a)));

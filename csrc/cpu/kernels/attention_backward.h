@@ -80,7 +80,7 @@ struct Backward : Stages<C> {
         delta = S::dot(o + r * p.out_row, t.grad + r * value_ld(p), Dv);
         if (h.grad_lse) delta -= static_cast<const C*>(h.grad_lse)[first + r];
       }
-      S::split_lse(r < count ? lse[r] : C(0), t, r);
+      split_lse(r < count ? lse[r] : C(0), t.minus_lse[r], t.minus_lse_low[r]);
       if (grad_sink && r < count && h.sink != -__builtin_inf())
         *grad_sink -= __builtin_exp2((h.sink - double(lse[r])) * log2_e) * double(delta);
       t.minus_delta[r] = -delta;

@@ -103,7 +103,7 @@ struct BackwardJvp : Stages<C> {
     const auto number = [&](const void* x, int64_t r) { return x ? static_cast<const C*>(x)[first + r] : C(0); };
     for (int64_t r = 0; r < tile; r++) {
       C delta = 0, change = 0, mu = 0;
-      S::split_lse(r < count ? number(h.lse, r) : C(0), t, r);
+      split_lse(r < count ? number(h.lse, r) : C(0), t.minus_lse[r], t.minus_lse_low[r]);
       if (r < count) {
         const C* g = t.grad + r * ldv;
         const T* out = static_cast<const T*>(h.out) + (first + r) * p.out_row;

@@ -19,6 +19,10 @@
 namespace attnjourney {
 namespace {
 
+// The least exponent of a weight where references only rise: products with values stay normal numbers.
+template <class C>
+constexpr C least_of_rising = sizeof(C) == 4 ? C(-100) : C(-900);
+
 template <class C>
 struct Forward {
   static constexpr int W = Vec<C>::width;
@@ -74,11 +78,11 @@ struct Forward {
           const auto visible = range[r].visible(lane);
           if (s.alibi.on) x = s.alibi.add(x, distance);
           x = select(visible, x, hidden);
-          w = select(visible, exp2(x), Vec<C>::zero());
+          w = select(visible, exp2(x, least_of_rising<C>), Vec<C>::zero());
         } else {
           if constexpr (H == Hidden::by_sum) x = x + load(P + r * tile + W * j);
           if constexpr (H == Hidden::by_alibi) x = s.alibi.add(x, distance);
-          w = exp2(x);
+          w = H == Hidden::by_alibi ? exp2(x, least_of_rising<C>) : exp2(x);
         }
         top = max(top, x);
         total = total + w;
@@ -134,7 +138,9 @@ struct Forward {
         with_rows<rows>(m, [&](auto m_) {
           if (bias)
             score_panel<Hidden::by_bias, m_.count>(key, ldk, s, p, v, n, k0 + k, k);
-          else if (lanes.whole && !s.alibi.on)
+          else if (lanes.whole && s.alibi.on)
+            score_panel<Hidden::by_alibi, m_.count>(key, ldk, s, p, v, n, k0 + k, k);
+          else if (lanes.whole)
             score_panel<Hidden::no, m_.count>(key, ldk, s, p, v, n, k0 + k, k);
           else
             score_panel<Hidden::by_range, m_.count>(key, ldk, s, p, v, n, k0 + k, k);
@@ -174,21 +180,26 @@ struct Forward {
     });
   }
 
+  // Under ALiBi the first keys of a row are its farthest: their maximum says nothing of what is to come. References
+  // then do not move down (`rising`), and if a row ends below the range, all are computed again.
+  static constexpr C lowest_top = C(-40);
+  static ATTN_INLINE bool below_range(C top) { return top <= lowest_top && top >= MaskValue<C>::lowest * C(1.9); }
+
   // Lanes whose maximum left the range take it as their reference; what they hold is scaled. True if any moved.
   static ATTN_INLINE bool move_reference(int64_t vectors_used, const Vec<C>* top, Vec<C>* total, C* reference, C* O,
-                                         int64_t ldo, bool has_output) {
+                                         int64_t ldo, bool has_output, bool rising) {
     Vec<C> high = Vec<C>::set(C(-1e30)), low = Vec<C>::set(C(1e30));
     const Vec<C> none = Vec<C>::set(MaskValue<C>::lowest * C(1.9));  // below: no visible key so far
     for (int64_t j = 0; j < vectors_used; j++) {
       high = max(high, top[j]);
       low = min(low, select(ge(top[j], none), top[j], Vec<C>::zero()));
     }
-    if (!any(ge(high, Vec<C>::set(C(60)))) && !any(ge(Vec<C>::set(C(-40)), low))) return false;
+    if (!any(ge(high, Vec<C>::set(C(60)))) && (rising || !any(ge(Vec<C>::set(lowest_top), low)))) return false;
     alignas(64) C x[W], f[W];
     for (int64_t j = 0; j < vectors_used; j++) {
       store(x, top[j]);
       for (int i = 0; i < W; i++) {
-        const bool out = x[i] >= C(60) || (x[i] <= C(-40) && x[i] >= MaskValue<C>::lowest * C(1.9));
+        const bool out = x[i] >= C(60) || (!rising && below_range(x[i]));
         const C move = out ? x[i] : C(0);
         reference[j * W + i] -= move;
         // moved down: nothing of weight was kept so far, and 2^-move may be inf
@@ -221,6 +232,14 @@ struct Forward {
   // Rows first .. first + count - 1 (count <= superblock) of one head.
   template <class T>
   static void run(const AttentionParams& p, const HeadPointers& h, int64_t first, int64_t count, C* space) {
+    if (!p.alibi || !pass<T>(p, h, first, count, true, space)) pass<T>(p, h, first, count, false, space);
+  }
+
+ private:
+  // False if a row ended below the range.
+  template <class T>
+  static bool pass(const AttentionParams& p, const HeadPointers& h, int64_t first, int64_t count, bool rising,
+                   C* space) {
     const Space at(p, count);
     C *query = space + at.query, *output = space + at.output, *P = space + at.scores;
     C *key_copy = space + at.key, *value_copy = space + at.value, *state = space + at.state;
@@ -237,7 +256,7 @@ struct Forward {
     const bool out_direct = same && Dv % W == 0;
     C *reference = state, *top = state + tiles_used * tile, *total = top + tiles_used * tile,
       *inverse = total + tiles_used * tile;
-    bool started[tiles];
+    bool started[tiles], settled = true;
 
     for (int64_t t = 0; t < tiles_used; t++) {
       const int64_t n = min_of(tile, count - t * tile);
@@ -302,8 +321,8 @@ struct Forward {
           with_hidden(inside(masked),
                       [&](auto hidden) { score_inner<hidden.value>(Kb, ldk, s, k0, seen.all_begin, seen.all_end); });
           score_border(Kb, ldk, s, k0, seen.all_end, seen.end, n, bias);
-          if (tries == 2 ||
-              !move_reference(used, tops, reinterpret_cast<Vec<C>*>(total + t * tile), ref, O, at.ldv, started[t]))
+          if (tries == 2 || !move_reference(used, tops, reinterpret_cast<Vec<C>*>(total + t * tile), ref, O, at.ldv,
+                                            started[t], rising))
             break;
           if (bias) bias_again();
         }
@@ -319,6 +338,7 @@ struct Forward {
           const C keep = C(p.dropout.keep_scale);
           for (int64_t i = 0; i < n; i++) {
             const C sum = total[t * tile + i];
+            settled = settled && !(rising && below_range(top[t * tile + i] + ref[i]));
             inverse[i] = sum == C(0) ? C(0) : keep / sum;  // 0: the row sees no key
             lse[row + i] = natural_lse(-ref[i], sum);
             if (h.sink != -__builtin_inf()) {
@@ -350,6 +370,7 @@ struct Forward {
             unpack_rows<T>(O + i * at.ldv, at.ldv, 1, Dv, inverse[i], out + (row + i) * p.out_row, p.out_row);
       }
     } while (walk.next());
+    return settled;
   }
 };
 

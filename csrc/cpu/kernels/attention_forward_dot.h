@@ -4,17 +4,109 @@
 // product. O = P V: pairs of keys, P rounded to bfloat16 in the epilogue, V zipped once per key block. The sum counts
 // the rounded weights: they are what O is divided by. Both products: dot_tiles.h.
 #pragma once
-#include "dot_tiles.h"
+#include "dot_stream.h"
 
 namespace attnjourney {
 namespace {
 
-struct Unchanged {
-  ATTN_INLINE Vf operator()(Vf x) const { return x; }
-  ATTN_INLINE float operator()(float x) const { return x; }
+// 2^t / exp2_unit to 4e-6, for a result that is rounded to bfloat16; as exp2 otherwise. A monic polynomial of degree 4
+// takes two multiplications if its coefficients are adapted; additions have units of their own (Knuth, TAOCP 4.6.4).
+constexpr float exp2_unit = 9.570102210e-03f;
+ATTN_INLINE Vf exp2_short(Vf t, float least = -125.f) {
+  t = max(Vf::set(least), t);
+  const Vf n = round(t), f = t - n;
+  const Vf y = fma(f, f + Vf::set(2.421487037e+00f), Vf::set(3.169906685e+01f));
+  return scale_by_power(fma(y, f + Vf::set(-4.657926231e+01f) + y, Vf::set(5.761803277e+02f)), n);
+}
+
+// cap * tanh(y / cap) of y / cap times 2 log2(e), to about 1e-7 cap: as exact as an lse beside 16 bits need be
+ATTN_INLINE Vf cap_short(Vf z, float cap) {
+  const Vf far = Vf::set(40.f), one = Vf::set(1.f);
+  z = min(far, max(Vf::zero() - far, z));  // a NaN stays one
+  const Vf n = round(z), power = scale_by_power(exp2_fraction(z - n), n);
+  return fma(Vf::set(-2 * cap), reciprocal(power + one), Vf::set(cap));
+}
+
+// The weights against a reference that moves only when a row leaves its range.
+struct ForwardWork : DotWork {
+  static constexpr int W = Vf::width, most = 1, count = 1;
+  static constexpr int64_t tile = DotTiles::tile;
+  static constexpr bool matrix = DotTiles::matrix, softens = false;
+  DotProduct terms[1];
+  const float* reference;     // [tile], log2 units, negated
+  const float* bias;          // [key][tile]
+  uint32_t* P;                // [key / 2][tile]
+  Vf *top, *total, *rounded;  // running maximum relative to the reference, sum, sum of the rounded weights
+  Vf scale, factor;           // scale * log2(e); with softcap 1 and query_factor
+  float* S;                   // of the matrix unit: [group][tile], scores of the keys from `S_key` on
+  int64_t S_key;
+
+  ATTN_INLINE void clear(int64_t at) const { store_pairs(P + at, Pairs{}); }
+  template <int M, int N>
+  ATTN_INLINE void load_scores(Vf (&t)[M][N], int64_t lane0, int64_t k) const {
+    ATTN_UNROLL for (int r = 0; r < M; r++) ATTN_UNROLL for (int j = 0; j < N; j++) t[r][j] =
+        load(S + (k - S_key + r) * tile + lane0 + W * j);
+  }
+  template <Hidden H>
+  ATTN_INLINE void weigh(const Pending& w, int64_t lane) const {
+    constexpr bool guard = H == Hidden::by_range || H == Hidden::by_bias;
+    const int64_t j = lane / W;
+    const Vf ref = load(reference + lane), zero = Vf::zero(), hidden = Vf::set(-__builtin_inff());
+    Vf high = top[j], p[2] = {zero, zero};
+    ATTN_UNROLL for (int r = 0; r < 2; r++) {
+      if (guard && w.key + r >= w.end) break;  // a last single key is paired with weight 0
+      Vf x = load(w.x + r * W);
+      if (cap != 0) x = cap_short(x * factor, cap);
+      // rounded twice, as the maximum that the reference came from: a fused sum would show the product's rounding
+      x = x * scale + ref;
+      const float* b = bias + (w.key + r) * tile + lane;
+      if constexpr (H == Hidden::by_sum) x = x + load(b);
+      if (H == Hidden::by_alibi || (H == Hidden::by_range && alibi.on))
+        x = alibi.add(x, alibi.distance(Vf::iota(), lane, w.key + r));
+      if constexpr (H == Hidden::by_bias) {
+        const Vf added = load(b);
+        const auto gone = eq(added, hidden);
+        x = select(gone, hidden, x + added);
+        p[r] = select(gone, zero, exp2_short(x));
+      } else if constexpr (H == Hidden::by_range) {
+        const auto visible = lane_range<float>(*keys, first_row + lane, k0 + w.key + r).visible(Vf::iota());
+        x = select(visible, x, hidden);
+        p[r] = select(visible, exp2_short(x, least_of_rising<float>), zero);
+      } else {
+        p[r] = H == Hidden::by_alibi ? exp2_short(x, least_of_rising<float>) : exp2_short(x);
+      }
+      high = max(high, x);
+    }
+    const Pairs pair = round_pairs(p[0], p[1]);
+    top[j] = high;
+    total[j] = total[j] + (p[0] + p[1]);
+    rounded[j] = add_pairs(rounded[j], pair);
+    store_pairs(P + w.key / 2 * tile + lane, pair);
+  }
 };
 
 struct ForwardDot : DotTiles {
+  using Stream = DotStream<ForwardWork>;
+
+  // calls f over the keys [begin, end) of the block: all at once, or by groups whose scores the matrix unit computes
+  template <class F>
+  static ATTN_INLINE void by_groups(ForwardWork& s, int64_t begin, int64_t end, const F& f) {
+    if constexpr (matrix) {
+      const auto [K, ldk, query] = s.terms[0];
+      for (int64_t k = begin; k < end; k = s.S_key + group) {
+        const int64_t key = k / group * group;
+        if (s.S_key != key)
+          with_rows<vectors>(s.vectors_used, [&](auto n) {
+            Matrix::template scores<n.count>(K + key * ldk, ldk, query, s.pairs, s.S, tile);
+          });
+        s.S_key = key;
+        f(k, min_of(end, key + group));
+      }
+    } else {
+      f(begin, end);
+    }
+  }
+
   // scratch, in bytes
   struct Space {
     int64_t ldk, ldv, query, rows16, output, P, bias, key, value, state, scores, products, total;
@@ -37,6 +129,13 @@ struct ForwardDot : DotTiles {
   };
 
   static void run(const AttentionParams& p, const HeadPointers& h, int64_t first, int64_t count, char* space) {
+    if (!p.alibi || !pass(p, h, first, count, true, space)) pass(p, h, first, count, false, space);
+  }
+
+ private:
+  // False if a row ended below the range.
+  static bool pass(const AttentionParams& p, const HeadPointers& h, int64_t first, int64_t count, bool rising,
+                   char* space) {
     const Space at(p, count);
     uint32_t *query = reinterpret_cast<uint32_t*>(space + at.query), *P = reinterpret_cast<uint32_t*>(space + at.P);
     uint32_t* Vb = reinterpret_cast<uint32_t*>(space + at.value);
@@ -53,7 +152,7 @@ struct ForwardDot : DotTiles {
     float *reference = state, *top = state + tiles_used * tile, *total = top + tiles_used * tile,
           *rounded = total + tiles_used * tile, *inverse = rounded + tiles_used * tile;
     const bool key_direct = D % dim_step == 0 && p.k_row * 2 < 1024;
-    bool started[tiles];
+    bool started[tiles], settled = true;
     for (int64_t t = 0; t < tiles_used; t++) {
       const int64_t n = min_of(tile, count - t * tile);
       const bf16* q = Q + (first + t * tile) * p.q_row;
@@ -81,12 +180,8 @@ struct ForwardDot : DotTiles {
       for (int64_t t = 0; t < tiles_used; t++) {
         const int64_t row = first + t * tile, n = min_of(tile, count - t * tile), used = (n + W - 1) / W;
         const bool last = walk.last(row, row + n - 1);
-        TileKeys seen = seen_keys(p, h, row, row + n - 1, k0, block);
+        TileKeys seen = whole_pairs(seen_keys(p, h, row, row + n - 1, k0, block));
         if (seen.empty() && !last) continue;
-        // pairs: keys taken in at the ends are hidden by their range
-        seen.begin &= ~int64_t(1);
-        seen.all_begin = min_of(seen.end, (seen.all_begin + 1) & ~int64_t(1));
-        seen.all_end = max_of(seen.all_begin, seen.all_end == seen.end ? seen.end : seen.all_end & ~int64_t(1));
 
         float *ref = reference + t * tile, *O = output + t * tile * at.ldv;
         Vf tops[tile / W], totals[tile / W], rounds[tile / W];
@@ -96,40 +191,36 @@ struct ForwardDot : DotTiles {
           if (masked == MaskBlock::all_hidden) seen = {0, 0, 0, 0};
         }
         const bool biased = has_block(masked);
-        Scores s{query + t * tile * pairs,
-                 ref,
-                 bias,
-                 P,
-                 tops,
-                 totals,
-                 rounds,
-                 Vf::set(p.softcap > 0 ? 1 : float(p.scale * log2_e)),
-                 pairs,
-                 used,
-                 &p.keys,
-                 row,
-                 Vf::set(query_factor<float>(p)),
-                 float(p.softcap * log2_e),
-                 alibi_of<float>(p, h, row, k0, masked),
-                 reinterpret_cast<float*>(space + at.scores),
-                 -1};
+        ForwardWork s{
+            {pairs, used, &p.keys, row, k0, float(p.softcap * log2_e), alibi_of<float>(p, h, row, k0, masked)},
+            {{Kb, ldk, query + t * tile * pairs}},
+            ref,
+            bias,
+            P,
+            tops,
+            totals,
+            rounds,
+            Vf::set(p.softcap > 0 ? 1 : float(p.scale * log2_e)),
+            Vf::set(query_factor<float>(p)),
+            reinterpret_cast<float*>(space + at.scores),
+            -1};
         for (int tries = 0; !seen.empty(); tries++) {
           for (int64_t j = 0; j < used; j++) {
             tops[j] = load(top + t * tile + j * W) + load(ref + j * W);
             totals[j] = load(total + t * tile + j * W);
             rounds[j] = load(rounded + t * tile + j * W);
           }
-          const auto border = [&](int64_t begin, int64_t end) { score_border(Kb, ldk, s, k0, begin, end, n, biased); };
-          by_groups(Kb, ldk, s, seen.begin, seen.all_begin, border);
+          const auto border = [&](int64_t begin, int64_t end) { Stream::border(s, begin, end, n, biased); };
+          by_groups(s, seen.begin, seen.all_begin, border);
           with_hidden(inside(masked), [&](auto hidden) {
-            by_groups(Kb, ldk, s, seen.all_begin, seen.all_end,
-                      [&](int64_t begin, int64_t end) { score_inner<hidden.value>(Kb, ldk, s, k0, begin, end); });
+            by_groups(s, seen.all_begin, seen.all_end,
+                      [&](int64_t begin, int64_t end) { Stream::inner<hidden.value>(s, begin, end); });
           });
-          by_groups(Kb, ldk, s, seen.all_end, seen.end, border);
+          by_groups(s, seen.all_end, seen.end, border);
           if (tries == 2) break;
           Vf factor[tile / W];  // what a lane that moves is scaled by
           for (int64_t j = 0; j < used; j++) factor[j] = Vf::set(1);
-          if (!Forward<float>::move_reference(used, tops, factor, ref, O, at.ldv, started[t])) break;
+          if (!Forward<float>::move_reference(used, tops, factor, ref, O, at.ldv, started[t], rising)) break;
           for (int64_t j = 0; j < used; j++) {
             float *a = total + t * tile + j * W, *b = rounded + t * tile + j * W;
             store(a, load(a) * factor[j]);
@@ -146,6 +237,7 @@ struct ForwardDot : DotTiles {
         if (last)
           for (int64_t i = 0; i < n; i++) {
             const float sum = rounded[t * tile + i] * exp2_unit, exact = total[t * tile + i] * exp2_unit;
+            settled = settled && !(rising && Forward<float>::below_range(top[t * tile + i] + ref[i]));
             inverse[i] = sum == 0 ? 0 : float(p.dropout.keep_scale) / sum;
             lse[row + i] = natural_lse(-ref[i], exact);
             if (h.sink != -__builtin_inf()) {
@@ -169,7 +261,8 @@ struct ForwardDot : DotTiles {
           split_rows<rows>(n, [&](int64_t r, auto m) {
             const TileKeys mine = seen.empty() ? seen : tile_keys(p.keys, row + r, row + r + m.count - 1, k0, block);
             const int64_t begin = max_of(mine.begin, seen.begin) / 2, end = (min_of(mine.end, seen.end) + 1) / 2;
-            value_rows<m.count>(P + begin * tile, Vb + begin * at.ldv, guarded ? 0 : max_of(0, end - begin), v, r);
+            value_rows<m.count>(
+                v, r, Weighted{P + begin * tile + r, Vb + begin * at.ldv, guarded ? 0 : max_of(0, end - begin)});
           });
         if (guarded)
           value_guarded(P + seen.begin / 2 * tile, Vb + seen.begin / 2 * at.ldv, (seen.end - seen.begin + 1) / 2, n, v);
@@ -179,6 +272,7 @@ struct ForwardDot : DotTiles {
             unpack_rows<bf16>(O + i * at.ldv, at.ldv, 1, Dv, inverse[i], out + (row + i) * p.out_row, p.out_row);
       }
     } while (walk.next());
+    return settled;
   }
 };
 

@@ -108,26 +108,17 @@ struct Jvp : Stages<C> {
     S::template pack_panels<T>(h.query, p.q_row, t, p.head_dim, query_factor<C>(p), t.query_t);
     if (d.query) S::template pack_panels<T>(d.query, d.q_row, t, p.head_dim, query_factor<C>(p), t.tangent_t);
     for (int64_t r = 0; r < tile; r++) {
-      S::split_lse(r < count ? static_cast<const C*>(h.lse)[first + r] : C(0), t, r);
+      split_lse(r < count ? static_cast<const C*>(h.lse)[first + r] : C(0), t.minus_lse[r], t.minus_lse_low[r]);
       t.mu[r] = t.mu[tile + r] = t.total[r] = t.total[tile + r] = C(0);
     }
     memset(t.sum, 0, size_t(tile * value_ld(p)) * sizeof(C));
   }
 
-  // The weights of a row, with that of the sink, sum to 1 but for the rounding of lse. That is taken out here: what
-  // follows subtracts mu from every A.
   template <class T>
   static void finish(const AttentionParams& p, const HeadPointers& h, const HeadTangents& d, const QueryTile& t) {
     for (int64_t r = 0; r < t.count; r++) {
-      C mu = t.mu[r] + t.mu[tile + r], total = t.total[r] + t.total[tile + r];
-      if (h.sink != -__builtin_inf()) {
-        const C lse = static_cast<const C*>(h.lse)[t.first + r];
-        const C weight = C(__builtin_exp2((h.sink - double(lse)) * log2_e));
-        total += weight;
-        mu += weight * C(d.sink);
-      }
-      const C whole = d.scores() && total > C(0) ? C(1) / total : C(1), factor = whole * C(p.dropout.keep_scale);
-      mu *= whole;
+      const RowMean<C> mean(h, d, t.first + r, t.total[r] + t.total[tile + r]);
+      const C mu = mean.of(t.mu[r] + t.mu[tile + r]), factor = mean.inverse * C(p.dropout.keep_scale);
       static_cast<C*>(d.lse)[t.first + r] = mu;
       const T* out = static_cast<const T*>(h.out) + (t.first + r) * p.out_row;
       T* y = static_cast<T*>(d.out) + (t.first + r) * d.out_row;

@@ -6,6 +6,7 @@
 #include "dropout_tile.h"
 #include "exp2.h"
 #include "key_walk.h"
+#include "log_sum.h"
 #include "mask_tile.h"
 #include "pack.h"
 #include "softcap.h"
@@ -54,14 +55,6 @@ struct Stages {
                     panel);
   }
 
-  // -lse of row r in log2 units, as two numbers; 0 where no key is visible: the masks make P zero
-  static void split_lse(C lse, QueryRows& t, int64_t r) {
-    double l = lse != -C(__builtin_inff()) ? double(lse) * log2_e : 0;
-    l = l < double(MaskValue<C>::lowest) ? double(MaskValue<C>::lowest) : l;
-    l = l > -double(MaskValue<C>::lowest) ? -double(MaskValue<C>::lowest) : l;  // a sink as large; a NaN stays one
-    t.minus_lse[r] = C(-l);
-    t.minus_lse_low[r] = C(-l - double(C(-l)));
-  }
   // sum over n numbers of x y
   template <class X, class Y>
   static C dot(const X* x, const Y* y, int64_t n) {
@@ -313,14 +306,28 @@ struct Stages {
     bool query, key, value;
     C* mask;  // [q_len][kv_len] of this head, or null
     int64_t mask_row, mask_col;
+    bool mask_first;                                               // it holds nothing yet
     double* slope;                                                 // of ALiBi, or null
     bool scores() const { return query || key || mask || slope; }  // dS is needed
   };
 
+  // m <= W rows of n numbers from dS[key][tile]: written, or added to what is there
+  template <bool Write>
+  static ATTN_INLINE void transpose_into(const C* dS, int64_t n, int64_t m, C* to, int64_t ld) {
+    int64_t k = 0;
+    for (; k + W <= n; k += W) {
+      Vec<C> t[W];
+      ATTN_UNROLL for (int i = 0; i < W; i++) t[i] = load(dS + (k + i) * tile);
+      transpose(t);
+      for (int64_t i = 0; i < m; i++) store(to + i * ld + k, Write ? t[i] : load(to + i * ld + k) + t[i]);
+    }
+    for (; k < n; k++)
+      for (int64_t i = 0; i < m; i++) to[i * ld + k] = dS[k * tile + i] + (Write ? C(0) : to[i * ld + k]);
+  }
   // Rows past the last one and hidden keys have dS 0.
   static ATTN_NOINLINE void mask_gradient(const QueryRows& t, const Wanted& w, const C* dS, int64_t k0,
                                           const TileKeys& seen, C* buffer) {
-    const int64_t n = seen.end - seen.begin, ld = round_up(n, W);
+    const int64_t n = seen.end - seen.begin;
     dS += seen.begin * tile;
     C* mask = w.mask + t.first * w.mask_row + (k0 + seen.begin) * w.mask_col;
     if (w.mask_row == 0) {  // one value for all rows
@@ -340,13 +347,11 @@ struct Stages {
         for (int64_t i = 0; i < m; i++) mask[(r + i) * w.mask_row] += buffer[i];
         continue;
       }
-      pack_transposed(dS + r, tile, n, m, Times<C>{C(1)}, buffer, W, W, ld);  // W rows at a time: [W][ld]
-      for (int64_t i = 0; i < m; i++) {
-        C* row = mask + (r + i) * w.mask_row;
-        int64_t k = 0;
-        for (; k + W <= n; k += W) store(row + k, load(row + k) + load(buffer + i * ld + k));
-        for (; k < n; k++) row[k] += buffer[i * ld + k];
-      }
+      C* to = mask + r * w.mask_row;
+      if (w.mask_first)
+        transpose_into<true>(dS + r, n, m, to, w.mask_row);
+      else
+        transpose_into<false>(dS + r, n, m, to, w.mask_row);
     }
   }
   static ATTN_NOINLINE double slope_gradient(const AttentionParams& p, const QueryRows& t, const C* dS, int64_t k0,

@@ -66,6 +66,7 @@ void walk_keys(const Walk& x, Kernel& kernel, Compute<T>* grad_key, Compute<T>* 
                                    static_cast<C*>(g.mask),
                                    g.mask_row,
                                    g.mask_col,
+                                   g.mask_first,
                                    g.slope};
         kernel.step(i, w, k0, block, grad_key + k0 * ldgk, grad_value + k0 * ldgv);
       }

@@ -35,7 +35,8 @@ struct Weights {
     t.minus_lse = space + at.lse;
     t.minus_lse_low = t.minus_lse + tile;
     B::template pack_panels<T>(h.query, p.q_row, t, p.head_dim, query_factor<C>(p), t.query_t);
-    for (int64_t r = 0; r < tile; r++) B::split_lse(r < count ? static_cast<const C*>(h.lse)[first + r] : C(0), t, r);
+    for (int64_t r = 0; r < tile; r++)
+      split_lse(r < count ? static_cast<const C*>(h.lse)[first + r] : C(0), t.minus_lse[r], t.minus_lse_low[r]);
     for (int64_t r = 0; r < count; r++) memset(out + r * p.out_row, 0, size_t(p.kv_len) * sizeof(T));
 
     KeyWalk walk(p, h, first, count, key_block);

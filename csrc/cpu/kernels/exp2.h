@@ -15,8 +15,8 @@ ATTN_INLINE Vf exp2_fraction(Vf f) {
   p = fma(p, f, Vf::set(6.931469671e-01f));
   return fma(p, f, Vf::set(1.000000072e+00f));
 }
-ATTN_INLINE Vf exp2(Vf t) {
-  t = max(Vf::set(-125.f), t);  // in this order a NaN stays: the second operand is returned
+ATTN_INLINE Vf exp2(Vf t, float least = -125.f) {
+  t = max(Vf::set(least), t);  // in this order a NaN stays: the second operand is returned
   const Vf n = round(t);
   return scale_by_power(exp2_fraction(t - n), n);
 }
@@ -35,8 +35,8 @@ ATTN_INLINE Vd exp2_fraction(Vd f) {
   p = fma(p, f, Vd::set(0.6931471805599453));
   return fma(p, f, Vd::set(1.0));
 }
-ATTN_INLINE Vd exp2(Vd t) {
-  t = max(Vd::set(-1021.0), t);
+ATTN_INLINE Vd exp2(Vd t, double least = -1021.0) {
+  t = max(Vd::set(least), t);
   const Vd n = round(t);
   return scale_by_power(exp2_fraction(t - n), n);
 }

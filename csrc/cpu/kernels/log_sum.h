@@ -31,5 +31,15 @@ ATTN_NOINLINE void add_sink(double sink, C reference, C sum, C& inverse, C& lse)
   }
 }
 
+// -lse in log2 units, as the sum of two numbers; 0 where no key is visible: the masks make its weights 0
+template <class C>
+ATTN_INLINE void split_lse(C lse, C& minus, C& low) {
+  double l = lse != -C(__builtin_inff()) ? double(lse) * log2_e : 0;
+  l = l < double(MaskValue<C>::lowest) ? double(MaskValue<C>::lowest) : l;
+  l = l > -double(MaskValue<C>::lowest) ? -double(MaskValue<C>::lowest) : l;  // a sink as large; a NaN stays one
+  minus = C(-l);
+  low = C(-l - double(minus));
+}
+
 }  // namespace
 }  // namespace attnjourney

@@ -38,6 +38,23 @@ ATTN_NOINLINE void load_tangent_bias(const AttentionParams& p, const HeadTangent
   }
 }
 
+// What sums over a row's keys become. Its weights, with that of the sink, sum to 1 but for the rounding of lse: that is
+// taken out here, for what follows subtracts d(lse) from every A.
+template <class C>
+struct RowMean {
+  C inverse = 1, sink = 0;  // 1 / sum of the weights; the sink's term
+
+  ATTN_INLINE RowMean(const HeadPointers& h, const HeadTangents& d, int64_t row, C total) {
+    if (h.sink != -__builtin_inf()) {
+      const C weight = C(__builtin_exp2((h.sink - double(static_cast<const C*>(h.lse)[row])) * log2_e));
+      total += weight;
+      sink = weight * C(d.sink);
+    }
+    if (d.scores() && total > C(0)) inverse = C(1) / total;
+  }
+  ATTN_INLINE C of(C sum) const { return (sum + sink) * inverse; }
+};
+
 // x: products with packed queries -> the tangents of the scaled scores, before any softcap
 template <class C>
 ATTN_INLINE C tangent_factor(const AttentionParams& p) {
