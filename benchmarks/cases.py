@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import blocks, functions, layers
+from . import blocks, functions, layers, options
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PASSES = ("forward", "backward", "both")
@@ -40,10 +40,11 @@ class Case:
     )
     layer: str = ""  # "mha", "gpt", "gqa", "mla": projections and attention, width heads * head_dim
     function: str = ""  # "linear", "infini", "longformer": see functions.py
-    extent: int = 0  # window, segment or block
+    extent: int = 0  # window, segment or block (of option "window": keys that a row sees)
     # The last rows of sequences over a cache: "dense", "paged", "ring", or "latent" (the absorbed form of multi-head
     # latent attention: one key head, whose first v_head_dim numbers are the value)
     decode: str = ""
+    option: str = ""  # of attention: see options.py
     scaling: bool = False  # measure one thread and all threads, and print the quotient
     frozen: bool = False  # key and value get no gradient
     passes: tuple[str, ...] = PASSES
@@ -70,6 +71,8 @@ class Case:
         """Visible (query, key) pairs of one head; causal is top-left aligned, as F.scaled_dot_product_attention."""
         if self.mask == "bigbird":
             return blocks.pairs(self)
+        if self.option and options.OPTIONS[self.option].pairs:
+            return options.OPTIONS[self.option].pairs(self)
         keys = self.visible_keys
         if not self.causal:
             return self.q_len * keys
@@ -133,7 +136,7 @@ class Case:
     def shape(self) -> dict:
         """The fields that matter to a reader of the JSON file."""
         names = "batch heads kv_heads q_len kv_len head_dim v_head_dim dtype causal mask dropout layout layer decode"
-        return {name: getattr(self, name) for name in (*names.split(), "function", "extent")}
+        return {name: getattr(self, name) for name in (*names.split(), "function", "extent", "option")}
 
     def tiny(self) -> Case:
         """The same kind of case at a size that takes microseconds, for tests."""
@@ -207,7 +210,30 @@ def _linear() -> list[Case]:
     return cases
 
 
-CASES = _dense() + _decode() + _linear() + [
+def _options() -> list[Case]:
+    """Options beside the plain case of the same shape; windows, padding and a packed batch."""
+    cases = []
+    for dtype in ("fp32", "bf16"):
+        for n in (1024, 4096):
+            heads = 4 if n == 1024 else 1
+            for option, causal in (("", False), ("", True), ("softcap", False), ("sinks", False), ("alibi", False),
+                                   ("alibi", True)):  # fmt: skip
+                name = f"options-{dtype}-n{n}-{option or 'plain'}{'-causal' if causal else ''}"
+                cases.append(Case(name, "options", heads=heads, q_len=n, dtype=dtype, causal=causal, option=option))
+        for mask in ("float", "float-grad"):
+            cases.append(Case(f"options-{dtype}-n1024-{mask}", "options", heads=4, dtype=dtype, mask=mask))
+        cases.append(Case(f"options-{dtype}-n1024-dropout", "options", heads=4, dtype=dtype, dropout=0.1))
+        cases.append(Case(f"window128-{dtype}-n4096", "options", heads=2, q_len=4096, dtype=dtype, option="window",
+                          extent=128))  # fmt: skip
+        cases.append(Case(f"lengths-{dtype}-b4-n1024", "options", batch=4, heads=2, dtype=dtype, option="lengths"))
+        for causal in (False, True):
+            name = f"ragged-{dtype}-n4096{'-causal' if causal else ''}"
+            cases.append(Case(name, "options", heads=2, q_len=4096, dtype=dtype, causal=causal, option="ragged",
+                              layout="bnhd"))  # fmt: skip
+    return cases
+
+
+CASES = _dense() + _decode() + _linear() + _options() + [
     # head sizes
     Case("fp32-d80-n1024-full", "dims", heads=4, head_dim=80),
     Case("fp32-d96-n1024-full", "dims", heads=4, head_dim=96),
@@ -250,9 +276,13 @@ CASES = _dense() + _decode() + _linear() + [
          passes=("forward", "backward", *DERIVATIVES)),
     Case("bf16-d64-n1024-full-derivatives", "derivatives", heads=2, dtype="bf16",
          passes=("forward", "backward", *DERIVATIVES)),
+    Case("bf16-d128-n2048-causal-derivatives", "derivatives", heads=2, q_len=2048, head_dim=128, causal=True,
+         dtype="bf16", passes=("forward", "backward", *DERIVATIVES)),
     Case("fp32-d64-n1024-full-frozen", "derivatives", heads=2, frozen=True, passes=("backward",)),
     Case("memory-n8192-derivatives", "derivatives", heads=1, q_len=8192, check=False, only_memory=True,
          passes=("forward", "both", *DERIVATIVES)),
+    Case("memory-bf16-n8192-derivatives", "derivatives", heads=1, q_len=8192, check=False, only_memory=True,
+         dtype="bf16", passes=("forward", "both", *DERIVATIVES)),
     # memory beyond inputs and outputs
     Case("memory-n16384", "memory", heads=1, q_len=16384, check=False, only_memory=True, passes=("forward", "both")),
     Case("memory-n16384-causal", "memory", heads=1, q_len=16384, check=False, only_memory=True, causal=True,

@@ -42,6 +42,8 @@ def measure(
         for peer in peers:
             torch.set_num_threads(threads)
             try:
+                if case.option and not peer.options:
+                    raise Skip("options as a mask tensor are measured for sdpa alone")
                 call = peer.build(case, tensors, which)
                 error = None
                 if case.check and peer.same_function and not case.dropout and which not in DERIVATIVES:

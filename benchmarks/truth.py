@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from . import functions, layers
+from . import functions, layers, options
 from .inputs import Inputs
 
 ROWS = 512  # query rows at a time
@@ -57,11 +57,13 @@ class Truth:
             self.grads = torch.autograd.grad(out, leaves, inputs.grad.double())
             self.out = out.detach()
             return
-        if case.function:
-            leaves = [t[:1].double().requires_grad_() for t in inputs.tensors]
+        if case.function or case.option:
+            heads = case.heads if case.function else self.group
+            leaves = [t[:1, :heads].double().requires_grad_() for t in inputs.tensors]
+            exact = functions.FUNCTIONS[case.function].exact if case.function else options.exact
             with torch.enable_grad():
-                out = functions.FUNCTIONS[case.function].exact(dataclasses.replace(case, batch=1), *leaves)
-            self.grads = [g[0] for g in torch.autograd.grad(out, leaves, inputs.grad[:1].double())]
+                out = exact(dataclasses.replace(case, batch=1), *leaves)
+            self.grads = [g[0] for g in torch.autograd.grad(out, leaves, inputs.grad[:1, :heads].double())]
             self.out = out.detach()[0]
             return
         mask = None if inputs.mask is None else inputs.mask[0, : self.group]

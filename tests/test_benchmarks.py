@@ -16,11 +16,25 @@ import attnjourney
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from benchmarks import blocks, cases, compare, crossover, functions, inputs, layers, memory, peers, plots, readme, run  # noqa: E402
+from benchmarks import (  # noqa: E402
+    blocks,
+    cases,
+    compare,
+    crossover,
+    functions,
+    inputs,
+    layers,
+    memory,
+    options,
+    peers,
+    plots,
+    readme,
+    run,
+)
 from benchmarks.cases import CASES, Case, from_shape, select  # noqa: E402
 from benchmarks.truth import Truth, _plain  # noqa: E402
 
-FULL = [case for case in CASES if not (case.causal or case.mask or case.layer or case.function)]
+FULL = [case for case in CASES if not (case.causal or case.mask or case.layer or case.function or case.option)]
 
 
 def test_names_are_unique_and_every_figure_of_the_readme_has_its_case():
@@ -91,6 +105,17 @@ def test_pairs_of_blocks_and_windows_are_the_visible_ones():
     assert case.flops("forward") == 2 * seen.sum() * 8
 
 
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("option", options.OPTIONS)
+def test_pairs_of_options_are_the_visible_ones(option, causal):
+    causal = causal and option in ("alibi", "ragged")
+    case = Case("x", "x", 4, heads=3, q_len=64, extent=9, causal=causal, option=option)
+    make = options.OPTIONS[option].mask
+    mask = torch.ones(1, 1) if make is None else make(case, inputs.make(case).tensors[0])
+    visible = mask if mask.dtype == torch.bool else mask > -torch.inf
+    assert case.pairs == visible.expand(4, 3, 64, 64).double().sum() / 12
+
+
 def test_linear_flops_are_those_of_the_products_of_whole_chunks():
     """All but the products with the denominator, of which the diagonal blocks are half."""
     case = Case("x", "x", heads=3, q_len=4 * functions.CHUNK, head_dim=16, v_head_dim=24, function="linear")
@@ -135,13 +160,13 @@ def test_every_case_is_built_alike_for_ours_and_the_peers(case):
     assert [t.stride(-1) for t in tensors.tensors] == [1] * len(tensors.tensors)
     if case.layout != "bhnd":
         assert not any(t.is_contiguous() for t in tensors.tensors[:3])
-    for peer in (peers.OURS, *map(peers.PEERS.get, ("sdpa", "sdpa-math", "mha", "plain"))):
+    for peer in (peers.OURS, *map(peers.PEERS.get, ("sdpa", "sdpa-math", "mha", "plain", "parts"))):
         try:
             calls = [
                 peer.build(case, tensors, which) for which in cases.PASSES if which in case.passes or not case.decode
             ]
         except peers.Skip:
-            assert peer.name in ("mha", "plain") or case.function
+            assert peer.name in ("mha", "plain", "parts") or case.function or case.option
             continue
         with peer.context():
             with torch.no_grad():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import deepseek, flex, jax, module, onnx, ours, plain, sdpa, zen
+from . import deepseek, flex, jax, module, onnx, ours, parts, plain, sdpa, zen
 from .base import Peer, Skip
 
 __all__ = ["DEFAULT", "OURS", "PEERS", "QUICK", "Peer", "Skip", "find"]
@@ -16,6 +16,7 @@ PEERS: dict[str, Peer] = {
         *deepseek.PEERS,
         plain.Plain(),
         plain.Softmax(),
+        parts.Parts(),
         flex.Flex(),
         onnx.OnnxRuntime(),
         jax.Jax(),

@@ -21,6 +21,7 @@ class Peer:
     name = ""
     about = ""
     same_function = True  # computes what ours does: its error is one
+    options = False  # knows the options of options.py
 
     def missing(self, device: str) -> str | None:
         """Why this peer cannot take part at all (not installed, other device), or None."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 
 from .. import functions, layers
+from ..options import ours as with_option
 from .base import Skip, TorchPeer
 
 
 class Ours(TorchPeer):
     name = "ours"
     about = "torch.ops.attnjourney.*"
+    options = True
 
     def missing(self, device):
         import attnjourney  # noqa: F401  registers the operators
@@ -30,6 +32,8 @@ class Ours(TorchPeer):
         if case.decode:
             decode, (key, value, lengths, options) = torch.ops.attnjourney.decode, _cache(case, inputs)
             return lambda q, k, v, causal, mask=None: decode(q, key, value, lengths, **options)[0]
+        if case.option:
+            return with_option(case, inputs.tensors[0])
         if case.mask == "bigbird":
             import attnjourney
 

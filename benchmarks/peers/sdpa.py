@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..cases import DERIVATIVES
+from ..options import OPTIONS
 from .base import Skip, TorchPeer
 
 
@@ -16,10 +17,20 @@ def _refused(error: Exception) -> Skip:
 class Sdpa(TorchPeer):
     name = "sdpa"
     about = "F.scaled_dot_product_attention, its own choice of backend"
+    options = True
 
     def attend(self, case, inputs):
+        if case.option:
+            return self.with_option(case, inputs.tensors[0])
         function, dropout, gqa = F.scaled_dot_product_attention, case.dropout, case.heads != case.kv_heads
         return lambda q, k, v, causal, mask=None: function(q, k, v, mask, dropout, causal, enable_gqa=gqa)
+
+    def with_option(self, case, query):
+        option = OPTIONS[case.option]
+        if option.mask is None:
+            raise Skip(f"no mask tensor is the same as {case.option}")
+        function, mask = F.scaled_dot_product_attention, option.mask(case, query)
+        return lambda q, k, v, causal: function(q, k, v, mask)
 
     def build(self, case, inputs, which):
         call = super().build(case, inputs, which)
