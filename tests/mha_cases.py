@@ -4,6 +4,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+from arithmetic import rounding_of
 from testing import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference, plain_run, random_tensor
 
 from attnjourney.reference.mha import attention_mask
@@ -109,14 +110,19 @@ def plain_mha(
     return F.linear(out.transpose(1, 2).flatten(-2), out_weight, out_bias)
 
 
-def assert_results(actual, plain, expected, dtype):
-    """The rule of testing.py on what run() gives, the first being the output; float64 to 1e-12."""
+def assert_results(actual, plain, expected, in_double):
+    """The rule of testing.py on what run() gives, the first being the output.
+
+    in_double(): the layer's formula in plain PyTorch in float64, from which comes what rounding must cost
+    (arithmetic.py; in 16 bits the rule's own 4 ulp).
+    """
     __tracebackhide__ = True
-    for i, (got, same_dtype, exact) in enumerate(zip(actual, plain, expected, strict=True)):
-        if dtype == torch.float64:
-            tolerance = 1e-12 if got.dtype == dtype else 1e-6  # a float32 mask has a float32 gradient
-            torch.testing.assert_close(got.double(), exact, rtol=tolerance, atol=tolerance)
-        else:  # 8 ulp of the largest number: several products in a row, whose terms are about that large
-            rounding = torch.full_like(exact, 8 * torch.finfo(dtype).eps * exact.abs().max().item())
-            factor = GRADIENT_FACTOR if i else OUTPUT_FACTOR
-            assert_close_to_reference(got, same_dtype, exact, factor, f"result {i}", rounding)
+    roundings = [None] * len(actual)
+    if actual[0].dtype.itemsize > 2:
+        roundings = rounding_of(in_double, expected, actual[0].dtype)
+    for i, results in enumerate(zip(actual, plain, expected, roundings, strict=True)):
+        got, same_dtype, exact, rounding = results
+        factor = GRADIENT_FACTOR if i else OUTPUT_FACTOR
+        if rounding is not None and got.dtype.itemsize < actual[0].dtype.itemsize:  # a float32 mask's gradient
+            rounding = rounding + torch.finfo(got.dtype).eps * exact.abs()
+        assert_close_to_reference(got, same_dtype, exact, factor, f"result {i}", rounding)
