@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnjourney import account, nn
+from attnjourney import KVCache, account, nn
 
 RANKS = dict(kv_lora_rank=10, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
 LAYERS = {
@@ -48,6 +48,16 @@ def test_decoding_is_the_forward_of_one_token_beside_the_cache():
     latent = LAYERS["mla"]()
     matrices = sum(p.numel() for p in latent.parameters() if p.dim() == 2)
     assert account(latent, 9).decode_flops_per_token == 2 * matrices + 2 * 3 * 9 * (10 + 4 + 10)
+
+
+def test_the_profiler_names_our_operators():
+    layer, cache = LAYERS["gqa"](), KVCache(2, 2, 8, 6)
+    with torch.profiler.profile() as profile:
+        layer(torch.randn(2, 3, 16)).sum().backward()
+        with torch.no_grad():
+            layer(torch.randn(2, 3, 16), cache=cache)
+    seen = {event.key for event in profile.key_averages()}
+    assert {f"attnjourney::{name}" for name in ("gqa", "gqa_backward", "kv_cache_append", "decode")} <= seen
 
 
 def test_a_model_with_shared_parts():

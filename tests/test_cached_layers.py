@@ -270,6 +270,26 @@ def test_right_padding_sorts_the_mask_and_the_weights_too():
     assert_agree(weights[1, real][:, :3], expected_weights[0], "weights")
 
 
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("boolean", [False, True])
+def test_weights_under_a_mask_as_wide_as_the_cache(boolean, each):
+    """Columns past the longest length belong to no key: what they hold changes nothing, and the weights stop before."""
+    layer, x, capacity = make("mha"), sequence(2, 7), 12
+    mask = random_tensor((2 * 4, 7, capacity) if each else (7, capacity), torch.float64, 3, outliers=False)
+    mask = mask > 0.8 if boolean else mask  # True = blocked
+    cache = KVCache(2, 4, capacity, 4, dtype=torch.float64)
+    for first, last in ((0, 4), (4, 7)):
+        rows = mask[..., first:last, :].clone()
+        rows[..., last:] = True if boolean else math.nan
+        y = x[:, first:last]
+        out, weights = layer(y, y, y, attn_mask=rows, is_causal=True, average_attn_weights=False, cache=cache)
+        seen, own = x[:, :last], mask[..., :last, :last]
+        expected, expected_weights = layer(seen, seen, seen, attn_mask=own, is_causal=True, average_attn_weights=False)
+        assert weights.shape == (2, 4, last - first, last)
+        assert_agree(weights, expected_weights[:, :, first:], "weights")
+        assert_agree(out, expected[:, first:], "out")
+
+
 # ---- bad input
 
 

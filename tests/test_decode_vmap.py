@@ -93,6 +93,7 @@ def test_many_rows_and_nested():
                 torch.testing.assert_close(a[i, j], b, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.smoke
 def test_latents():
     latent, weight = noise(3, BATCH, KEYS, 10), noise(3, HEADS * 9, 6)
     run = lambda q, c, n, w: attnjourney.mla_decode(q, c, n, w, return_lse=True)  # noqa: E731
@@ -111,6 +112,13 @@ def test_a_cache_cannot_be_written_for_each_sample():
     cache.append(new[0], new[0])
     out = vmap(cache.attend)(query)
     torch.testing.assert_close(out, torch.stack([cache.attend(q) for q in query]), rtol=1e-12, atol=1e-12)
+
+
+def test_a_torch_without_what_batching_needs_is_said(monkeypatch):
+    monkeypatch.delattr("torch._functorch.autograd_function.custom_function_call_vmap_helper")
+    with pytest.raises(NotImplementedError, match="decode under vmap: torch .* no longer has what batching it needs"):
+        vmap(decode(), (4, None, None, None))(QUERY, CACHES[0][0], CACHES[1][0], LENGTHS[0])
+    decode()(QUERY[..., 0], CACHES[0][0], CACHES[1][0], LENGTHS[0])  # all else works
 
 
 def test_gradients_are_refused_inside():

@@ -272,6 +272,33 @@ def test_bad_input_leaves_the_cache_as_it_was(kind):
         assert all(torch.equal(a, b) for a, b in zip(state(cache), before)), message
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_on_two_devices(kind):
+    """Beside "meta" torch calls the operator that has no data: without a check nothing would be written, or said."""
+    cache = make(kind, junk=0.0)
+    query, key, value = tokens(2, 2, 0)
+    cache.append(key, value)
+    before, numbers = state(cache), torch.zeros(2, dtype=torch.int64, device="meta")
+    for name, call in {
+        "key": lambda: cache.append(key.to("meta"), value),
+        "value": lambda: cache.append(key, value.to("meta")),
+        "counts": lambda: cache.append(key, value, numbers),
+        "new_lengths": lambda: cache.truncate(numbers),
+        "batch_index": lambda: cache.reorder(numbers),
+        "(key|value|lengths)": lambda: cache.attend(query.to("meta")),
+        "attn_mask": lambda: cache.attend(query, attn_mask=torch.zeros(1, 1, device="meta")),
+        "sinks": lambda: cache.step(query, key, value, sinks=torch.zeros(query.shape[1], device="meta")),
+    }.items():
+        with pytest.raises(RuntimeError, match=f"{name}: expected to be on the device of"):
+            call()
+        assert all(torch.equal(a, b) for a, b in zip(state(cache)[2:], before[2:])), name
+    latents = LatentCache(2, 8, 6, 4)
+    with pytest.raises(RuntimeError, match="key: expected to be on the device of key_cache, cpu, got meta"):
+        latents.append(torch.zeros(2, 1, 10, device="meta"))
+    with pytest.raises(RuntimeError, match="kv_b_weight: expected to be on the device of query, cpu, got meta"):
+        latents.attend(torch.zeros(2, 2, 1, 8), torch.zeros(18, 6, device="meta"))
+
+
 def test_overflow_of_one_row_and_of_the_pool():
     for cache in (
         make("dense", 2, 8, junk=0.0),

@@ -265,6 +265,9 @@ def test_operator_errors():
             ops.rope(x, cos, sin)
     with pytest.raises(RuntimeError, match="cos: expected dtype torch.float32 or that of x"):
         ops.rope(x, table.double(), table)
+    for call in (ops.rope, ops.rope_):
+        with pytest.raises(RuntimeError, match="sin: expected to be on the device of x, cpu, got meta"):
+            call(x, table, table.to("meta"))
     columns = t(2, 3, 8, 4).mT
     with pytest.raises(ValueError, match="x: expected a dense last dimension"):
         ops.rope_(columns, table, table)

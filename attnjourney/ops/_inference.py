@@ -6,12 +6,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch._functorch.autograd_function import custom_function_call_vmap_helper
-from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from ._operator import NAMESPACE, Signature, carries_tangent
+from ._operator import NAMESPACE, Signature, carries_tangent, on_one_device
 from ._registration import LIBRARY, _any_requires_grad, _below_autograd, _grad_enabled
 
 
@@ -66,9 +64,7 @@ def register_inference(
                 )
             return vmap(signature, info, in_dims, *flat)
 
-        call = lambda *flat: signature.call(flat)  # noqa: E731
-        interpreter = retrieve_current_functorch_interpreter()
-        return custom_function_call_vmap_helper(interpreter, rule, call, *signature.flat(args, kwargs))
+        return _one_level_of_vmap(name, rule, lambda *flat: signature.call(flat), signature.flat(args, kwargs))
 
     LIBRARY.impl(name, batched, "FuncTorchBatched")
     for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")) if autocast else ():
@@ -83,7 +79,11 @@ def register_inference(
                 return operator(**named)
 
         LIBRARY.impl(name, cast, key)
-    torch.library.register_fake(operator, lambda *args, **kwargs: fake(**signature.named(args, kwargs)), lib=LIBRARY)
+
+    def checked_fake(*args, **kwargs):
+        return fake(**on_one_device(signature.named(args, kwargs)))
+
+    torch.library.register_fake(operator, checked_fake, lib=LIBRARY)
     if flops is not None:
 
         @register_flop_formula(operator._overloadpacket)
@@ -91,6 +91,18 @@ def register_inference(
             return flops(**signature.named(args, kwargs))
 
     return operator
+
+
+def _one_level_of_vmap(name: str, rule: Callable, call: Callable, flat: tuple):
+    """What torch.library.register_vmap does, which leaves keyword-only tensors wrapped. Its two parts are private."""
+    try:
+        from torch._functorch.autograd_function import custom_function_call_vmap_helper
+        from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+    except ImportError as error:
+        raise NotImplementedError(
+            f"{NAMESPACE}::{name} under vmap: torch {torch.__version__} no longer has what batching it needs ({error})"
+        ) from error
+    return custom_function_call_vmap_helper(retrieve_current_functorch_interpreter(), rule, call, *flat)
 
 
 def need(ok: bool, expected: str, got: Tensor) -> None:

@@ -51,6 +51,16 @@ class Signature:
         return self.operator(*flat[:n], **dict(zip(self.keywords, flat[n:])))
 
 
+def on_one_device(named: dict[str, Any]) -> dict[str, Any]:
+    """named, or RuntimeError for the first tensor that is not on the device of the first one. What a fake kernel checks
+    first: it is also what a call reaches that mixes a device with "meta"."""
+    like_name, like = next((name, x) for name, x in named.items() if isinstance(x, Tensor))
+    for name, x in named.items():
+        if isinstance(x, Tensor) and x.device != like.device:
+            raise RuntimeError(f"{name}: expected to be on the device of {like_name}, {like.device}, got {x.device}")
+    return named
+
+
 def carries_tangent(x: Any) -> bool:
     """Whether forward-mode differentiation, if it is on, moves x."""
     return forward_ad._current_level >= 0 and isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None

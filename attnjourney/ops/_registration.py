@@ -56,7 +56,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ._derivatives import Derivatives
 from ._nodes import eager_node, transformed_node
-from ._operator import NAMESPACE, Operator, Signature, draw_seed
+from ._operator import NAMESPACE, Operator, Signature, draw_seed, on_one_device
 
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # lives as long as the module: its kernels go with it
 OPERATORS: dict[str, Operator] = {}  # by name, all that `register` has completed
@@ -236,15 +236,6 @@ def _register_autocast(op: Operator, name: str, names: Sequence[str]) -> None:
 
 
 def _register_fakes(op: Operator, fake: Callable, fake_backward: Callable | None) -> None:
-    def on_one_device(named):
-        like_name, like = next((name, x) for name, x in named.items() if isinstance(x, Tensor))
-        for name, x in named.items():
-            if isinstance(x, Tensor) and x.device != like.device:
-                raise RuntimeError(
-                    f"{name}: expected to be on the device of {like_name}, {like.device}, got {x.device}"
-                )
-        return named
-
     def forward(*args, **kwargs):
         return fake(**on_one_device(op.forward.named(args, kwargs)))
 

@@ -6,12 +6,14 @@ registers a node of its own and has no rope_forward and rope_backward (see _regi
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.library import register_fake
 
-from ._operator import NAMESPACE
+from ._operator import NAMESPACE, on_one_device
 from ._registration import LIBRARY, _needs_node
 
 _rope = torch.ops.attnjourney.rope.default
@@ -105,5 +107,14 @@ def _autograd_in_place(x, cos, sin, *, interleaved=False):
 LIBRARY.impl("rope", _autograd, "Autograd")
 LIBRARY.impl("rope_", _autograd_in_place, "Autograd")
 LIBRARY.impl("rope", _functorch, "FuncTorchDynamicLayerFrontMode")
-register_fake(_rope, lambda x, cos, sin, **_: x.new_empty(x.shape), lib=LIBRARY)
-register_fake(_rope_in_place, lambda x, cos, sin, **_: None, lib=LIBRARY)
+
+
+@partial(register_fake, _rope, lib=LIBRARY)
+def _fake(x, cos, sin, **_):
+    on_one_device({"x": x, "cos": cos, "sin": sin})
+    return x.new_empty(x.shape)
+
+
+@partial(register_fake, _rope_in_place, lib=LIBRARY)
+def _fake_in_place(x, cos, sin, **_):
+    on_one_device({"x": x, "cos": cos, "sin": sin})
