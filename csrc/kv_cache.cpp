@@ -50,6 +50,13 @@ void check_paged(const Tensor& lengths, const Tensor& block_table, const Tensor&
   check_value(block_refs.is_contiguous(), "block_refs: expected a contiguous tensor");
 }
 
+void check_pool(const Tensor& key_cache, const Tensor& block_refs) {
+  check_value(block_refs.size(0) == key_cache.size(0), "block_refs: expected shape (", key_cache.size(0),
+              ",), one number for each block of key_cache, got ", shape_text(block_refs));
+  check_value(key_cache.size(2) > 0, "key_cache: expected a block size (dimension 2) of at least 1, got shape ",
+              shape_text(key_cache));
+}
+
 }  // namespace attnjourney
 
 STABLE_TORCH_LIBRARY_FRAGMENT(attnjourney, m) {

@@ -23,5 +23,7 @@ void check_append(const AppendInputs& in, bool paged);
 
 // block_table (batch, max_blocks) int32, block_refs (num_blocks,) int32: how many sequences hold a block, 0: free
 void check_paged(const Tensor& lengths, const Tensor& block_table, const Tensor& block_refs);
+// the pool of a paged cache beside its counts
+void check_pool(const Tensor& key_cache, const Tensor& block_refs);
 
 }  // namespace attnjourney

@@ -1,10 +1,9 @@
 // CPU entry of decode: sequences, heads and chunks of keys over threads. Few query rows go through kernels/decode.h,
 // many (a prompt, or a large piece of one) through decode_tiled.cpp.
-#include "../decode.h"
-
 #include <atomic>
 
 #include "../cache_checks.h"
+#include "../decode_boxed.h"
 #include "cache_walk.h"
 #include "decode_tiled.h"
 #include "plan.h"
@@ -117,17 +116,6 @@ void decode_few(const DecodeCall& c, const DecodeInputs& in, const Tensor& query
   });
 }
 
-std::tuple<Tensor, Tensor> decode_op(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& lengths,
-                                     OptionalTensor block_table, bool ring, bool is_causal,
-                                     const std::vector<int64_t>& window_size, std::optional<double> scale,
-                                     OptionalTensor attn_mask, int64_t prefix_length, double softcap,
-                                     OptionalTensor sinks, OptionalTensor alibi_slopes) {
-  check_value(window_size.size() == 2, "window_size: expected two numbers, got ", window_size.size());
-  return decode(cpu_decode,
-                {query, key, value, lengths, std::move(block_table), ring, is_causal, window_size[0], window_size[1],
-                 scale, std::move(attn_mask), prefix_length, softcap, std::move(sinks), std::move(alibi_slopes)});
-}
-
 }  // namespace
 
 void cpu_decode(const DecodeCall& c, const DecodeInputs& in, const Tensor& out, const Tensor& lse) {
@@ -139,4 +127,6 @@ void cpu_decode(const DecodeCall& c, const DecodeInputs& in, const Tensor& out, 
 
 }  // namespace attnjourney
 
-STABLE_TORCH_LIBRARY_IMPL(attnjourney, CPU, m) { m.impl("decode", TORCH_BOX(&attnjourney::decode_op)); }
+STABLE_TORCH_LIBRARY_IMPL(attnjourney, CPU, m) {
+  m.impl("decode", TORCH_BOX(&attnjourney::boxed_decode<attnjourney::cpu_decode>));
+}

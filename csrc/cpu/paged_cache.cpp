@@ -55,11 +55,8 @@ void append(const Tensor& key_cache, const Tensor& value_cache, const Tensor& le
   const AppendInputs in{key_cache, value_cache, lengths, key, value, std::move(counts)};
   check_append(in, true);
   Blocks blocks(lengths, block_table, block_refs);
-  check_value(block_refs.size(0) == key_cache.size(0), "block_refs: expected shape (", key_cache.size(0),
-              ",), one number for each block of key_cache, got ", shape_text(block_refs));
+  check_pool(key_cache, block_refs);
   const int64_t batch = lengths.size(0), n = key.size(2), size = key_cache.size(2);
-  check_value(size > 0, "key_cache: expected a block size (dimension 2) of at least 1, got shape ",
-              shape_text(key_cache));
   int64_t* const have = static_cast<int64_t*>(lengths.mutable_data_ptr());
   const std::vector<int64_t> fresh = new_tokens(in);
   struct Copy {

@@ -121,7 +121,7 @@ struct Scalars {
     out[512 + t] = ptx::unpack2<Bf16>(0x40404000u).y + ptx::unpack2<Half>(0x44004200u).x;
     out[640 + t] = ptx::shfl_xor(static_cast<float>(t), 5);
     out[768 + t] = static_cast<float>(ptx::uniform(t));
-    out[896 + t] = ptx::any(t == 33) ? 1.f : 0.f;
+    out[896 + t] = (ptx::any(t == 33) ? .5f : 1.f) * static_cast<float>(ptx::ballot(t == 33));
     out[1024 + t] = ptx::reciprocal(in[t] * in[t] + 1.f);
     out[1152 + t] = static_cast<float>(ptx::shfl(static_cast<uint32_t>(t), (t % 32 & ~3) | 2));
   }

@@ -1,0 +1,45 @@
+// The launch function of decoding for one dtype.
+#pragma once
+#include "../kernels/decode_fma.cuh"
+#include "../kernels/decode_merge.cuh"
+#include "../kernels/decode_mma.cuh"
+#include "../launch_decode.h"
+
+namespace attnjourney {
+
+// f<Kernel>() for the kernel on mma.sync that takes these head dims
+template <class T, class F>
+auto with_decode_mma(int head_dim, int v_head_dim, F&& f) {
+  const int dim = std::max(head_dim, v_head_dim);
+  if (dim <= 64) return f.template operator()<DecodeMma<T, 64, 4, 4>>();
+  if (dim <= 128) return f.template operator()<DecodeMma<T, 128, 4, 3>>();
+  return f.template operator()<DecodeMma<T, 256, 2, 3>>();
+}
+
+template <class T>
+DecodeTiling decode_tiling(int head_dim, int v_head_dim, bool chunked) {
+  if constexpr (sizeof(T) == 2)
+    if (chunked)
+      return with_decode_mma<T>(head_dim, v_head_dim,
+                                [&]<class K>() { return DecodeTiling{K::kRows, K::kKeys, K::kSmemBytes}; });
+  using Shape = DecodeFmaShape<T>;
+  return {Shape::kRows, Shape::kKeys, Shape(head_dim, v_head_dim).bytes()};
+}
+
+template <class T>
+void launch_sm80_decode(const DecodeTask& p, bool chunked, cudaStream_t stream) {
+  const DecodeTiling tiling = decode_tiling<T>(p.head_dim, p.v_head_dim, chunked);
+  const int64_t pairs = int64_t{p.batch} * p.kv_heads, blocks = pairs * p.row_tiles * p.splits;
+  bool done = false;
+  if constexpr (sizeof(T) == 2)
+    if (chunked) {
+      with_decode_mma<T>(p.head_dim, p.v_head_dim,
+                         [&]<class K>() { launch(decode_mma<K>, blocks, K::kThreads, K::kSmemBytes, stream, p); });
+      done = true;
+    }
+  if (!done) launch(decode_fma<T>, blocks, DecodeFma<T>::kThreads, tiling.smem_bytes, stream, p, chunked);
+  if (p.splits > 1)
+    launch(decode_merge<T>, pairs * p.rows, kMergeThreads, merge_smem<ComputeOf<T>>(p.splits), stream, p, tiling.rows);
+}
+
+}  // namespace attnjourney

@@ -1,0 +1,252 @@
+// Decoding with ordinary arithmetic: float and double, and 16-bit numbers in caches whose rows are not whole 16-byte
+// chunks. One block: up to 8 rows of one key head against its share of a sequence's keys, in tiles that pass by in
+// shared memory. Scores: a group of threads for each key, a slice of head_dim each; values: a thread for each column.
+#pragma once
+#include "decode_scores.cuh"
+
+namespace attnjourney {
+
+// Sizes that depend on the call: rows of tiles in bytes, whole chunks, zeros behind the last element.
+template <class T>
+struct DecodeFmaShape {
+  using C = ComputeOf<T>;
+  static constexpr int kRows = 8, kThreads = 128, kKeys = sizeof(C) == 8 ? 8 : 16, kChunk = 16 / sizeof(T);
+  int q_pitch, k_pitch, v_pitch, stages;  // q_pitch in numbers of C
+  __host__ __device__ DecodeFmaShape(int head_dim, int v_head_dim) {
+    const int chunks = (head_dim + kChunk - 1) / kChunk;
+    q_pitch = chunks * kChunk;
+    k_pitch = chunks * 16;
+    v_pitch = (v_head_dim + kChunk - 1) / kChunk * 16;
+    stages = fixed_bytes() + 4 * stage_bytes() <= (96 << 10) ? 4 : 2;
+  }
+  __host__ __device__ int stage_bytes() const { return kKeys * (k_pitch + v_pitch); }
+  // queries, scores, weights, what shrinks outputs, references and sums, flags, places of eight tiles
+  __host__ __device__ int fixed_bytes() const {
+    return (kRows * q_pitch + 2 * kRows * kKeys + 3 * kRows) * int(sizeof(C)) + 16 + 8 * kKeys * 8;
+  }
+  __host__ __device__ int bytes() const { return fixed_bytes() + stages * stage_bytes(); }
+};
+
+template <class T_>
+struct DecodeFma {
+  using T = T_;
+  using Shape = DecodeFmaShape<T>;
+  using C = ComputeOf<T>;
+  static constexpr int kRows = Shape::kRows, kKeys = Shape::kKeys, kThreads = Shape::kThreads, kChunk = Shape::kChunk;
+  static constexpr int kSlices = kThreads / kKeys, kColumns = 2;  // threads for a key; columns of a thread, Dv <= 256
+  static_assert(kSlices == 8 || kSlices == 16);
+
+  // Starts the copy of a tile of K or V. Rows that do not begin on chunks are copied number by number.
+  static __device__ __forceinline__ void load_tile(unsigned char* tile, const T* base, const CacheStrides& s,
+                                                   const Place* places, int dim, int pitch, bool chunked) {
+    const int chunks = pitch / 16;
+    if (chunked) {
+      for (int i = threadIdx.x; i < kKeys * chunks; i += kThreads) {
+        const int row = i / chunks, chunk = i - row * chunks;
+        const Place at = places[row];
+        const T* from = base;
+        if (at.outer >= 0) from += at.outer * s.outer + at.slot * s.row + chunk * kChunk;
+        ptx::cp_async_16(ptx::smem_addr(tile + row * pitch + chunk * 16), from, at.outer >= 0);
+      }
+      return;
+    }
+    const int width = chunks * kChunk;
+    for (int i = threadIdx.x; i < kKeys * width; i += kThreads) {
+      const int row = i / width, d = i - row * width;
+      const Place at = places[row];
+      T* to = reinterpret_cast<T*>(tile + row * pitch) + d;
+      if (at.outer >= 0 && d < dim)
+        *to = base[at.outer * s.outer + at.slot * s.row + d];
+      else
+        store_number<T>(to, C(0));
+    }
+  }
+
+  // numbers that lie together, read in 16-byte pieces
+  template <class X, int N>
+  struct alignas(16) Together {
+    X x[N];
+    static __device__ __forceinline__ Together at(const void* p) { return *static_cast<const Together*>(p); }
+  };
+
+  // Products of the thread's key with all rows, over its slice; then that of row `slice` % 8, whole.
+  static __device__ __forceinline__ C product(const Shape& shape, const C* q, const unsigned char* k_row, int live) {
+    const int slice = threadIdx.x % kSlices;
+    C sum[kRows] = {};
+    for (int c = slice; c < shape.k_pitch / 16; c += kSlices) {
+      const auto x = Together<T, kChunk>::at(k_row + c * 16);
+#pragma unroll
+      for (int r = 0; r < kRows; r++) {
+        if (r >= live) break;
+        const auto y = Together<C, kChunk>::at(q + r * shape.q_pitch + c * kChunk);
+#pragma unroll
+        for (int e = 0; e < kChunk; e++) sum[r] += y.x[e] * number(x.x[e]);
+      }
+    }
+#pragma unroll
+    for (int w = kRows / 2; w > 0; w /= 2) {
+      const bool upper = slice & w;
+#pragma unroll
+      for (int r = 0; r < w; r++) {
+        const C keep = upper ? sum[r + w] : sum[r], send = upper ? sum[r] : sum[r + w];
+        sum[r] = keep + lane_xor(send, w);
+      }
+    }
+    return kSlices == 16 ? sum[0] + lane_xor(sum[0], 8) : sum[0];
+  }
+
+  static __device__ __forceinline__ void run(const DecodeTask& p, bool chunked) {
+    const Shape shape(p.head_dim, p.v_head_dim);
+    const DecodePart<kKeys> part(p, kRows);
+    const DecodeSequence& s = part.sequence;
+    const int tid = threadIdx.x, live = min(kRows, p.rows - part.row0);
+    C* const q = reinterpret_cast<C*>(ptx::dynamic_smem());
+    C *const scores = q + kRows * shape.q_pitch, *const weights = scores + kRows * kKeys;  // [row][key], [key][row]
+    C *const shrink = weights + kRows * kKeys, *const stats = shrink + kRows;              // [row], [row][2]
+    int* const flags = reinterpret_cast<int*>(stats + 2 * kRows);                          // of each warp
+    Place* const places = reinterpret_cast<Place*>(flags + 4);                             // [tile % 8][key]
+    unsigned char* const stages = reinterpret_cast<unsigned char*>(places + 8 * kKeys);
+    const T* const key = static_cast<const T*>(p.key) + part.head * p.k.head;
+    const T* const value = static_cast<const T*>(p.value) + part.head * p.v.head;
+
+    const int ahead = shape.stages - 1;
+    const auto look = [&](int tile) {
+      if (tid < kKeys)
+        places[tile % 8 * kKeys + tid] = place_of(p, s, part.batch, tile * kKeys + tid, tile < part.last ? s.total : 0);
+    };
+    const auto start = [&](int tile) {
+      unsigned char* at = stages + tile % shape.stages * shape.stage_bytes();
+      load_tile(at, key, p.k, places + tile % 8 * kKeys, p.head_dim, shape.k_pitch, chunked);
+      load_tile(at + kKeys * shape.k_pitch, value, p.v, places + tile % 8 * kKeys, p.v_head_dim, shape.v_pitch,
+                chunked);
+      ptx::cp_async_commit();
+    };
+    for (int i = 0; i <= ahead; i++) look(part.first + i);
+    for (int i = tid; i < kRows * shape.q_pitch; i += kThreads) {
+      const int r = i / shape.q_pitch, d = i - r * shape.q_pitch, row = part.row0 + r;
+      C x = 0;
+      if (r < live && d < p.head_dim)
+        x = number(
+            static_cast<const T*>(p.query)[part.batch * p.q_batch + (part.head * p.group + row / p.q_len) * p.q_head +
+                                           row % p.q_len * p.q_row + d]);
+      q[i] = x;
+    }
+    __syncthreads();
+    for (int i = 0; i < ahead; i++) start(part.first + i);
+
+    // a thread's score: row `slice`, key tid / kSlices; its weight: row tid / kKeys, key tid % kKeys
+    const int slice = tid % kSlices, score_key = tid / kSlices, weight_row = tid / kKeys, weight_key = tid % kKeys;
+    const DecodeRow<C> own(p, part.batch, part.head, s.origin, part.row0 + (slice < live ? slice : 0));
+    RowSum<C> row{-C(INFINITY), C(0)};  // of weight_row, this thread's share of the sum
+    C acc[kColumns][kRows] = {};
+    for (int tile = part.first; tile < part.last; tile++) {
+      if (shape.stages == 4)
+        ptx::cp_async_wait<2>();
+      else
+        ptx::cp_async_wait<0>();
+      __syncthreads();  // the tile has landed, and every thread is past the one before
+      start(tile + ahead);
+      look(tile + ahead + 1);
+      const unsigned char* k_tile = stages + tile % shape.stages * shape.stage_bytes();
+      const C dot = product(shape, q, k_tile + score_key * shape.k_pitch, live);
+      if (slice < live) {
+        const int item = tile * kKeys + score_key, at = s.key(item);
+        const bool seen = places[tile % 8 * kKeys + score_key].outer >= 0 && s.keys.visible(own.row, at);
+        scores[slice * kKeys + score_key] = seen ? decode_score<T>(p, own, s.keys.offset, at, dot) : -C(INFINITY);
+      }
+      __syncthreads();
+      bool hides = false;
+      if (weight_row < kRows) {  // whole warps: shuffles stay within a row
+        const C x = weight_row < live ? scores[weight_row * kKeys + weight_key] : C(0);
+        hides = x == -C(INFINITY);
+        C top = x;
+#pragma unroll
+        for (int w = 1; w < kKeys; w *= 2) {
+          const C other = lane_xor(top, w);
+          top = other > top || !(top == top) ? other : top;
+        }
+        top = row.top > top || !(top == top) ? row.top : top;
+        const C weight = part_weight(x, top), old = part_weight(row.top, top);
+        row = {top, row.sum * old + weight};
+        weights[weight_key * kRows + weight_row] = weight;
+        if (weight_key == 0) shrink[weight_row] = old;
+      }
+      hides = ptx::any(hides);
+      if (tid % 32 == 0) flags[tid / 32] = hides;
+      __syncthreads();
+      const bool guarded = flags[0] | flags[1] | flags[2] | flags[3];
+      add_values(acc, p, k_tile + kKeys * shape.k_pitch, shape.v_pitch, weights, shrink, live, guarded);
+    }
+    ptx::cp_async_wait<0>();
+
+    if (weight_row < kRows) {
+#pragma unroll
+      for (int w = 1; w < kKeys; w *= 2) row.sum += lane_xor(row.sum, w);
+      if (weight_key == 0) stats[2 * weight_row] = row.top, stats[2 * weight_row + 1] = row.sum;
+    }
+    __syncthreads();
+    write(p, part, acc, stats, live);
+  }
+
+  // The tile's weighted values are summed by themselves first: sums that start from the total would round every
+  // product at its size. guarded: a weight of exactly 0 hides a value, whatever that is.
+  static __device__ __forceinline__ void add_values(C (&acc)[kColumns][kRows], const DecodeTask& p,
+                                                    const unsigned char* v_tile, int pitch, const C* weights,
+                                                    const C* shrink, int live, bool guarded) {
+#pragma unroll
+    for (int c = 0; c < kColumns; c++) {
+      const int column = c * kThreads + threadIdx.x;
+      if (column >= p.v_head_dim) break;
+      C part[kRows] = {};
+#pragma unroll 4
+      for (int k = 0; k < kKeys; k++) {
+        const C x = number(reinterpret_cast<const T*>(v_tile + k * pitch)[column]);
+        const auto w = Together<C, kRows>::at(weights + k * kRows);
+#pragma unroll
+        for (int r = 0; r < kRows; r++) part[r] += guarded && w.x[r] == C(0) ? C(0) : w.x[r] * x;
+      }
+#pragma unroll
+      for (int r = 0; r < kRows; r++)
+        if (r < live) acc[c][r] = acc[c][r] * shrink[r] + part[r];
+    }
+  }
+
+  static __device__ __forceinline__ void write(const DecodeTask& p, const DecodePart<kKeys>& part,
+                                               const C (&acc)[kColumns][kRows], const C* stats, int live) {
+#pragma unroll
+    for (int r = 0; r < kRows; r++) {
+      if (r >= live) break;
+      const RowSum<C> row{stats[2 * r], stats[2 * r + 1]};
+      if (p.splits > 1) {
+        const int64_t at = (part.unit * p.splits + part.split) * kRows + r;
+        if (threadIdx.x < 2) static_cast<C*>(p.part_stats)[2 * at + threadIdx.x] = stats[2 * r + threadIdx.x];
+#pragma unroll
+        for (int c = 0; c < kColumns; c++) {
+          const int column = c * kThreads + threadIdx.x;
+          if (column < p.v_head_dim && row.sum != C(0))
+            static_cast<C*>(p.part_out)[at * p.v_head_dim + column] = acc[c][r];
+        }
+        continue;
+      }
+      const int i = part.row0 + r, head = part.head * p.group + i / p.q_len;
+      const int64_t to = (static_cast<int64_t>(part.batch) * p.kv_heads + part.head) * p.rows + i;
+      C lse;
+      const C factor = end_row(p, part.batch, head, row, lse);
+      if (threadIdx.x == 0) static_cast<C*>(p.lse)[to] = lse;
+#pragma unroll
+      for (int c = 0; c < kColumns; c++) {
+        const int column = c * kThreads + threadIdx.x;
+        if (column < p.v_head_dim)
+          store_number<T>(static_cast<T*>(p.out) + to * p.v_head_dim + column, acc[c][r] * factor);
+      }
+    }
+  }
+};
+
+template <class T>
+__global__ void __launch_bounds__(DecodeFma<T>::kThreads, sizeof(T) == 8 ? 2 : 4)
+    decode_fma(const DecodeTask p, bool chunked) {
+  DecodeFma<T>::run(p, chunked);
+}
+
+}  // namespace attnjourney

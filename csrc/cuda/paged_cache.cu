@@ -1,0 +1,65 @@
+// CUDA entry of the paged cache: a plan by one block of threads, then copies. Nothing waits for the device.
+#include "cache_cuda.h"
+
+namespace attnjourney {
+namespace {
+
+PagedTask paged_task(const Tensor& lengths, const Tensor& table, const Tensor& refs) {
+  check_paged(lengths, table, refs);
+  check_value(refs.size(0) < int64_t{1} << 28 && table.size(1) < int64_t{1} << 28,
+              "block_refs: expected fewer than 2^28 blocks on CUDA");
+  PagedTask p{};
+  p.lengths = numbers(lengths);
+  p.table = static_cast<int*>(table.data_ptr()), p.refs = static_cast<uint32_t*>(refs.data_ptr());
+  p.batch = static_cast<int>(lengths.size(0)), p.blocks = static_cast<int>(refs.size(0));
+  p.max_blocks = static_cast<int>(table.size(1));
+  return p;
+}
+
+void append(const Tensor& key_cache, const Tensor& value_cache, const Tensor& lengths, const Tensor& block_table,
+            const Tensor& block_refs, const Tensor& key, const Tensor& value, OptionalTensor counts) {
+  const AppendInputs in{key_cache, value_cache, lengths, key, value, std::move(counts)};
+  check_append(in, true);
+  PagedTask p = paged_task(lengths, block_table, block_refs);
+  check_pool(key_cache, block_refs);
+  if (p.batch == 0 || key.size(2) == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(lengths.get_device_index());
+  FreshTokens fresh(in);
+  AppendTask& t = fresh.task;
+  const Tensor plan = aten::empty(lengths, {lengths.size(0)});
+  const Tensor takes = aten::empty(block_table, {4 * lengths.size(0) + block_refs.size(0)});
+  p.pools = t.to, p.counts = t.counts, p.heads = t.heads, p.tokens = t.tokens, p.block_size = t.capacity;
+  p.plan = numbers(plan), p.takes = static_cast<int*>(takes.data_ptr()), p.free = p.takes + 4 * p.batch;
+  t.plan = p.plan, t.table = p.table, t.max_blocks = p.max_blocks, t.block_size = p.block_size;
+  launch_paged_append(p, t, fresh.unit, current_stream(lengths.get_device_index()));
+}
+
+void truncate(const Tensor& lengths, const Tensor& block_table, const Tensor& block_refs, const Tensor& new_lengths,
+              int64_t block_size) {
+  PagedTask p = paged_task(lengths, block_table, block_refs);
+  check_value(block_size > 0 && block_size < int64_t{1} << 28, "block_size: expected a positive number, got ",
+              block_size);
+  check_lengths_tensor("new_lengths", new_lengths, lengths.size(0), "lengths", lengths);
+  const torch::stable::accelerator::DeviceGuard guard(lengths.get_device_index());
+  p.new_lengths = numbers(new_lengths), p.block_size = static_cast<int>(block_size);
+  launch_paged_truncate(p, current_stream(lengths.get_device_index()));
+}
+
+void reorder(const Tensor& lengths, const Tensor& block_table, const Tensor& block_refs, const Tensor& batch_index) {
+  PagedTask p = paged_task(lengths, block_table, block_refs);
+  check_lengths_tensor("batch_index", batch_index, lengths.size(0), "lengths", lengths);
+  check_reorder_batch(lengths.size(0));
+  if (p.batch == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(lengths.get_device_index());
+  p.index = numbers(batch_index);
+  launch_paged_reorder(p, p.lengths, current_stream(lengths.get_device_index()));
+}
+
+}  // namespace
+}  // namespace attnjourney
+
+STABLE_TORCH_LIBRARY_IMPL(attnjourney, CUDA, m) {
+  m.impl("paged_cache_append", TORCH_BOX(&attnjourney::append));
+  m.impl("paged_cache_truncate", TORCH_BOX(&attnjourney::truncate));
+  m.impl("paged_cache_reorder", TORCH_BOX(&attnjourney::reorder));
+}

@@ -1,0 +1,61 @@
+"""Runs the emulator's decoding (decode.cpp) on torch tensors."""
+
+import torch
+
+from . import run
+
+NUMBERS = {torch.float64: "double", torch.float32: "float", torch.bfloat16: "Bf16", torch.float16: "Half"}
+
+
+def mma(dtype, dim, warps, stages):
+    return ("decode", (f"KERNEL=DecodeMma<{NUMBERS[dtype]},{dim},{warps},{stages}>",))
+
+
+def fma(dtype):
+    return ("decode", (f"NUMBER={NUMBERS[dtype]}",))
+
+
+def _flat(x):
+    """x as it lies in memory, from its first number to its last, and its strides."""
+    size = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride())) if x.numel() else 0
+    return x.as_strided((size,), (1,), x.storage_offset()), x.stride()
+
+
+def decode(program, query, key, value, lengths, *, block_table=None, ring=False, is_causal=True, window_size=(-1, -1),
+           scale=0.125, attn_mask=None, prefix_length=0, softcap=0.0, sinks=None, alibi_slopes=None, order="forward",
+           splits=1, chunked=True, longest=0):  # fmt: skip
+    """(out, lse); arguments as attnjourney.decode's, cache tensors with their strides. Numbers travel in decimal:
+    scale needs at most six places, softcap three."""
+    batch, heads, q_len, dim = query.shape
+    kv_heads, v_dim = key.shape[1], value.shape[3]
+    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    (flat_key, k), (flat_value, v) = _flat(key), _flat(value)
+    arguments = {
+        "batch": batch, "kv_heads": kv_heads, "group": heads // kv_heads, "q_len": q_len, "head_dim": dim,
+        "v_head_dim": v_dim, "query_size": query.numel(), "key_size": flat_key.numel(),
+        "value_size": flat_value.numel(), "k_outer": k[0], "k_head": k[1], "k_row": k[2], "v_outer": v[0],
+        "v_head": v[1], "v_row": v[2], "capacity": key.shape[2], "ring": ring, "max_blocks": 0, "blocks": 0,
+        "block_size": 0, "left": window_size[0], "right": 0 if is_causal else window_size[1], "prefix": prefix_length,
+        "scale": round(1e6 * scale), "softcap": round(1e3 * softcap),
+        "sinks": sinks is not None, "slopes": alibi_slopes is not None, "mask": 0, "mask_size": 0, "splits": splits,
+        "chunked": chunked, "longest": longest, **dict.fromkeys(("mask_batch", "mask_head", "mask_row", "mask_col"), 0),
+    }  # fmt: skip
+    tensors = [lengths]
+    if block_table is not None:
+        size = key.shape[2]
+        arguments |= {"max_blocks": block_table.shape[1], "blocks": key.shape[0], "block_size": size}
+        arguments["capacity"] = size * block_table.shape[1]
+        tensors.append(block_table)
+    tensors += [query.contiguous(), flat_key, flat_value]
+    tensors += [x.to(lse_dtype).expand(batch, heads).contiguous() for x in (sinks, alibi_slopes) if x is not None]
+    if attn_mask is not None:
+        mask = attn_mask[(None,) * (4 - attn_mask.dim())].contiguous()
+        arguments["mask"] = 1 if mask.dtype == torch.bool else 3 if mask.dtype == query.dtype else 2
+        arguments["mask_size"] = mask.numel() * mask.element_size()
+        strides = [0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride())]
+        arguments |= dict(zip(("mask_batch", "mask_head", "mask_row", "mask_col"), strides))
+        if mask.shape[3] > 1:
+            arguments["longest"] = mask.shape[3]
+        tensors.append(mask.view(torch.uint8))
+    outputs = [((*query.shape[:3], v_dim), query.dtype), (tuple(query.shape[:3]), lse_dtype)]
+    return run.run(program, tensors, outputs, arguments | run.order_arguments(order))[0]
