@@ -325,6 +325,12 @@ def _gpu() -> list[Case]:
     for d in (64, 128):
         cases.append(Case(f"gpu-flex-bf16-d{d}-n4096-causal", "gpu-flex", 4, 2048 // d, q_len=4096, head_dim=d,
                           dtype="bf16", causal=True, check=False, passes=("forward", "backward")))  # fmt: skip
+    decode = [(1, 32768, "bf16", "dense"), (16, 8192, "bf16", "dense"), (64, 1024, "bf16", "dense")]
+    decode += [(16, 8192, "bf16", "paged"), (4, 4096, "fp32", "dense")]
+    for batch, n, dtype, place in decode:
+        name = f"gpu-decode-{dtype}-b{batch}-h32.8-s{n}" + ("" if place == "dense" else f"-{place}")
+        cases.append(Case(name, "gpu-decode", batch, 32, 8, q_len=1, kv_len=n, head_dim=128, dtype=dtype, decode=place,
+                          passes=("forward",)))  # fmt: skip
     return cases
 
 

@@ -24,6 +24,10 @@ for dim, dtype in ((64, torch.bfloat16), (128, torch.float16)):
     lengths = torch.tensor([130], device="cuda")
     for options in ({}, {"is_causal": True}, {"window_size": (40, 3), "key_lengths": lengths}):
         attnjourney.attention(q, k, v, enable_gqa=True, **options).sum().backward()
+    cache = attnjourney.PagedKVCache(1, 1, 200, dim, block_size=16, dtype=dtype, device="cuda")
+    with torch.no_grad():
+        for n in (149, 1):
+            cache.step(q[:, :, :n], k[:, :, :n], v[:, :, :n])
 torch.cuda.synchronize()
 """
 
@@ -57,8 +61,9 @@ def steps(out: Path, cases: str) -> dict[str, list[tuple[list[str], int]]]:
         ],
         "bench": [
             (
-                [*bench, "--case", cases or "gpu-bf16", "--peers", backends, "--json", str(out / "benchmarks.json")],
-                100,
+                [*bench, "--case", cases or "gpu-bf16,gpu-decode", "--peers", backends]
+                + ["--json", str(out / "benchmarks.json")],
+                110,
             ),
             (
                 [*bench, "--case", cases or "gpu-flex", "--peers", "sdpa-cudnn,flex", "--json", str(out / "flex.json")],

@@ -11,6 +11,9 @@ requires grad is refused while gradients are recorded. An error leaves a cache a
 Sequences may have different lengths. In a batch padded on the left, `append(..., lengths=counts)` takes the last
 counts[b] of the N tokens; attend aligns query rows the same way, so that those of the padding see nothing at first and
 their output is to be ignored.
+
+On CUDA no verb waits for the device, and all can be captured in a graph. What their values say is known there alone: in
+place of an error tokens without room are not written (see attnjourney.ops.kv_cache). `check` waits and raises.
 """
 
 from __future__ import annotations
@@ -69,6 +72,21 @@ class Cache:
     def reset(self) -> None:
         """Empties the cache."""
         self.lengths.zero_()
+
+    def check(self) -> None:
+        """ValueError if a sequence was given more tokens than there is room for. On CUDA nobody else says so: an append
+        does not wait to learn the lengths. This does."""
+        lost = self._lost()
+        if lost.any():
+            b = int(lost.nonzero()[0])
+            raise ValueError(
+                f"key: the cache overflowed: expected at most {self.capacity} tokens, or as many as there are blocks "
+                f"for, got {int(self.lengths[b])} for batch row {b}"
+            )
+
+    def _lost(self) -> Tensor:
+        """Bool (batch,): sequences of which tokens were not written."""
+        return self.lengths > self.capacity
 
     @property
     def nbytes(self) -> int:
@@ -240,6 +258,9 @@ class WindowCache(KVCache):
             self._recent = before[1]
             raise
 
+    def _lost(self) -> Tensor:
+        return torch.zeros_like(self.lengths, dtype=torch.bool)  # a ring has room
+
     def _place(self) -> dict:
         return {"ring": True}
 
@@ -294,12 +315,15 @@ class _Recent:
         if options.get("prefix_length"):
             raise ValueError("prefix_length: expected 0 beside a ring, which forgets its first keys")
         if attn_mask is not None and attn_mask.dim() and attn_mask.shape[-1] != 1:
-            keys, longest = attn_mask.shape[-1], int((self.start + self.cache.lengths).max())
-            if keys != longest:
-                shape = tuple(attn_mask.shape)
-                raise ValueError(
-                    f"attn_mask: expected a last dimension of 1 or of the longest length, {longest}, got shape {shape}"
-                )
+            keys = attn_mask.shape[-1]
+            if self.start.device.type == "cpu":  # elsewhere nothing waits for the lengths
+                longest = int((self.start + self.cache.lengths).max())
+                if keys != longest:
+                    shape = tuple(attn_mask.shape)
+                    raise ValueError(
+                        f"attn_mask: expected a last dimension of 1 or of the longest length, {longest}, got shape "
+                        f"{shape}"
+                    )
             mask = attn_mask[(None,) * (4 - attn_mask.dim())].expand(query.shape[0], -1, -1, -1)
             columns = self.start[:, None] + torch.arange(self.cache.capacity, device=mask.device)
             columns = columns.clamp(max=keys - 1)[:, None, None, :].expand(*mask.shape[:3], -1)

@@ -59,6 +59,13 @@ class PagedKVCache(KeyValueCache):
             self.key, self.value, self.lengths, self.block_table, self.block_refs, key, value, counts=lengths
         )
 
+    def _lost(self) -> Tensor:
+        used = (
+            torch.arange(self.block_table.shape[1], device=self.lengths.device) * self.block_size
+            < self.lengths[:, None]
+        )
+        return (self.lengths > self.capacity) | (used & (self.block_table < 0)).any(1)
+
     def _place(self) -> dict:
         return {"block_table": self.block_table}
 

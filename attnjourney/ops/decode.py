@@ -64,6 +64,10 @@ def decode(
     Raises:
         ValueError: a shape or a number that does not fit, a length past the capacity, a block table out of range.
         RuntimeError: a dtype or device that does not fit, or an input that requires grad: there is no backward.
+
+    On CUDA nothing waits for the device, and calls can be captured in a graph; so no value is checked there: a length
+    counts as one from 0 to the capacity (to attn_mask's last dimension, which may be anything up to the capacity), and
+    a key whose block_table entry is no block is seen by nobody. Head dimensions up to 256.
     """
     options = decode_options(
         is_causal, window_size, scale, attn_mask, prefix_length, softcap, sinks, alibi_slopes

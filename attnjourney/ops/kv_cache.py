@@ -7,7 +7,17 @@
     paged_cache_truncate(lengths!, block_table!, block_refs!, new_lengths, *, block_size)
     paged_cache_reorder(lengths!, block_table!, block_refs!, batch_index)
 
-They check every value first: an error leaves the cache as it was.
+On the CPU they check every value first: an error leaves the cache as it was.
+
+On CUDA lengths, tables and counts live on the device and nothing waits for them (calls can be captured in a graph), so
+shapes, dtypes and devices are checked, values are not:
+
+    counts below 0 or past the tokens given count as these; lengths below 0 as 0
+    tokens past the capacity, or without a free block, are not written, and the length goes on counting
+    new_lengths past the present length leave it; below 0 or `lowest` they count as that
+    a batch_index out of range leaves its sequence as it is
+
+A sequence that has lost tokens is one longer than its room: the caches' `check` says so.
 """
 
 from __future__ import annotations

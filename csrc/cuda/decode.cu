@@ -103,9 +103,8 @@ void cuda_decode(const DecodeCall& c, const DecodeInputs& in, const Tensor& out,
   if (c.batch * c.q_heads * c.q_len == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(in.query.get_device_index());
   const Tensor query = aten::rows_contiguous(in.query);
-  const bool sixteen = item_bytes(query) == 2;
   // a ring's mask has columns for keys that are gone
-  const bool tiled = sixteen && c.group * c.q_len > few_rows && c.q_len > 16 && !(c.ring && in.attn_mask);
+  const bool tiled = c.group * c.q_len > few_rows && c.q_len > 16 && !(c.ring && in.attn_mask);
   DecodeTask p{};
   describe(p, c, in);
   if (tiled)
