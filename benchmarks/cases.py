@@ -322,6 +322,9 @@ def _gpu() -> list[Case]:
                 )  # fmt: skip
     cases.append(Case("gpu-bf16-gqa8-n8192-causal", "gpu", 2, 16, 2, q_len=8192, head_dim=128, dtype="bf16",
                       causal=True, check=False))  # fmt: skip
+    for layer, sizes in (("gqa", dict(kv_heads=4, head_dim=128)), ("mla", dict(head_dim=192, v_head_dim=128))):
+        cases.append(Case(f"gpu-layer-{layer}-n4096", "gpu", 2, 16, q_len=4096, layer=layer, causal=True, dtype="bf16",
+                          check=False, **sizes))  # fmt: skip
     for d in (64, 128):
         cases.append(Case(f"gpu-flex-bf16-d{d}-n4096-causal", "gpu-flex", 4, 2048 // d, q_len=4096, head_dim=d,
                           dtype="bf16", causal=True, check=False, passes=("forward", "backward")))  # fmt: skip

@@ -1,0 +1,35 @@
+// The layer operators and rope on CUDA: their device-neutral halves once more, since the libraries share no symbols,
+// over this library's attention and row kernels. Schemas are the CPU library's; products go to ATen.
+#include <torch/csrc/stable/library.h>
+#pragma push_macro("STABLE_TORCH_LIBRARY_FRAGMENT")
+#undef STABLE_TORCH_LIBRARY_FRAGMENT
+#define STABLE_TORCH_LIBRARY_FRAGMENT(name, m) ATTNJOURNEY_SCHEMAS(m, __COUNTER__)
+#define ATTNJOURNEY_SCHEMAS(m, number) ATTNJOURNEY_NUMBERED_SCHEMAS(m, number)
+#define ATTNJOURNEY_NUMBERED_SCHEMAS(m, number) \
+  template <class Library>                      \
+  [[maybe_unused]] static void schemas_of_the_cpu_library_##number(Library& m)
+#include "../gpt_attention.cpp"
+#include "../gqa.cpp"
+#include "../mha.cpp"
+#include "../mla.cpp"
+#include "../mla_backward.cpp"
+#include "../rope.cpp"
+#include "../rotary.cpp"
+#pragma pop_macro("STABLE_TORCH_LIBRARY_FRAGMENT")
+
+#include "../rope_boxed.h"
+#include "attention_cuda.h"
+#include "layer_operators.h"
+#include "rows_cuda.h"
+
+namespace attnjourney {
+constexpr GqaBackend cuda_gqa = {cuda_attention, cuda_rotary};
+constexpr MlaBackend cuda_mla = {cuda_attention, cuda_rotary, cuda_rms_norm};
+}  // namespace attnjourney
+
+STABLE_TORCH_LIBRARY_IMPL(attnjourney, CUDA, m) {
+  using namespace attnjourney;
+  LayerOperators<cuda_attention, cuda_gqa, cuda_mla>::register_in(m, "");
+  m.impl("rope", TORCH_BOX(&RopeOperators<cuda_rotary>::out_of_place));
+  m.impl("rope_", TORCH_BOX(&RopeOperators<cuda_rotary>::in_place));
+}
