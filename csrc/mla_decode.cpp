@@ -21,8 +21,8 @@ Shape check(const MlaDecodeInputs& in) {
   check_dim("latent", in.latent, 3);
   check_same_dtype("latent", in.latent, "query", q);
   check_same_device("latent", in.latent, "query", q);
-  check_value(in.latent.size(0) == s.batch, "latent: expected the batch size of query, ", s.batch, ", got shape ",
-              shape_text(in.latent));
+  check_value(in.decode.block_table || in.latent.size(0) == s.batch, "latent: expected the batch size of query, ",
+              s.batch, ", got shape ", shape_text(in.latent));
   check_dim("kv_b_weight", w, 2);
   check_same_dtype("kv_b_weight", w, "query", q);
   check_same_device("kv_b_weight", w, "query", q);
@@ -41,8 +41,8 @@ Shape check(const MlaDecodeInputs& in) {
   return s;
 }
 
-std::tuple<Tensor, Tensor> absorbed(DecodeKernel kernel, HeadProducts products, const Shape& s,
-                                    const MlaDecodeInputs& in, DecodeInputs call, const Tensor& w) {
+std::tuple<Tensor, Tensor> absorbed(const MlaDecodeBackend& backend, const Shape& s, const MlaDecodeInputs& in,
+                                    DecodeInputs call, const Tensor& w) {
   const int64_t dim = s.kv_lora + s.rope, per_head = (s.nope + s.v) * s.kv_lora;
   const auto columns = [&](const Tensor& t, int64_t begin, int64_t n) {  // of the last dimension
     return aten::strided_view(t, {t.size(0), t.size(1), t.size(2), n},
@@ -53,12 +53,12 @@ std::tuple<Tensor, Tensor> absorbed(DecodeKernel kernel, HeadProducts products, 
   };
   const Tensor query = aten::rows_contiguous(in.query);
   call.query = aten::empty(query, {s.batch, s.heads, s.q_len, dim});
-  products(columns(query, 0, s.nope), weight(0, s.nope), false, columns(call.query, 0, s.kv_lora));
+  backend.products(columns(query, 0, s.nope), weight(0, s.nope), false, columns(call.query, 0, s.kv_lora));
   Tensor rope = columns(call.query, s.kv_lora, s.rope);
   if (s.rope > 0) torch::stable::copy_(rope, columns(query, s.nope, s.rope));
-  const auto [u, lse] = decode(kernel, call);
+  const auto [u, lse] = decode(backend.latents, call);
   const Tensor out = aten::empty(query, {s.batch, s.heads, s.q_len, s.v});
-  products(u, weight(s.nope, s.v), true, out);
+  backend.products(u, weight(s.nope, s.v), true, out);
   return {out, lse};
 }
 
@@ -68,16 +68,18 @@ Tensor cut(Tensor t, int64_t d, int64_t begin, int64_t n) {
   return at < 0 || t.size(at) == 1 ? t : torch::stable::narrow(t, at, begin, n);
 }
 
-// A sequence's heads in pieces, so that their keys and values stay below a limit.
+// A sequence's heads in pieces, so that their keys and values stay below a limit. Lengths are known on the CPU alone:
+// elsewhere all of the capacity is expanded.
 std::tuple<Tensor, Tensor> expanded(DecodeKernel kernel, const Shape& s, const MlaDecodeInputs& in,
                                     const DecodeInputs& call, const Tensor& latent, const Tensor& w) {
-  constexpr int64_t most = int64_t{1} << 23;  // numbers
+  const bool on_cpu = in.query.is_cpu();
+  const int64_t most = int64_t{1} << (on_cpu ? 23 : 27);  // numbers
   const int64_t qk = s.nope + s.rope, width = s.nope + s.v;
   const Tensor out = aten::empty(in.query, {s.batch, s.heads, s.q_len, s.v});
   const ScalarType lse_dtype = in.query.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
   const Tensor lse = aten::empty(in.query, {s.batch, s.heads, s.q_len}, lse_dtype);
   for (int64_t b = 0; b < s.batch; b++) {
-    const int64_t keys = static_cast<const int64_t*>(in.lengths.const_data_ptr())[b];
+    const int64_t keys = on_cpu ? static_cast<const int64_t*>(in.lengths.const_data_ptr())[b] : latent.size(1);
     const int64_t piece = std::clamp<int64_t>(most / std::max<int64_t>(1, keys * (qk + s.v)), 1, s.heads);
     const Tensor c = aten::strided_view(latent, {keys, s.kv_lora}, {latent.stride(1), 1}, b * latent.stride(0));
     const Tensor rope =
@@ -100,7 +102,9 @@ std::tuple<Tensor, Tensor> expanded(DecodeKernel kernel, const Shape& s, const M
       part.query = cut(cut(in.query, 4, b, 1), 3, first, n);
       part.key = key, part.value = of_kv(s.nope, s.v);
       part.lengths = cut(in.lengths, 1, b, 1);
-      if (part.attn_mask) part.attn_mask = cut(cut(cut(*part.attn_mask, 4, b, 1), 3, first, n), 1, 0, keys);
+      if (part.attn_mask)
+        part.attn_mask =
+            cut(cut(cut(*part.attn_mask, 4, b, 1), 3, first, n), 1, 0, std::min(keys, part.attn_mask->size(-1)));
       for (OptionalTensor* t : {&part.sinks, &part.alibi_slopes})
         if (*t) *t = cut(cut(**t, 2, b, 1), 1, first, n);
       kernel(check_decode(part), part,
@@ -113,7 +117,7 @@ std::tuple<Tensor, Tensor> expanded(DecodeKernel kernel, const Shape& s, const M
 }
 }  // namespace
 
-std::tuple<Tensor, Tensor> mla_decode(DecodeKernel kernel, HeadProducts products, const MlaDecodeInputs& in) {
+std::tuple<Tensor, Tensor> mla_decode(const MlaDecodeBackend& backend, const MlaDecodeInputs& in) {
   const Shape s = check(in);
   const Tensor latent = aten::rows_contiguous(in.latent), w = aten::contiguous(in.kv_b_weight);
   DecodeInputs call = in.decode;
@@ -123,20 +127,21 @@ std::tuple<Tensor, Tensor> mla_decode(DecodeKernel kernel, HeadProducts products
   const int64_t dim = s.kv_lora + s.rope;
   call.query = aten::strided_view(in.query, {s.batch, s.heads, s.q_len, dim},
                                   {in.query.stride(0), in.query.stride(1), in.query.stride(2), 0});
-  call.key = aten::strided_view(latent, {s.batch, 1, latent.size(1), dim},
+  call.key = aten::strided_view(latent, {latent.size(0), 1, latent.size(1), dim},
                                 {latent.stride(0), latent.stride(0), latent.stride(1), 1});
-  call.value = aten::strided_view(call.key, {s.batch, 1, latent.size(1), s.kv_lora}, call.key.strides());
+  call.value = aten::strided_view(call.key, {latent.size(0), 1, latent.size(1), s.kv_lora}, call.key.strides());
   const DecodeCall checked = check_decode(call);
   // multiplications of one head: for a row and a key, and for a key
   const int64_t saved = 2 * s.kv_lora - s.nope - s.v, paid = s.kv_lora * (s.nope + s.v);
-  if (!in.query.is_cpu() || s.q_len * saved <= paid) return absorbed(kernel, products, s, in, call, w);
-  check_decode_values(checked, call);
-  return expanded(kernel, s, in, call, latent, w);
+  if (in.decode.block_table || s.q_len * saved <= paid) return absorbed(backend, s, in, call, w);
+  if (in.query.is_cpu()) check_decode_values(checked, call);
+  return expanded(backend.expanded, s, in, call, latent, w);
 }
 
 }  // namespace attnjourney
 
 STABLE_TORCH_LIBRARY_FRAGMENT(attnjourney, m) {
-  m.def("mla_decode(Tensor query, Tensor latent, Tensor lengths, Tensor kv_b_weight, *, " ATTNJOURNEY_DECODE_OPTIONS
-        ") -> (Tensor out, Tensor lse)");
+  m.def(
+      "mla_decode(Tensor query, Tensor latent, Tensor lengths, Tensor kv_b_weight, *, Tensor? "
+      "block_table=None, " ATTNJOURNEY_DECODE_OPTIONS ") -> (Tensor out, Tensor lse)");
 }

@@ -22,12 +22,9 @@ ROTARY = [  # batch, heads, seq, dim, half, 16 bytes at once
 NORM = [(5, 64, 80, True), (3, 1000, 1000, True), (9, 7, 9, False), (130, 33, 33, False)]  # rows, width, x_row
 FAULTS = [
     ("rows past the end are turned", "rotary.cuh", "slot >= at_once || position >= p.positions", "slot >= at_once"),
-    ("threads without a position write", "rotary.cuh", "slot >= at_once ||", ""),
     ("the first sequence's table for all", "rotary.cuh", "every  + batch * p.table_batch", ""),
-    ("the sign of one half", "rotary.cuh", "x1 * c[i] - x2 * turn", "x1 * c[i] + x2 * turn"),
     ("what does not turn is left out", "rotary.cuh", "(dim - 2 * half) / v : 0", "0 : 0"),
     ("always forward", "rotary.cuh", "p.inverse ? -s[i] : s[i]", "s[i]"),
-    ("the neighbouring pair", "rotary.cuh", "every from + 2 * j", "from + 2 * j + 2"),
     ("a lane's own sum", "numbers.cuh", "x += from_lane(x, mask)", "x += mask > 8 ? C(0) : from_lane(x, mask)"),
     ("rows past the end", "rms_norm.cuh", "every   if (row >= p.rows) return;\n", ""),
     (
@@ -38,7 +35,6 @@ FAULTS = [
     ),
     ("the mean left out", "rms_norm.cuh", "g[i] - v[i] * mean", "g[i]"),
     ("the last part forgotten", "rms_norm.cuh", "s < p.spans", "s + 1 < p.spans"),
-    ("rows of the next part", "rms_norm.cuh", "min(begin + p.span, p.rows)", "min(begin + p.span + 1, p.rows)"),
 ]
 
 

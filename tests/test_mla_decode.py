@@ -138,3 +138,43 @@ def test_flops_are_counted():
         MLA_DECODE(query, latent, lengths, weight)
     # q_nope W_UK and u W_UV^T; scores over 40 numbers and values of 32 for 34 keys
     assert counter.get_total_flops() == 2 * 2 * 3 * 2 * (32 * 16 + 32 * 12 + 34 * (40 + 32))
+
+
+def paged_latents(latent, lengths, block_size):
+    """The same latents in shuffled blocks, the rest of the pool NaN, and the block table."""
+    batch, capacity, dim = latent.shape
+    width = -(-capacity // block_size)
+    order = torch.randperm(batch * width + 2, generator=torch.Generator().manual_seed(0)).tolist()
+    pool, table = latent.new_full((len(order), block_size, dim), math.nan), torch.full((batch, width), -7).int()
+    for b, length in enumerate(lengths.tolist()):
+        for j in range(0, length, block_size):
+            table[b, j // block_size] = block = order.pop()
+            pool[block, : min(block_size, capacity - j)] = latent[b, j : j + block_size]
+    return pool, table
+
+
+@pytest.mark.parametrize("q_len", (1, 3, 40))
+@pytest.mark.parametrize("options", ({}, {"window_size": (9, -1), "softcap": 2.0}), ids=str)
+def test_paged(q_len, options):
+    query, latent, lengths, weight = inputs([50, 3, 0], q_len=q_len)
+    pool, table = paged_latents(latent, lengths, 8)
+    ours = attnjourney.mla_decode(query, pool, lengths, weight, block_table=table, return_lse=True, **options)
+    expected = reference.mla_decode(query, latent.nan_to_num(), lengths, weight, return_lse=True, **options)
+    again = reference.mla_decode(query, pool, lengths, weight, block_table=table, return_lse=True, **options)
+    for a, b, c in zip(ours, expected, again):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(c, b, rtol=1e-12, atol=1e-12)
+
+
+def test_paged_transforms():
+    query, latent, lengths, weight = inputs([20, 9], q_len=2)
+    pool, table = paged_latents(latent, lengths, 8)
+    torch.library.opcheck(MLA_DECODE, (query, pool, lengths, weight), {"block_table": table})
+    queries = torch.stack([query, query.flip(1)])
+    mapped = torch.func.vmap(lambda q: attnjourney.mla_decode(q, pool, lengths, weight, block_table=table))(queries)
+    for out, q in zip(mapped, queries):
+        torch.testing.assert_close(out, attnjourney.mla_decode(q, pool, lengths, weight, block_table=table))
+    wrong = table.clone()
+    wrong[0, 0] = 99
+    with pytest.raises(ValueError, match="^block_table: expected blocks from 0 to"):
+        attnjourney.mla_decode(query, pool, lengths, weight, block_table=wrong)

@@ -49,9 +49,9 @@ def vmap_decode(signature: Signature, info, in_dims: tuple, *flat):
 
 
 def vmap_mla_decode(signature: Signature, info, in_dims: tuple, *flat):
-    """As vmap_decode; where the samples have different weights, one call each."""
+    """As vmap_decode; where the samples have different weights, or blocks, one call each."""
     size, dims, call = info.batch_size, dict(zip(signature.names, in_dims)), dict(zip(signature.names, flat))
-    if dims["kv_b_weight"] is not None:
+    if dims["kv_b_weight"] is not None or call["block_table"] is not None:
         return one_call_a_sample(signature, info, in_dims, flat)
     _fold(dims, call, size)
     call["latent"] = _to_front(call["latent"], dims["latent"], size).flatten(0, 1)

@@ -16,6 +16,7 @@ def mla_decode(
     lengths: Tensor,
     kv_b_weight: Tensor,
     *,
+    block_table: Tensor | None = None,
     is_causal: bool = True,
     window_size: tuple[int, int] = UNBOUNDED,
     scale: float | None = None,
@@ -35,12 +36,13 @@ def mla_decode(
     Args:
         query: (B, H, Sq, nope + rope), a head's nope part first, its rope part turned.
         latent: (B, capacity, kv_lora + rope), for each token its normed latent, then its rotary key, turned; the one
-            layout of the rotary part (interleaved or half-split) that query has too.
+            layout of the rotary part (interleaved or half-split) that query has too. With block_table
+            (num_blocks, block_size, kv_lora + rope).
         lengths: (B,) int64.
         kv_b_weight: (H * (nope + v), kv_lora), for each head nope rows W_UK, then v rows W_UV, as in transformers'
             deepseek_v3.
-        is_causal, window_size, attn_mask, prefix_length, softcap, sinks, alibi_slopes, return_lse: as in
-            :func:`attnjourney.decode`.
+        block_table, is_causal, window_size, attn_mask, prefix_length, softcap, sinks, alibi_slopes, return_lse: as
+            in :func:`attnjourney.decode`.
         scale: (nope + rope)^-0.5 by default.
 
     Returns:
@@ -50,7 +52,7 @@ def mla_decode(
         ValueError, RuntimeError: as :func:`attnjourney.decode`.
     """
     options = decode_options(is_causal, window_size, scale, attn_mask, prefix_length, softcap, sinks, alibi_slopes)
-    out, lse = _mla_decode(query, latent, lengths, kv_b_weight, **options)
+    out, lse = _mla_decode(query, latent, lengths, kv_b_weight, block_table=block_table, **options)
     return (out, lse) if return_lse else out
 
 
@@ -60,6 +62,7 @@ def _fake(
     latent,
     lengths,
     kv_b_weight,
+    block_table,
     window_size,
     attn_mask,
     prefix_length,
@@ -69,7 +72,12 @@ def _fake(
     **_,
 ):
     need(query.dim() == 4, "query: expected 4 dimensions", query)
-    need(latent.dim() == 3 and latent.shape[0] == query.shape[0], "latent: expected (batch, capacity, dim)", latent)
+    if block_table is None:
+        need(latent.dim() == 3 and latent.shape[0] == query.shape[0], "latent: expected (batch, capacity, dim)", latent)
+    else:
+        need(latent.dim() == 3, "latent: expected (num_blocks, block_size, dim)", latent)
+        shape_ok = block_table.dim() == 2 and block_table.shape[0] == query.shape[0]
+        need(shape_ok, "block_table: expected (batch, max_blocks)", block_table)
     need(kv_b_weight.dim() == 2, "kv_b_weight: expected 2 dimensions", kv_b_weight)
     need(lengths.shape == query.shape[:1], f"lengths: expected shape ({query.shape[0]},)", lengths)
     _, _, v = _dims(query.shape, latent.shape, kv_b_weight.shape)
@@ -85,11 +93,12 @@ def _dims(query, latent, weight):
     return weight[1], nope, weight[0] // query[1] - nope
 
 
-def _flops(*, query, latent, kv_b_weight, **_):
+def _flops(*, query, latent, kv_b_weight, block_table, **_):
     """As if every sequence were as long as the cache; the products with W_UK and W_UV included."""
     kv_lora, nope, v = _dims(query, latent, kv_b_weight)
     batch, heads, rows, _ = query
-    return 2 * batch * heads * rows * (kv_lora * (nope + v) + latent[1] * (latent[2] + kv_lora))
+    capacity = latent[1] if block_table is None else latent[1] * block_table[1]
+    return 2 * batch * heads * rows * (kv_lora * (nope + v) + capacity * (latent[2] + kv_lora))
 
 
 _mla_decode = register_inference(

@@ -78,6 +78,7 @@ def mla_decode(
     lengths: Tensor,
     kv_b_weight: Tensor,
     *,
+    block_table: Tensor | None = None,
     is_causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
     scale: float | None = None,
@@ -95,7 +96,7 @@ def mla_decode(
     kv = linear(c, kv_b_weight).unflatten(-1, (heads, -1)).transpose(1, 2)  # (batch, heads, capacity, nope + v)
     key = torch.cat([kv[..., :nope], shared_key.unsqueeze(1).expand(-1, heads, -1, -1)], -1)
     return decode(
-        query, key, kv[..., nope:], lengths, is_causal=is_causal, window_size=window_size, scale=scale,
-        attn_mask=attn_mask, prefix_length=prefix_length, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
-        return_lse=return_lse,
+        query, key, kv[..., nope:], lengths, block_table=block_table, is_causal=is_causal, window_size=window_size,
+        scale=scale, attn_mask=attn_mask, prefix_length=prefix_length, softcap=softcap, sinks=sinks,
+        alibi_slopes=alibi_slopes, return_lse=return_lse,
     )  # fmt: skip

@@ -261,6 +261,8 @@ def _mla_decode(call: dict, outputs: tuple) -> Scores:
     """In the latent space, where one key serves all heads: [q_nope W_UK, q_rope] . [c, k_rope]."""
     query, latent, lengths, weight = (call[name] for name in ("query", "latent", "lengths", "kv_b_weight"))
     longest = int(lengths.max()) if lengths.numel() else 0
+    if call["block_table"] is not None:
+        latent = latent[call["block_table"][:, : -(-longest // latent.shape[1])].clamp(min=0).long()].flatten(1, 2)
     latent = latent[:, :longest].unsqueeze(1)
     rank, heads, width = weight.shape[1], query.shape[1], query.shape[-1]
     nope = width - (latent.shape[-1] - rank)

@@ -1,5 +1,5 @@
-// CPU entry of mla_decode: the operator's flat argument list, over csrc/mla_decode.cpp, and the products of its heads.
-#include "../mla_decode.h"
+// CPU entry of mla_decode: the products of its heads.
+#include "../mla_decode_boxed.h"
 
 #include <algorithm>
 
@@ -34,21 +34,11 @@ void head_products(const Tensor& x, const Tensor& w, bool transposed, const Tens
             });
 }
 
-std::tuple<Tensor, Tensor> mla_decode_op(const Tensor& query, const Tensor& latent, const Tensor& lengths,
-                                         const Tensor& kv_b_weight, bool is_causal,
-                                         const std::vector<int64_t>& window_size, std::optional<double> scale,
-                                         OptionalTensor attn_mask, int64_t prefix_length, double softcap,
-                                         OptionalTensor sinks, OptionalTensor alibi_slopes) {
-  check_value(window_size.size() == 2, "window_size: expected two numbers, got ", window_size.size());
-  MlaDecodeInputs in{query, latent, lengths, kv_b_weight, {query, query, query, lengths}};
-  DecodeInputs& options = in.decode;
-  options.is_causal = is_causal, options.left = window_size[0], options.right = window_size[1], options.scale = scale;
-  options.attn_mask = std::move(attn_mask), options.prefix_length = prefix_length, options.softcap = softcap;
-  options.sinks = std::move(sinks), options.alibi_slopes = std::move(alibi_slopes);
-  return mla_decode(cpu_decode, head_products, in);
-}
+constexpr MlaDecodeBackend cpu_mla_decode{cpu_decode, cpu_decode, head_products};
 
 }  // namespace
 }  // namespace attnjourney
 
-STABLE_TORCH_LIBRARY_IMPL(attnjourney, CPU, m) { m.impl("mla_decode", TORCH_BOX(&attnjourney::mla_decode_op)); }
+STABLE_TORCH_LIBRARY_IMPL(attnjourney, CPU, m) {
+  m.impl("mla_decode", TORCH_BOX(&attnjourney::boxed_mla_decode<attnjourney::cpu_mla_decode>));
+}
