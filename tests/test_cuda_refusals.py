@@ -68,10 +68,10 @@ def test_what_is_not_served_is_refused_by_name(built):  # noqa: F811
         assert run([(name, options) for options in SERVED]) == ["served"] * len(SERVED)
 
 
-def test_a_mask_of_blocks_is_refused_by_name(built):  # noqa: F811
+def test_a_mask_of_blocks_is_served(built):  # noqa: F811
     blocks = dict(block_offsets="offsets", block_index="index", block_partial="index", block_elements="elements")
-    said = run([("_cuda_block_check", blocks)])[0]
-    assert "attn_mask: expected None or a tensor on CUDA, where no kernel serves a BlockMask yet" in said
+    wide, two = run([("_cuda_block_check", {**blocks, **more}) for more in ({"x": "wide"}, {"is_causal": True})])
+    assert two == "served" and REFUSED[1][1] in wide
 
 
 def test_every_option_of_the_operator_is_tried():

@@ -5,7 +5,7 @@
 namespace attnjourney {
 namespace {
 using Operators = AttentionOperators<cuda_attention>;
-using BlockOperators = BlockAttentionOperators<cuda_attention>;  // refused, by name
+using BlockOperators = BlockAttentionOperators<cuda_attention>;
 }  // namespace
 }  // namespace attnjourney
 

@@ -7,7 +7,7 @@ namespace attnjourney {
 
 // Does the call need the kernels with options? Those without scale scores by a positive number and hide ranges of keys.
 inline bool has_options(const AttentionCall& c, const AttentionOptions& o) {
-  return o.attn_mask || o.dropout_p > 0 || o.softcap > 0 || o.sinks || o.alibi_slopes || c.packed ||
+  return o.attn_mask || o.blocks || o.dropout_p > 0 || o.softcap > 0 || o.sinks || o.alibi_slopes || c.packed ||
          !(c.params.scale > 0);
 }
 
@@ -22,20 +22,21 @@ class OptionInputs {
     }
     scores_.sinks = per_head(c, o.sinks, query, sinks_);
     scores_.slopes = per_head(c, o.alibi_slopes, query, slopes_);
+    if (o.blocks) add_blocks(c, *o.blocks);
     if (o.attn_mask) {
       scores_.mask = o.attn_mask->data_ptr();
       scores_.mask_kind = c.params.mask == MaskKind::boolean ? MaskElement::boolean
                           : c.params.mask_fp32               ? MaskElement::fp32
                                                              : MaskElement::same;
       scores_.mask_bytes = c.params.mask == MaskKind::boolean ? 1 : c.params.mask_fp32 ? 4 : 2;
-      scores_.mask_dims = c.batch_dims;
-      for (int d = 0; d < c.batch_dims; d++) {
-        scores_.mask_size[d] = static_cast<int>(c.batch_size[d]);
-        scores_.mask_batch[d] = c.mask.batch_stride[d];
-      }
-      scores_.mask_head = c.mask.head_stride;
       scores_.mask_row = c.params.mask_row, scores_.mask_col = c.params.mask_col;
     }
+    scores_.mask_dims = c.batch_dims;
+    for (int d = 0; d < c.batch_dims; d++) {
+      scores_.mask_size[d] = static_cast<int>(c.batch_size[d]);
+      scores_.mask_batch[d] = c.mask.batch_stride[d];
+    }
+    scores_.mask_head = c.mask.head_stride;
     if (o.dropout_p > 0) {
       seed_ = aten::empty(query, {1}, ScalarType::Long);
       torch::stable::copy_(*seed_, torch::stable::view(*o.dropout_seed, {1}));
@@ -47,6 +48,23 @@ class OptionInputs {
   const Scores& scores() const { return scores_; }
 
  private:
+  // What the lists hold is checked where it is read, by the kernels: a look at it here would wait for the device.
+  void add_blocks(const AttentionCall& c, const BlockTensors& blocks) {
+    const Tensor& offsets = blocks.offsets;
+    check_value(offsets.size(-1) <= 1 || offsets.stride(-1) == 1,
+                "block_offsets: expected the last dimension to be dense");
+    blocks_ = BlockTensors{offsets, aten::contiguous(blocks.index), aten::contiguous(blocks.partial),
+                           aten::contiguous(blocks.elements)};
+    const auto size = static_cast<int>(c.params.block_size);
+    scores_.mask = offsets.data_ptr(), scores_.mask_kind = MaskElement::blocks, scores_.mask_bytes = 4;
+    scores_.blocks = {static_cast<const int*>(blocks_->index.data_ptr()),
+                      static_cast<const int*>(blocks_->partial.data_ptr()),
+                      static_cast<const unsigned char*>(blocks_->elements.data_ptr()),
+                      size,
+                      static_cast<int>((c.params.q_len + size - 1) / size),
+                      static_cast<int>(std::min<int64_t>(blocks_->index.size(0), INT32_MAX)),
+                      static_cast<int>(std::min<int64_t>(blocks_->elements.size(0), INT32_MAX))};
+  }
   static const float* per_head(const AttentionCall& c, const OptionalTensor& t, const Tensor& query,
                                OptionalTensor& copy) {
     if (!t) return nullptr;
@@ -56,6 +74,7 @@ class OptionInputs {
   }
   Scores scores_{};
   OptionalTensor sinks_, slopes_, seed_;
+  std::optional<BlockTensors> blocks_;
 };
 
 // Gradients of sinks, slopes and floating mask: in float32, and copied where they have another dtype.

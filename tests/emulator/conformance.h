@@ -124,6 +124,7 @@ struct Scalars {
     out[896 + t] = (ptx::any(t == 33) ? .5f : 1.f) * static_cast<float>(ptx::ballot(t == 33));
     out[1024 + t] = ptx::reciprocal(in[t] * in[t] + 1.f);
     out[1152 + t] = static_cast<float>(ptx::shfl(static_cast<uint32_t>(t), (t % 32 & ~3) | 2));
+    out[1280 + t] = static_cast<float>(ptx::first_bit(ptx::ballot(t % 32 == 5 + t / 32 || t % 32 > 20)));
   }
 };
 
@@ -299,7 +300,7 @@ struct Program {
   }
 
   static void sm80() {
-    Buffer<float> in(iota(512), "in"), out(std::vector<float>(1280, -1.f), "out");
+    Buffer<float> in(iota(512), "in"), out(std::vector<float>(1408, -1.f), "out");
     Host::launch(2048, CopyAsync{in.data, out.data});
     std::vector<float> want;
     for (int i = 0; i < 512; i++) want.push_back(i / 4 % 2 ? 0.f : static_cast<float>(i));
@@ -324,7 +325,7 @@ struct Program {
     x[0] = 1.00390625f, x[1] = 1.01171875f, x[2] = 1.00048828125f, x[3] = 65520.f;  // ties; the end of fp16
     Buffer<float> numbers(x, "numbers");
     Host::launch(0, Scalars{numbers.data, out.data});
-    std::vector<float> power, logarithm, pairs, shuffled, first, found, inverse, third;
+    std::vector<float> power, logarithm, pairs, shuffled, first, found, inverse, third, lowest;
     for (int i = 0; i < 128; i++) {
       power.push_back(static_cast<float>(std::exp2(static_cast<double>(x[static_cast<size_t>(i)]))));
       logarithm.push_back(static_cast<float>(std::log2(
@@ -336,6 +337,7 @@ struct Program {
       const float number = x[static_cast<size_t>(i)];
       inverse.push_back(1.f / (number * number + 1.f));
       third.push_back(static_cast<float>(i / 4 * 4 + 2));
+      lowest.push_back(static_cast<float>(5 + i / 32));
     }
     power[3] = HUGE_VALF;
     compare("ex2.approx", out.data, power, 1e-6f);
@@ -348,6 +350,7 @@ struct Program {
     compare("vote.any", out.data + 896, found);
     compare("rcp.approx", out.data + 1024, inverse, 1e-6f);
     compare("shfl.idx of a lane", out.data + 1152, third);
+    compare("vote.ballot, its first bit", out.data + 1280, lowest);
 
     Buffer<float> sums(std::vector<float>(12, 0.f), "sums");
     Buffer<uint32_t> counter(std::vector<uint32_t>{0}, "counter");

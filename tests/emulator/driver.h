@@ -91,11 +91,13 @@ struct Lengths {
 };
 
 // What options do to scores (csrc/cuda/kernels/sequence.cuh); numbers are given in thousandths. On stdin: sinks and
-// slopes [batch, q_heads], the mask of `mask_count` elements, which is read through its strides.
+// slopes [batch, q_heads], the mask of `mask_count` elements, which is read through its strides, or the tensors of a
+// mask of blocks, of whose offsets there are mask_count.
 template <class Element>
 struct Options {
   std::unique_ptr<emulator::Buffer<float>> sinks, slopes, mask_fp32;
   std::unique_ptr<emulator::Buffer<unsigned char>> mask_bool;
+  std::unique_ptr<emulator::Buffer<int>> offsets, index, partial;
   std::unique_ptr<emulator::Buffer<Element>> mask_same;
   emulator::Buffer<uint64_t> seed;
   template <class Task>
@@ -103,8 +105,8 @@ struct Options {
     constexpr double kLog2E = 1.4426950408889634;
     const auto thousandth = [&](const char* name) { return a[name] / 1000.0; };
     const double scale = a["scale"] ? thousandth("scale") : 1 / std::sqrt(static_cast<double>(a["head_dim"]));
-    p.scale_log2 = static_cast<float>(scale * kLog2E);
-    if constexpr (requires { p.scale; }) p.scale = static_cast<float>(scale);
+    if constexpr (requires { p.scale_log2; }) p.scale_log2 = static_cast<float>(scale * kLog2E);
+    if constexpr (requires { p.scale; }) p.scale = static_cast<decltype(p.scale)>(scale);
     auto& s = p.scores;
     if (a["softcap"]) {
       s.cap_log2 = static_cast<float>(thousandth("softcap") * kLog2E);
@@ -127,6 +129,20 @@ struct Options {
     if (a["mask"] == 1) mask(mask_bool);
     if (a["mask"] == 2) mask(mask_fp32);
     if (a["mask"] == 3) mask(mask_same);
+    if (a["mask"] == -1) {
+      mask(offsets);
+      const auto more = [](auto& to, int count, const char* name) {
+        using Buffer = typename std::remove_reference_t<decltype(to)>::element_type;
+        to = std::make_unique<Buffer>(read<std::remove_pointer_t<decltype(Buffer::data)>>(count), name);
+        return to->data;
+      };
+      const int size = a["block_size"], count = a["block_count"], partials = a["block_partials"];
+      s.blocks.index = more(index, count, "block_index");
+      s.blocks.partial = more(partial, count, "block_partial");
+      s.blocks.elements = more(mask_bool, partials * size * size, "block_elements");
+      s.blocks.size = size, s.blocks.rows = (p.q_len + size - 1) / size;
+      s.blocks.count = count, s.blocks.partial_blocks = partials;
+    }
     s.mask_dims = 1, s.mask_size[0] = p.batch, s.mask_batch[0] = a["mask_batch"];
     s.mask_head = a["mask_head"], s.mask_row = a["mask_row"], s.mask_col = a["mask_col"];
     if (!a["dropout"]) return;

@@ -276,3 +276,61 @@ BACKWARD_OPTIONS = [
         "sp, tdo, l, pair_mma<T>",
     ),
 ]
+FORWARD_BLOCKS = [
+    ("a block's last key is the next one's", "block_tiles.cuh", "(key + keys - 1) / lists.size;", "key / lists.size;"),
+    (
+        "one row of blocks for a tile of several",
+        "block_tiles.cuh",
+        "r <= min((first_row + rows - 1) / lists.size, lists.rows - 1)",
+        "r <= first_row / lists.size",
+    ),
+    ("a block with elements counts as whole", "block_tiles.cuh", " && lists.partial[at] == kWhole;", ";"),
+    ("a hidden block beside a whole one", "block_tiles.cuh", "all = all && expected == last + 1;", ""),
+    ("elements of another row", "block_tiles.cuh", "% size + row - row0", "% size"),
+    (
+        "found before all have written",
+        "block_tiles.cuh",
+        "= all;\n        }\n        __syncthreads();",
+        "= all;\n        }",
+    ),
+    ("overwritten before all have read", "block_tiles.cuh", "__syncthreads();  // what was found", "// what was found"),
+    ("every head has the first one's lists", "scores.cuh", "head * s.mask_head + ", ""),
+]
+BACKWARD_BLOCKS = [
+    ("a tile of the next head", "backward_task.cuh", "head = first_head + number / per_head();", "head = first_head;"),
+    ("partial tiles are not looked at", "sm80_backward.cuh", "blocks && !window.whole(it)", "false"),
+    ("elements of another group", "block_tiles.cuh", "(key0 + F::key(8 * m)) % size", "key0 % size"),
+]
+DETERMINISTIC_BLOCKS = [
+    (
+        "a turn is not passed on",
+        "sm80_backward.cuh",
+        "for (; it < to; it++, at.next()) pass_turn();",
+        "at.go(it = to, where.first_head);",
+    ),
+]
+WEIGHTS = [
+    ("read before all have loaded", "attention_weights.cuh", "        });\n        __syncthreads();", "        });"),
+    ("loaded while others read", "attention_weights.cuh", "__syncthreads();  // both have been read", "// both"),
+    ("numbers of rows read before they are there", "attention_weights.cuh", "    }\n    __syncthreads();\n", "    }\n"),
+    ("columns past head_dim", "attention_weights.cuh", "row >= 0 && depth + d < head_dim ?", "row >= 0 ?"),
+    ("the first head's key", "attention_weights.cuh", "head / p.key.group * p.key.head", "0"),
+    (
+        "elements of the next row",
+        "attention_weights.cuh",
+        "own[e / 4] % size) * size",
+        "(own[e / 4] + 1) % size) * size",
+    ),
+    (
+        "rows of the sequence instead of the chosen",
+        "attention_weights.cuh",
+        "p.rows[first + tid] : -1",
+        "first + tid : -1",
+    ),
+    ("rows past the last are written", "attention_weights.cuh", "if (first + ty + 16 * r >= p.n_rows) continue;", ""),
+]
+OFFSETS = [
+    ("read before all warps have written", "packed_offsets.cuh", "    __syncthreads();\n    x = max", "    x = max"),
+    ("written while others read", "packed_offsets.cuh", "    __syncthreads();  // parts", "    // parts"),
+    ("the pass before is forgotten", "packed_offsets.cuh", "    x = max(x, most);\n", ""),
+]

@@ -73,6 +73,7 @@ inline int uniform(int v, Site s = Site::here()) {
 }
 inline bool any(bool b, Site s = Site::here()) { return emulator::ballot(b, s) != 0; }
 inline uint32_t ballot(bool b, Site s = Site::here()) { return emulator::ballot(b, s); }
+inline int first_bit(uint32_t v) { return __builtin_ctz(v); }
 inline void bar_sync(int id, int threads, Site s = Site::here()) { emulator::bar_sync(id, threads, s); }
 inline void bar_arrive(int id, int threads, Site s = Site::here()) { emulator::bar_arrive(id, threads, s); }
 inline void reduce_add(float* p, float v, Site s = Site::here()) { emulator::reduce_add(p, &v, 1, s); }

@@ -4,6 +4,8 @@ import subprocess
 
 import torch
 
+from attnjourney import BlockMask
+
 ORDERS = {"forward": 0, "reverse": 1, "random": 2, "starve": 3}
 ORDER_NAMES = (*ORDERS, "starve1", "eager")  # starve1: another warpgroup starves; eager: copies land when issued
 
@@ -65,7 +67,7 @@ def _arguments(query, key, value, ranges, order):
 
 def _options(query, options, batch):
     """Arguments and tensors for what attention's options do to scores: softcap, scale, dropout_p and seed, sinks and
-    alibi_slopes (heads,) or (batch, heads), attn_mask of four dimensions, read through its strides."""
+    alibi_slopes (heads,) or (batch, heads), attn_mask of four dimensions, read through its strides, or a BlockMask."""
     heads = query.shape[1]
     arguments = {name: round(1000 * options.get(name, 0)) for name in ("softcap", "scale")}
     arguments |= {"dropout": round(1000 * options.get("dropout_p", 0)), "per_item": 0, "mask": 0, "mask_count": 0}
@@ -79,7 +81,13 @@ def _options(query, options, batch):
             tensors.append(given.float().expand(batch, heads))
     mask = options.get("attn_mask")
     strides = (0,) * 4
-    if mask is not None:
+    if isinstance(mask, BlockMask):
+        arguments |= {"mask": -1, "mask_count": mask.offsets.numel(), "block_size": mask.block_size}
+        arguments |= {"block_count": mask.index.numel(), "block_partials": len(mask.elements)}
+        sizes = zip(mask.offsets.shape, mask.offsets.stride())
+        strides = [0 if size == 1 else stride for size, stride in sizes][:2] + [0, 0]
+        tensors += [x.flatten() for x in mask.tensors]
+    elif mask is not None:
         arguments["mask"] = {torch.bool: 1, torch.float32: 2}.get(mask.dtype, 3)
         arguments["mask_count"] = mask.numel()
         strides = [0 if size == 1 else stride for size, stride in zip(mask.shape, mask.contiguous().stride())]
@@ -106,8 +114,19 @@ def backward(
     arguments |= {"span": 0, "deterministic": 0, **more, **extra}
     outputs = [(tuple(t.shape), t.dtype) for t in inputs]
     trained = [options.get(name) for name in ("sinks", "alibi_slopes", "attn_mask")]
-    trained = [t for t in trained if t is not None and t.is_floating_point()]
+    trained = [t for t in trained if isinstance(t, torch.Tensor) and t.is_floating_point()]
     outputs += [((t.numel(),), torch.float32) for t in trained]
     tensors = [*inputs, out, grad_out, lse, grad_lse, *lengths, *given]
     grads = run(program, tensors, outputs, arguments, rows_first)[0]
     return [*grads[:3], *(grad.view(t.shape) for grad, t in zip(grads[3:], trained))]
+
+
+def weights(program, query, key, lse, rows, heads, ranges, order="forward", rows_first=False, options=None):
+    """(batch, heads, rows, S) in query's dtype."""
+    arguments, lengths = _arguments(query, key, key, ranges, order)
+    more, given = _options(query, options or {}, arguments["batch"])
+    arguments |= {"n_rows": len(rows), "n_heads": len(heads), **more}
+    outputs = [((query.shape[0], len(heads), len(rows), key.shape[2]), query.dtype)]
+    chosen = [torch.tensor(x, dtype=torch.int64) for x in (rows, heads)]
+    out = run(program, [query, key, lse, *chosen, *lengths, *given], outputs, arguments, rows_first)[0][0]
+    return out

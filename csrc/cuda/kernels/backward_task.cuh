@@ -117,6 +117,11 @@ struct BackwardQueries {
       head++;
     }
   }
+  // the query tile of this number among those of all heads
+  __device__ __forceinline__ void go(int number, int first_head) {
+    head = first_head + number / per_head();
+    tile = first + number % per_head();
+  }
   // do rows [row, row + Rows) see all keys of the block?
   __device__ __forceinline__ bool whole(int row) const { return row >= whole_begin && row + Rows <= whole_end; }
   // How many blocks add to this query tile before this one: those of the prefix, and of the window from its first one.

@@ -3,7 +3,7 @@
 #pragma once
 #include "../../philox.h"
 #include "../ptx/sm80.cuh"
-#include "sequence.cuh"
+#include "block_tiles.cuh"
 
 namespace attnjourney {
 
@@ -51,7 +51,7 @@ __device__ __forceinline__ int64_t batch_offset(const Scores& s, const int64_t (
 
 // One head's part of the options.
 struct HeadScores {
-  const unsigned char* mask;  // of its first row and key
+  const unsigned char* mask;  // of its first row and key, or its offsets of blocks
   float slope;                // in log2 units
   uint32_t index;             // batch * q_heads + head
   __device__ __forceinline__ HeadScores(const SequenceTask& p, int q_heads, int batch, int head)
@@ -61,6 +61,9 @@ struct HeadScores {
     if (s.mask_kind == MaskElement::none) return;
     const int64_t at = head * s.mask_head + batch_offset(s, s.mask_batch, batch);
     mask = static_cast<const unsigned char*>(s.mask) + at * s.mask_bytes;
+  }
+  __device__ __forceinline__ HeadBlocks blocks(const Scores& s) const {
+    return {s.blocks, reinterpret_cast<const int*>(mask)};
   }
 };
 

@@ -8,7 +8,15 @@ using Ranges = KeyRangesOf<int>;
 using Range = KeyRangeOf<int>;
 constexpr int kMaskDims = 16;
 
-enum class MaskElement : int { none, boolean, fp32, same };  // same: the dtype of query
+// same: the dtype of query; blocks: there are BlockLists, and `mask` is their offsets, int [.., row blocks + 1]
+enum class MaskElement : int { blocks = -1, none, boolean, fp32, same };
+
+// A mask of blocks of size x size pairs (BlockRows, csrc/attention_params.h).
+struct BlockLists {
+  const int *index, *partial;             // [count]
+  const unsigned char* elements;          // [partial_blocks, size, size]
+  int size, rows, count, partial_blocks;  // rows: of blocks
+};
 
 // What the options of attention do to scores; the kernels of plain calls do not look at it.
 struct Scores {
@@ -19,6 +27,7 @@ struct Scores {
   int mask_bytes, mask_dims;  // of an element; batch dimensions
   int mask_size[kMaskDims];   // of the batch, the last one fastest
   int64_t mask_batch[kMaskDims], mask_head, mask_row, mask_col;
+  BlockLists blocks;
   const uint64_t* seed;  // of dropout; null: none
   uint32_t threshold;    // dropped where 16 bits are below
   float keep_scale;      // 1 / (1 - p)

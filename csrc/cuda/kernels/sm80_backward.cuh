@@ -20,7 +20,8 @@ struct Sm80Backward {
   static constexpr int kDqW = D / 32;    // warps along D in dQ
   static constexpr int kStage = Rows * kRow, kStats = Rows * 8;
   static constexpr int kTileBytes = 2 * Keys * kRow + 4 * kStage + 2 * Keys * kCol + 2 * kStats, kWarps = kThreads / 32;
-  static constexpr int kSmemBytes = kTileBytes + (Options ? 3 * kWarps * 4 : 0);
+  using Window = TileWindow<kThreads>;
+  static constexpr int kSmemBytes = kTileBytes + (Options ? Window::kBytes + kWarps * 4 : 0);
   static constexpr bool kOptions = Options;
   static_assert(Rows * D == 8192, "eight warps of 32 x 32 in dQ");
   using Fragment = KeyFragment<kNT, kMT>;
@@ -191,22 +192,50 @@ struct Sm80Backward {
       ptx::cp_async_commit();
     };
 
-    // Options: which of its scores of the tile to come a thread's rows see; tiles in which a boolean mask hides all are
-    // left out, unless others wait for this block's turn.
+    // Options: which of its scores of the tile to come a thread's rows see; tiles in which a boolean mask or one of
+    // blocks hides all are left out, but for passing on the turn that others wait for.
     uint32_t seen = 0;
+    bool hides = false;
     int flag = 0;
+    Window window{reinterpret_cast<uint32_t*>(smem + kTileBytes)};
+    const auto pass_turn = [&] {
+      if (tid != 0) return;
+      int* turn = p.turn + 2 * (scratch_of(at.head) / Rows + at.tile);
+      const int mine = at.turn(where, sequence);
+      ptx::turn_wait(turn, mine);
+      ptx::turn_pass(turn, mine + 1);
+    };
     const auto next_seen = [&](int it) {
+      const bool blocks = p.scores.mask_kind == MaskElement::blocks;
       for (; Options && it < total; it++, at.next()) {
+        if (blocks) {
+          const int to = window.next(it, total, [&](int i) {
+            auto other = at;
+            other.go(i, where.first_head);
+            const HeadScores scores(p, p.q_heads, where.batch, other.head);
+            return scores.blocks(p.scores).kind(other.tile * Rows, Rows, n0, min(Keys, p.kv_len - n0));
+          });
+          if (Deterministic)
+            for (; it < to; it++, at.next()) pass_turn();
+          else if (to > it)
+            at.go(it = to, where.first_head);
+          if (it == total) break;
+        }
         const int m0 = at.tile * Rows;
         const Lane l(D != 128 ? ptx::opaque(tid / 32) : tid / 32, D != 128 ? ptx::opaque(tid % 32) : tid % 32);
         const int row = m0 + own_row(l), key = n0 + own_key(l);
-        seen = at.whole(m0) && m0 + Rows <= sequence.rows ? kAllSeen<Fragment>
-                                                          : seen_in_range<Fragment>(sequence, row, key);
-        if (p.scores.mask_kind != MaskElement::boolean) break;
+        const bool whole = at.whole(m0) && m0 + Rows <= sequence.rows, some_blocks = blocks && !window.whole(it);
+        seen = whole ? kAllSeen<Fragment> : seen_in_range<Fragment>(sequence, row, key);
+        hides = !whole || some_blocks || p.scores.mask_kind >= MaskElement::boolean;
+        if (p.scores.mask_kind != MaskElement::boolean && !some_blocks) break;
         const HeadScores scores(p, p.q_heads, where.batch, at.head);
+        if (some_blocks) {
+          seen = seen_in_blocks<Fragment>(scores.blocks(p.scores), row, key, tid % 32, seen);
+          break;
+        }
         seen = seen_in_mask<Fragment>(p.scores, scores, row, key, seen);
-        if (Deterministic) break;
-        if (block_any(seen != 0, reinterpret_cast<uint32_t*>(smem + kTileBytes), flag, kWarps)) break;
+        if (block_any(seen != 0, window.found, flag, kWarps)) break;
+        if (Deterministic) pass_turn();
       }
       return it;
     };
@@ -232,7 +261,7 @@ struct Sm80Backward {
       const Lane l(warp, ptx::opaque(tid % 32));
       sk = ptx::opaque(sk), sv = ptx::opaque(sv), sp = ptx::opaque(sp);
       sds = ptx::opaque(sds), stats = ptx::opaque(stats);
-      const bool whole = at.whole(m0), border = !whole || p.scores.mask_kind != MaskElement::none;
+      const bool whole = at.whole(m0), border = Options ? hides : !whole;
       const uint32_t here = seen;
       ptx::cp_async_wait<0>();
       __syncthreads();  // this stage has landed; every warp is done with the other one and with P and dS
@@ -327,7 +356,7 @@ struct Sm80Backward {
         if (tid == 0) ptx::turn_pass(p.turn + 2 * tile, turn + 1);
       }
       if (Options && p.slope_sum && (next >= total || at.head != head)) {
-        add_slopes(p, where, head, slope_sum, reinterpret_cast<float*>(smem + kTileBytes) + 2 * kWarps);
+        add_slopes(p, where, head, slope_sum, reinterpret_cast<float*>(smem + kTileBytes + Window::kBytes));
         slope_sum = 0.f;
       }
     }

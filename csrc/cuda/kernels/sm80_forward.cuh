@@ -14,7 +14,8 @@ struct Sm80Forward {
   static constexpr int kDqk = Dqk_, kDv = Dv_, kRows = 64, kKeys = Keys, kThreads = 128;
   static constexpr int kQueryBytes = kRows * kDqk * 2, kKeyBytes = kKeys * kDqk * 2, kValueBytes = kKeys * kDv * 2;
   static constexpr int kTileBytes = kQueryBytes + kKeyBytes + kValueBytes;
-  static constexpr int kSmemBytes = kTileBytes + (Options ? 2 * kThreads / 32 * 4 : 0);
+  using Window = TileWindow<kThreads>;
+  static constexpr int kSmemBytes = kTileBytes + (Options ? Window::kBytes : 0);
   static constexpr bool kOptions = Options;
   static constexpr bool kKeepQuery = kDqk <= (Options ? 64 : 128);  // in registers; more would spill
   static_assert(kDqk % 64 == 0 && kDv % 64 == 0 && kDv <= kDqk);
@@ -62,19 +63,30 @@ struct Sm80Forward {
       load_tile<kDqk, kKeys>(sk, key, p.key_strides.row, n0, tiles.key_end, p.head_dim);
     };
 
-    // Options: which of its scores of the tile to come a thread's rows see; tiles in which a boolean mask hides all are
-    // left out.
+    // Options: which of its scores of the tile to come a thread's rows see; tiles in which a boolean mask or one of
+    // blocks hides all are left out.
     const HeadScores scores(p, p.q_heads, where.batch, where.head);
     uint32_t seen = 0;
     int turn = 0;
+    Window window{reinterpret_cast<uint32_t*>(smem + kTileBytes)};
     const auto next_seen = [&](int n) {
+      const bool blocks = p.scores.mask_kind == MaskElement::blocks;
       for (; Options && n < tiles.end; n = tiles.above(n)) {
+        if (blocks) {
+          n = window.next(n, tiles.end, [&](int i) {
+            if (i >= tiles.prefix && i < tiles.begin) return TileKind::hidden;
+            return scores.blocks(p.scores).kind(row0, kRows, i * kKeys, min(kKeys, p.kv_len - i * kKeys));
+          });
+          if (n >= tiles.end) break;
+        }
         const int first = n * kKeys + 2 * t;
         seen = own.whole(n) && row0 + warp * 16 + 16 <= sequence.rows ? kAllSeen<Fragment>
                                                                       : seen_in_range<Fragment>(sequence, row, first);
+        if (blocks && !window.whole(n))
+          seen = seen_in_blocks<Fragment>(scores.blocks(p.scores), row, first, lane, seen);
         if (p.scores.mask_kind != MaskElement::boolean) break;
         seen = seen_in_mask<Fragment>(p.scores, scores, row, first, seen);
-        if (block_any(seen != 0, reinterpret_cast<uint32_t*>(smem + kTileBytes), turn, kThreads / 32)) break;
+        if (block_any(seen != 0, window.found, turn, kThreads / 32)) break;
       }
       return n;
     };
@@ -304,8 +316,7 @@ struct Sm80Forward {
 
 // grid: total tiles
 template <class Kernel, bool Ranged>
-__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kOptions&& Kernel::kDqk == 64 ? 2 : 0)
-    sm80_forward(const ForwardTask p) {
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kOptions ? 2 : 0) sm80_forward(const ForwardTask p) {
   Kernel::template run<Ranged>(p);
 }
 

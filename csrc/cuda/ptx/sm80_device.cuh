@@ -104,7 +104,9 @@ __device__ __forceinline__ uint32_t shfl(uint32_t v, int lane) { return __shfl_s
 // lane 0's value: tells the compiler that it is the same in the whole warp
 __device__ __forceinline__ int uniform(int v) { return __shfl_sync(0xffffffffu, v, 0); }
 __device__ __forceinline__ bool any(bool b) { return __any_sync(0xffffffffu, b); }
+// one bit for each lane
 __device__ __forceinline__ uint32_t ballot(bool b) { return __ballot_sync(0xffffffffu, b); }
+__device__ __forceinline__ int first_bit(uint32_t v) { return __ffs(v) - 1; }  // v is not 0
 __device__ __forceinline__ void bar_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
