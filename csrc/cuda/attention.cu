@@ -7,27 +7,11 @@
 #include "device.h"
 #include "layout.h"
 #include "options.h"
+#include "sequences.h"
 #include "served.h"
 
 namespace attnjourney {
 namespace {
-
-// Index tensors as the kernels read them: dense int32.
-struct Indices {
-  OptionalTensor query_lengths, key_lengths, cu_q, cu_k;
-  explicit Indices(const AttentionOptions& o)
-      : query_lengths(int32(o.query_lengths)),
-        key_lengths(int32(o.key_lengths)),
-        cu_q(int32(o.cu_seqlens_q)),
-        cu_k(int32(o.cu_seqlens_k)) {}
-  static OptionalTensor int32(const OptionalTensor& t) {
-    if (!t) return std::nullopt;
-    Tensor x = aten::empty(*t, {t->numel()}, ScalarType::Int);
-    torch::stable::copy_(x, *t);
-    return x;
-  }
-  static const int* data(const OptionalTensor& t) { return t ? static_cast<const int*>(t->data_ptr()) : nullptr; }
-};
 
 // whether a kernel has to look at which keys a row sees
 bool is_ranged(const AttentionCall& c, const AttentionOptions& o) {
@@ -40,16 +24,10 @@ void describe(Task& p, const AttentionCall& c, const Indices& indices, const Vie
   p.query_strides = q.strides, p.key_strides = k.strides, p.value_strides = v.strides;
   p.batch = static_cast<int>(c.batch), p.q_heads = static_cast<int>(c.q_heads);
   p.group = static_cast<int>(c.params.group);
-  p.q_len = static_cast<int>(c.params.q_len), p.kv_len = static_cast<int>(c.params.kv_len);
+  describe_sequences(p, c, indices);
   p.head_dim = static_cast<int>(chunks(c.params.head_dim));
   p.v_head_dim = static_cast<int>(chunks(c.params.v_head_dim));
-  const KeyRanges& keys = c.params.keys;
-  const auto bound = [](int64_t x) { return static_cast<int>(std::min<int64_t>(x, Ranges::unbounded)); };
-  p.keys.offset = static_cast<int>(keys.offset), p.keys.left = bound(keys.left), p.keys.right = bound(keys.right);
-  p.keys.prefix = static_cast<int>(keys.prefix), p.keys.key_length = p.kv_len, p.bottom_right = c.bottom_right;
-  p.cu_q = Indices::data(indices.cu_q), p.cu_k = Indices::data(indices.cu_k);
   if (c.packed) p.query_strides.batch = p.key_strides.batch = p.value_strides.batch = 0;
-  p.query_lengths = Indices::data(indices.query_lengths), p.key_lengths = Indices::data(indices.key_lengths);
   p.scale_log2 = static_cast<float>(c.params.scale * 1.4426950408889634);
 }
 
@@ -73,7 +51,7 @@ void forward(const Tensor& query, const Tensor& key, const Tensor& value, const 
   const cudaStream_t stream = current_stream(device.index);
   const View q = view_of(c, query, c.q_heads), k = view_of(c, key, c.kv_heads), v = view_of(c, value, c.kv_heads);
   Output o(c, out, c.q_heads);
-  const Indices indices(options);
+  const Indices indices(c, options);
   const OptionInputs inputs(c, options, query);
   ForwardTask p{};
   describe(p, c, indices, q, k, v);
@@ -116,7 +94,7 @@ void backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tens
   const Tensor dense_lse = aten::contiguous(lse);
   OptionalTensor dense_grad_lse;
   if (grad_lse) dense_grad_lse = aten::contiguous(*grad_lse);
-  const Indices indices(options);
+  const Indices indices(c, options);
   const OptionInputs inputs(c, options, query);
   std::optional<Output> dq, dk, dv;
   BackwardTask p{};

@@ -227,7 +227,7 @@ FORWARD_OPTIONS = [
     ("bits of another row", "scores.cuh", "row + c % 2 * 8", "row + (c + 1) % 2 * 8"),
     ("kept weights not scaled", "sm80_forward.cuh", "inverse *= p.scores.keep_scale;", ";"),
     ("a value that is hidden leaks", "sm80_forward.cuh", "value_product(guarded_mma<T>", "value_product(pair_mma<T>"),
-    ("a value that is not finite vanishes", "scores.cuh", "if (y[0][e] != 0.f) d0[e] = NAN;", ""),
+    ("a value that is not finite vanishes", "scores.cuh", "if (y[e] != 0.f) d[e] = NAN;", ""),
 ]
 BACKWARD_OPTIONS = [
     (
@@ -299,7 +299,7 @@ FORWARD_BLOCKS = [
 BACKWARD_BLOCKS = [
     ("a tile of the next head", "backward_task.cuh", "head = first_head + number / per_head();", "head = first_head;"),
     ("partial tiles are not looked at", "sm80_backward.cuh", "blocks && !window.whole(it)", "false"),
-    ("elements of another group", "block_tiles.cuh", "(key0 + F::key(8 * m)) % size", "key0 % size"),
+    ("elements of another group", "block_tiles.cuh", "(row0 + F::row(8 * m)) % size", "row0 % size"),
 ]
 DETERMINISTIC_BLOCKS = [
     (
@@ -310,7 +310,7 @@ DETERMINISTIC_BLOCKS = [
     ),
 ]
 WEIGHTS = [
-    ("read before all have loaded", "attention_weights.cuh", "        });\n        __syncthreads();", "        });"),
+    ("read before all have loaded", "attention_weights.cuh", "-1; });\n        __syncthreads();", "-1; });"),
     ("loaded while others read", "attention_weights.cuh", "__syncthreads();  // both have been read", "// both"),
     ("numbers of rows read before they are there", "attention_weights.cuh", "    }\n    __syncthreads();\n", "    }\n"),
     ("columns past head_dim", "attention_weights.cuh", "row >= 0 && depth + d < head_dim ?", "row >= 0 ?"),
@@ -333,4 +333,26 @@ OFFSETS = [
     ("read before all warps have written", "packed_offsets.cuh", "    __syncthreads();\n    x = max", "    x = max"),
     ("written while others read", "packed_offsets.cuh", "    __syncthreads();  // parts", "    // parts"),
     ("the pass before is forgotten", "packed_offsets.cuh", "    x = max(x, most);\n", ""),
+]
+NAN_SM90_FORWARD = [
+    ("no look at the values", "sm90_forward.cuh", "if (!S::kRanged || !hides) return false;", "return false;"),
+    ("a value looked at before it landed", "sm90_forward.cuh", "      wait_v(c);\n      return", "      return"),
+    (
+        "a quarter of the tile looked at",
+        "sm90_finite.cuh",
+        "return !(now[0] | now[1] | now[2] | now[3]);",
+        "return !now[0];",
+    ),
+    ("flags in one turn", "sm90_finite.cuh", "  turn ^= 1;\n", ""),
+    ("the same step again", "sm90_finite.cuh", "a[i][e] = a[i + 1][e];", ";"),
+    ("a value never released", "sm90_forward.cuh", "      __syncwarp();\n      release_v(c);\n", ""),
+]
+NAN_SM80_BACKWARD = [
+    ("a hidden dS", "sm80_backward.cuh", "if (Guarded::value && pr[e] == 0.f) ds[e] = 0.f;", ""),
+    (
+        "a gradient that a hidden pair brings",
+        "sm80_backward.cuh",
+        "sp, tdo, fresh(), guarded_mma<T>",
+        "sp, tdo, fresh(), pair_mma<T>",
+    ),
 ]
