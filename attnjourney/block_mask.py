@@ -161,22 +161,26 @@ class BlockMask:
 
     def to_dense(self) -> Tensor:
         """The mask as a bool tensor (batch, heads, q_len, kv_len)."""
-        size, kinds = self.block_size, self._kinds()
+        return self.dense_rows(torch.arange(self.q_len, device=self.device))
+
+    def dense_rows(self, rows: Tensor) -> Tensor:
+        """These rows of the mask as a bool tensor (batch, heads, rows, kv_len)."""
+        size, rows = self.block_size, rows.to(self.device)
+        kinds = self._kinds().index_select(-2, rows // size)
         fixed = torch.tensor([False, True], device=self.device)[:, None, None].expand(2, size, size)
-        blocks = torch.cat([fixed, self.elements])[kinds + 1]  # (batch, heads, row blocks, key blocks, size, size)
-        dense = blocks.transpose(-3, -2).flatten(-4, -3).flatten(-2, -1)
-        return dense[..., : self.q_len, : self.kv_len]
+        lines = torch.cat([fixed, self.elements])[kinds + 1, (rows % size)[:, None]]
+        return lines.flatten(-2)[..., : self.kv_len]  # of (batch, heads, rows, key blocks, size)
 
     def _kinds(self) -> Tensor:
         """int64 (batch, heads, row blocks, key blocks): -1 hides every pair, 0 none, n has elements n - 1."""
-        batch, heads, ends = self.offsets.shape
+        *lead, ends = self.offsets.shape
         starts = self.offsets.long()
         counts = starts.diff().flatten()
         key_blocks = -(-self.kv_len // self.block_size)
         kinds = torch.full((len(counts), key_blocks), -1, device=self.device)
         row = torch.repeat_interleave(torch.arange(len(counts), device=self.device), counts)
         kinds[row, self.index.long()] = self.partial.long() + 1
-        return kinds.view(batch, heads, ends - 1, key_blocks)
+        return kinds.view(*lead, ends - 1, key_blocks)
 
     def for_rank(self, batch_sizes: tuple[int, ...], rank: int) -> BlockMask:
         """The same mask for a query of that rank and those batch dimensions, whose leading dimensions its offsets

@@ -6,7 +6,9 @@ import json
 
 import torch
 
+from .block_mask import BlockMask
 from .ops._attention_checks import alignment_index
+from .ops.block_attention import BLOCKS, block_tensors
 
 
 def _decode(text: torch.Tensor) -> dict:
@@ -28,7 +30,7 @@ def explain(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | BlockMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
@@ -48,6 +50,9 @@ def explain(
     Returns a dict: `isa`, `group` (query heads per key/value head), and for `forward` and `backward` the threads, tile
     sizes (query rows, keys), work items and scratch bytes per thread. Raises what `attention` would raise.
     """
+    blocks = {}
+    if isinstance(attn_mask, BlockMask):
+        blocks, attn_mask = dict(zip(BLOCKS, block_tensors(attn_mask, query, key))), None
     return _decode(
         torch.ops.attnjourney._explain(
             query,
@@ -66,5 +71,6 @@ def explain(
             softcap=softcap,
             sinks=sinks,
             alibi_slopes=alibi_slopes,
+            **blocks,
         )
     )

@@ -16,8 +16,8 @@ from ._registration import register
 BLOCKS = ("block_offsets", "block_index", "block_partial", "block_elements")
 
 
-def block_tensors(mask: BlockMask, query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
-    """The operators' tensors of a mask, for that query and key."""
+def of_call(mask: BlockMask, query: Tensor, key: Tensor) -> BlockMask:
+    """The mask with offsets that broadcast to the leading dimensions of that query and key."""
     if (mask.q_len, mask.kv_len) != (query.shape[-2], key.shape[-2]):
         raise ValueError(
             f"attn_mask: expected a BlockMask for {query.shape[-2]} rows and {key.shape[-2]} keys, "
@@ -25,7 +25,12 @@ def block_tensors(mask: BlockMask, query: Tensor, key: Tensor) -> tuple[Tensor, 
         )
     rank = query.dim()
     batch = tuple(max(a, b) if 0 not in (a, b) else 0 for a, b in zip(query.shape[: rank - 3], key.shape[: rank - 3]))
-    return mask.for_rank(batch, rank).tensors
+    return mask.for_rank(batch, rank)
+
+
+def block_tensors(mask: BlockMask, query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+    """The operators' tensors of a mask, for that query and key."""
+    return of_call(mask, query, key).tensors
 
 
 def block_attention(query, key, value, mask, dropout_p, is_causal, return_lse, options):

@@ -13,18 +13,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
+from ..block_mask import BlockMask
 from ..nn._parts import split_heads
+from ..ops.block_attention import BLOCKS
 from ..reference.mha import attention_mask
 from ._other_stages import infini_local, longformer_scores
 from ._stages import attention_stages
 
-FUSED = ("cpu", "meta")  # devices that have _attention_weights
+FUSED = ("cpu", "cuda", "meta")  # devices that have _attention_weights
 
 
 @dataclass
 class Scores:
     """weights = exp(score - lse). query (..., H, L, E), key (..., Hk, S, E), lse (..., H, L); options as
-    torch.ops.attnjourney.attention has them, with attn_mask and is_causal."""
+    torch.ops.attnjourney.attention has them, with attn_mask (a tensor or a BlockMask) and is_causal."""
 
     query: Tensor
     key: Tensor
@@ -58,8 +60,12 @@ class Scores:
         """(..., heads, rows, S) in query's dtype and lse (..., heads, rows)."""
         query, options, at = self.of_rows(rows)
         if query.device.type in FUSED:
-            lse = self.lse if at is rows else self.lse.index_select(-1, rows)
-            weights = torch.ops.attnjourney._attention_weights(query, self.key, lse, at, heads, **options)
+            lse = self.lse if at is rows else self.lse.index_select(-1, rows.to(self.lse.device))
+            operator, masks = torch.ops.attnjourney._attention_weights, (options.get("attn_mask"),)
+            if isinstance(masks[0], BlockMask):
+                operator, masks = torch.ops.attnjourney._block_attention_weights, masks[0].tensors
+            others = {name: x for name, x in options.items() if name != "attn_mask"}
+            weights = operator(query, self.key, lse, at, heads, *masks, **others)
         else:
             weights = attention_stages(query, self.key, None, heads, at, **options)["weights"].to(query.dtype)
         lse = self.lse.index_select(-1, rows.to(self.lse.device))
@@ -129,6 +135,13 @@ def _dropout(call: dict) -> dict:
 def _attention(call: dict, outputs: tuple) -> Scores:
     query, key, value = call["query"], call["key"], call["value"]
     return Scores(query, key, outputs[1], _options(call), value=value, dropout=_dropout(call))
+
+
+def _block_attention(call: dict, outputs: tuple) -> Scores:
+    query, key = call["query"], call["key"]
+    mask = BlockMask(*(call[name] for name in BLOCKS), query.shape[-2], key.shape[-2])
+    options = _options(call) | {"attn_mask": mask}
+    return Scores(query, key, outputs[1], options, value=call["value"], dropout=_dropout(call))
 
 
 def _varlen(call: dict, outputs: tuple) -> Scores:
@@ -301,6 +314,7 @@ FUNCTIONS = {"infini_attention": _infini, "longformer_attention": _longformer}
 
 READERS: dict[str, Callable[[dict, tuple], Scores]] = {
     "attention": _attention,
+    "block_attention": _block_attention,
     "varlen_attention": _varlen,
     "gpt_attention": _gpt,
     "gqa": _gqa,

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..block_mask import BlockMask
 from ..reference.attention import _per_head, _visible, _weighted_values, kept
 
 
@@ -17,7 +18,7 @@ def attention_stages(
     heads: Tensor,
     rows: Tensor,
     *,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | BlockMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -43,6 +44,9 @@ def attention_stages(
     lead, q_heads = _lead(query, key, value), number_of_heads(query, key, enable_gqa)
     device = query.device
     own_heads, rows = heads.to(device), rows.to(device)
+    blocks = isinstance(attn_mask, BlockMask)
+    if blocks:
+        attn_mask = attn_mask.dense_rows(rows)
     if query.dim() >= 3:
         group = q_heads // key.shape[-3] if enable_gqa and key.shape[-3] else 1
         query = _pick(query, -3, own_heads)
@@ -54,7 +58,7 @@ def attention_stages(
         query, key = (x.expand(*lead, len(heads), *x.shape[-2:]) for x in (query, key))
         value = None if value is None else value.expand(*lead, len(heads), *value.shape[-2:])
     mask = attn_mask
-    if mask is not None and mask.dim() >= 2:
+    if mask is not None and mask.dim() >= 2 and not blocks:
         mask = _pick(mask, -2, rows)
     seen, distance = _visible(
         query, key, mask, is_causal, alignment, window_size, prefix_length, key_lengths, query_lengths, rows

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from ..block_mask import BlockMask
 from ..info import explain
 from ..ops._attention_checks import check
 from ..ops._operator import draw_seed
+from ..ops.block_attention import of_call
 from ._modules import module_stages
 from ._stages import attention_stages, number_of_heads
 from .records import Rows, indices
@@ -83,7 +85,7 @@ def trace(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | BlockMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
@@ -148,7 +150,10 @@ def trace(
         explain(query, key, value, attn_mask, dropout_p, is_causal, **options)  # its checks are those of attention
     else:
         known = ("window_size", "key_lengths", "query_lengths", "softcap", "sinks", "alibi_slopes")
-        check(query, key, value, attn_mask, scale, enable_gqa, **{name: options[name] for name in known})
+        mask = None if isinstance(attn_mask, BlockMask) else attn_mask
+        check(query, key, value, mask, scale, enable_gqa, **{name: options[name] for name in known})
+    if isinstance(attn_mask, BlockMask):
+        attn_mask = of_call(attn_mask, query, key)
     if dropout_p > 0 and dropout_seed is None:
         dropout_seed = draw_seed(query)
     heads = indices("heads", heads, number_of_heads(query, key, enable_gqa))

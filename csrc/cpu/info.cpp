@@ -7,6 +7,7 @@
 #include <numeric>
 #include <string>
 
+#include "block_lists.h"
 #include "plan.h"
 
 namespace attnjourney {
@@ -38,15 +39,20 @@ Tensor cpu_info() {
 Tensor explain(const Tensor& query, const Tensor& key, const Tensor& value, OptionalTensor attn_mask, double dropout_p,
                bool is_causal, std::optional<double> scale, bool enable_gqa, int64_t causal_alignment,
                std::vector<int64_t> window_size, int64_t prefix_length, OptionalTensor key_lengths,
-               OptionalTensor query_lengths, double softcap, OptionalTensor sinks, OptionalTensor alibi_slopes) {
+               OptionalTensor query_lengths, double softcap, OptionalTensor sinks, OptionalTensor alibi_slopes,
+               OptionalTensor block_offsets, OptionalTensor block_index, OptionalTensor block_partial,
+               OptionalTensor block_elements) {
   OptionalTensor seed;
   if (dropout_p > 0) seed = torch::stable::full({}, 0, ScalarType::Long);
   check_value(window_size.size() == 2, "window_size: expected two numbers (left, right), got ", window_size.size());
-  const AttentionOptions options{attn_mask,     dropout_p,    is_causal,        scale,
-                                 enable_gqa,    seed,         causal_alignment, {window_size[0], window_size[1]},
-                                 prefix_length, key_lengths,  query_lengths,    softcap,
-                                 sinks,         alibi_slopes, std::nullopt,     std::nullopt};
+  AttentionOptions options{attn_mask,     dropout_p,    is_causal,        scale,
+                           enable_gqa,    seed,         causal_alignment, {window_size[0], window_size[1]},
+                           prefix_length, key_lengths,  query_lengths,    softcap,
+                           sinks,         alibi_slopes, std::nullopt,     std::nullopt};
+  if (block_offsets && block_index && block_partial && block_elements)
+    options.blocks = BlockTensors{*block_offsets, *block_index, *block_partial, *block_elements};
   const AttentionCall c = check_attention(query, key, value, options);
+  const BlockLists lists(c, options);  // for its checks
   const Sequences sequences(c, options);
   const ForwardPlan f = plan_forward(c, sequences);
   std::vector<int64_t> heads(static_cast<size_t>(c.batch * c.kv_heads));
@@ -72,7 +78,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(attnjourney, m) {
       "_explain(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, "
       "bool is_causal=False, *, float? scale=None, bool enable_gqa=False, int causal_alignment=0, "
       "int[2] window_size=[-1, -1], int prefix_length=0, Tensor? key_lengths=None, Tensor? query_lengths=None, "
-      "float softcap=0.0, Tensor? sinks=None, Tensor? alibi_slopes=None) -> Tensor");
+      "float softcap=0.0, Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? block_offsets=None, "
+      "Tensor? block_index=None, Tensor? block_partial=None, Tensor? block_elements=None) -> Tensor");
 }
 STABLE_TORCH_LIBRARY_IMPL(attnjourney, CompositeExplicitAutograd, m) {
   m.impl("_cpu_info", TORCH_BOX(&attnjourney::cpu_info));
