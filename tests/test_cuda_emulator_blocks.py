@@ -21,6 +21,12 @@ CASES = [  # pattern, block size, batch and heads of the mask, options, q_len, k
     ("bigbird", 32, (2, 4), ("alibi_per_item", "query_lengths", "scale"), 70, 520),
     ("ragged", 64, (1, 4), ("causal",), 33, 20),
 ]
+# more key tiles than a block of threads looks at in one go
+FAR = ("far", 64, (1, 1), (), 20, 8500)
+
+
+def far(block_size, q_len, kv_len):
+    return lambda b, h, i, j: (j // block_size % 43 == 5) & (i >= 0)
 
 
 def block_call(case, dtype, head_dim, v_head_dim):
@@ -28,7 +34,7 @@ def block_call(case, dtype, head_dim, v_head_dim):
     pattern, block_size, (batch, heads), names, q_len, kv_len = case
     tensors, arguments = call(names, dtype, q_len, kv_len, head_dim, v_head_dim)
     ranges, options = as_given(arguments, q_len, kv_len)
-    seen = PATTERNS[pattern](block_size, q_len, kv_len)
+    seen = {**PATTERNS, "far": far}[pattern](block_size, q_len, kv_len)
     options["attn_mask"] = BlockMask.from_function(seen, batch, heads, q_len, kv_len, block_size)
     arguments["attn_mask"] = dense(seen, batch, heads, q_len, kv_len)
     return tensors, arguments, ranges, options
@@ -82,6 +88,10 @@ def test_backward(programs, name):
     check_all(check_backward, BACKWARD, name, CASES)
 
 
+def test_many_tiles(programs):
+    check_forward(build.program(*FORWARD["64-bf16"][0]), "64-bf16", FAR, "random")
+
+
 def test_blocks_that_hide_everything_are_skipped(programs):
     """Half of the blocks, on the diagonal: half of the products, and of the backward's too."""
     program = build.program(*FORWARD["64-bf16"][0])
@@ -125,7 +135,7 @@ def test_lists_that_lead_nowhere_are_not_followed(programs, broken):
 
 def find(check, program, name):
     """What the first case that notices a fault says, or None."""
-    for i, case in enumerate(CASES):
+    for i, case in enumerate((*CASES, *[FAR] * 3) if check is check_forward else CASES):
         try:
             check(program, name, case, run.ORDER_NAMES[i % len(run.ORDER_NAMES)])
         except (AssertionError, run.EmulatorError) as found:

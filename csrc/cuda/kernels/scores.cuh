@@ -216,22 +216,21 @@ __device__ __forceinline__ bool all_finite(const uint32_t (&b)[4]) {
 template <class T>
 __device__ __forceinline__ void guarded_mma(float (&d0)[4], float (&d1)[4], const uint32_t (&a)[4],
                                             const uint32_t (&b)[4]) {
-  uint32_t x[4], weight[4];
+  uint32_t weight[4];
 #pragma unroll
-  for (int e = 0; e < 4; e++) {
-    x[e] = not_finite<T>(b[e]) & (ptx::is_bf16<T> ? 0x3f803f80u : 0x3c003c00u);
-    weight[e] = a[e] & 0x7fff7fffu;
-  }
-  float y[2][4] = {};
-  pair_mma<T>(y[0], y[1], weight, x);
+  for (int e = 0; e < 4; e++) weight[e] = a[e] & 0x7fff7fffu;
+  const auto one = [&](float (&d)[4], uint32_t b0, uint32_t b1) {
+    constexpr uint32_t kOne = ptx::is_bf16<T> ? 0x3f803f80u : 0x3c003c00u;
+    const uint32_t bad0 = not_finite<T>(b0), bad1 = not_finite<T>(b1);
+    float y[4] = {};
+    ptx::mma_m16n8k16<T>(y, weight, bad0 & kOne, bad1 & kOne);
 #pragma unroll
-  for (int e = 0; e < 4; e++) {
-    if (y[0][e] != 0.f) d0[e] = NAN;
-    if (y[1][e] != 0.f) d1[e] = NAN;
-  }
-#pragma unroll
-  for (int e = 0; e < 4; e++) x[e] = b[e] & ~not_finite<T>(b[e]);
-  pair_mma<T>(d0, d1, a, x);
+    for (int e = 0; e < 4; e++)
+      if (y[e] != 0.f) d[e] = NAN;
+    ptx::mma_m16n8k16<T>(d, a, b0 & ~bad0, b1 & ~bad1);
+  };
+  one(d0, b[0], b[1]);
+  one(d1, b[2], b[3]);
 }
 
 }  // namespace attnjourney

@@ -201,7 +201,8 @@ struct Sm80Backward {
     const auto pass_turn = [&] {
       if (tid != 0) return;
       int* turn = p.turn + 2 * (scratch_of(at.head) / Rows + at.tile);
-      const int mine = at.turn(where, sequence);
+      // once more where holding it would spill
+      const int mine = at.turn(where, D == 128 ? sequence_of<Options>(p, where.batch) : sequence);
       ptx::turn_wait(turn, mine);
       ptx::turn_pass(turn, mine + 1);
     };
@@ -222,7 +223,8 @@ struct Sm80Backward {
           if (it == total) break;
         }
         const int m0 = at.tile * Rows;
-        const Lane l(D != 128 ? ptx::opaque(tid / 32) : tid / 32, D != 128 ? ptx::opaque(tid % 32) : tid % 32);
+        constexpr bool kOpaque = D == 64 || (D == 256 && Deterministic);  // where the other way spills
+        const Lane l(kOpaque ? ptx::opaque(tid / 32) : tid / 32, kOpaque ? ptx::opaque(tid % 32) : tid % 32);
         const int row = m0 + own_row(l), key = n0 + own_key(l);
         const bool whole = at.whole(m0) && m0 + Rows <= sequence.rows, some_blocks = blocks && !window.whole(it);
         seen = whole ? kAllSeen<Fragment> : seen_in_range<Fragment>(sequence, row, key);
@@ -256,7 +258,10 @@ struct Sm80Backward {
       const int m0 = at.tile * Rows, head = at.head;
       stage ^= 1;
       const int64_t tile = scratch_of(at.head) / Rows + at.tile;
-      const int turn = Deterministic ? at.turn(where, sequence) : 0;
+      int turn = 0;  // with options in shared memory, where thread 0 alone looks at it: a register less to hold
+      int* const held_turn = reinterpret_cast<int*>(smem + kTileBytes + Window::kBytes);
+      if (Deterministic && !Options) turn = at.turn(where, sequence);
+      if (Deterministic && Options && tid == 0) *held_turn = at.turn(where, sequence);
       const int warp = ptx::opaque(tid / 32);
       const Lane l(warp, ptx::opaque(tid % 32));
       sk = ptx::opaque(sk), sv = ptx::opaque(sv), sp = ptx::opaque(sp);
@@ -297,54 +302,64 @@ struct Sm80Backward {
       const HeadScores scores(p, p.q_heads, where.batch, head);
       const OptionScores option{p, scores, sequence, m0 + own_row(l), n0 + own_key(l), here};
       const uint32_t bits = Options && p.scores.seed ? option.kept_bits() : ~0u;
+      const auto fresh = [&] { return Lane(ptx::opaque(tid / 32), ptx::opaque(tid % 32)); };
+      const auto weigh = [&]<class Guarded>(Guarded) {
 #pragma unroll
-      for (int j = 0; j < kMT; j++) {
-        const float4 lse4 = *reinterpret_cast<const float4*>(st + j / 2 * 64);
-        const float4 delta4 = *reinterpret_cast<const float4*>(st + Rows * 4 + j / 2 * 64);
-        const float2 lse = j % 2 ? float2{lse4.z, lse4.w} : float2{lse4.x, lse4.y};
-        const float2 delta = j % 2 ? float2{delta4.z, delta4.w} : float2{delta4.x, delta4.y};
+        for (int j = 0; j < kMT; j++) {
+          const float4 lse4 = *reinterpret_cast<const float4*>(st + j / 2 * 64);
+          const float4 delta4 = *reinterpret_cast<const float4*>(st + Rows * 4 + j / 2 * 64);
+          const float2 lse = j % 2 ? float2{lse4.z, lse4.w} : float2{lse4.x, lse4.y};
+          const float2 delta = j % 2 ? float2{delta4.z, delta4.w} : float2{delta4.x, delta4.y};
 #pragma unroll
-        for (int i = 0; i < kNT; i++) {
-          float pr[4], ds[4];
+          for (int i = 0; i < kNT; i++) {
+            float pr[4], ds[4];
 #pragma unroll
-          for (int e = 0; e < 4; e++) {
-            if constexpr (Options) {
-              option.element((i * kMT + j) * 4 + e, bits, s[i][j][e], dp[i][j][e], e & 1 ? lse.y : lse.x,
-                             e & 1 ? delta.y : delta.x, pr[e], ds[e], slope_sum);
-            } else {
-              pr[e] = ptx::exp2(s[i][j][e] * p.scale_log2 - (e & 1 ? lse.y : lse.x));
-              ds[e] = pr[e] * (dp[i][j][e] - (e & 1 ? delta.y : delta.x));
+            for (int e = 0; e < 4; e++) {
+              if constexpr (Options) {
+                option.element((i * kMT + j) * 4 + e, bits, s[i][j][e], dp[i][j][e], e & 1 ? lse.y : lse.x,
+                               e & 1 ? delta.y : delta.x, pr[e], ds[e], slope_sum);
+              } else {
+                pr[e] = ptx::exp2(s[i][j][e] * p.scale_log2 - (e & 1 ? lse.y : lse.x));
+                ds[e] = pr[e] * (dp[i][j][e] - (e & 1 ? delta.y : delta.x));
+                if (Guarded::value && pr[e] == 0.f) ds[e] = 0.f;
+              }
+            }
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+              const int r = l.wn * (Keys / 4) + i * 16 + l.g + 8 * h, c = l.wm * kMT + j;
+              const uint32_t x = ptx::pack2<T>(pr[2 * h], pr[2 * h + 1]), y = ptx::pack2<T>(ds[2 * h], ds[2 * h + 1]);
+              pf[i][j / 2][j % 2 * 2 + h] = x;
+              df[i][j / 2][j % 2 * 2 + h] = y;
+              *reinterpret_cast<uint32_t*>(smem + (at_col(sp, r, c) - base) + l.t * 4) = x;
+              *reinterpret_cast<uint32_t*>(smem + (at_col(sds, r, c) - base) + l.t * 4) = y;
             }
           }
-#pragma unroll
-          for (int h = 0; h < 2; h++) {
-            const int r = l.wn * (Keys / 4) + i * 16 + l.g + 8 * h, c = l.wm * kMT + j;
-            const uint32_t x = ptx::pack2<T>(pr[2 * h], pr[2 * h + 1]), y = ptx::pack2<T>(ds[2 * h], ds[2 * h + 1]);
-            pf[i][j / 2][j % 2 * 2 + h] = x;
-            df[i][j / 2][j % 2 * 2 + h] = y;
-            *reinterpret_cast<uint32_t*>(smem + (at_col(sp, r, c) - base) + l.t * 4) = x;
-            *reinterpret_cast<uint32_t*>(smem + (at_col(sds, r, c) - base) + l.t * 4) = y;
-          }
         }
-      }
+      };
+      constexpr bool kGuard = Ranged && !Options;  // where nothing is hidden, no number has to be kept from leaking
+      if (kGuard && border)
+        weigh(std::bool_constant<kGuard>{});
+      else
+        weigh(std::false_type{});
       __syncthreads();  // P and dS are complete
-      if (!Options || !border || finite<Rows, D / 16>(tdo, l.wm * (D / 16), l))
+      if (!Ranged || !border || finite<Rows, D / 16>(tdo, l.wm * (D / 16), fresh()))
         accumulate(dv, pf, sp, tdo, l, pair_mma<T>);
       else
-        accumulate(dv, pf, sp, tdo, l, guarded_mma<T>);
-      if (!Options || !border || finite<Rows, D / 16>(tq, l.wm * (D / 16), l))
+        accumulate(dv, pf, sp, tdo, fresh(), guarded_mma<T>);
+      if (!Ranged || !border || finite<Rows, D / 16>(tq, l.wm * (D / 16), fresh()))
         accumulate(dk, df, sds, tq, l, pair_mma<T>);
       else
-        accumulate(dk, df, sds, tq, l, guarded_mma<T>);
+        accumulate(dk, df, sds, tq, fresh(), guarded_mma<T>);
 
       float dq[2][4][4] = {};
       const int qm = warp / kDqW * 32, qd = warp % kDqW * 4;  // first row, first 16-byte chunk of columns
-      if (!Options || !border || finite<Keys, 4>(sk, qd, l))
+      if (!Ranged || !border || finite<Keys, 4>(sk, qd, fresh()))
         query_product(dq, sds, sk, qm, qd, l, pair_mma<T>);
       else
-        query_product(dq, sds, sk, qm, qd, l, guarded_mma<T>);
+        query_product(dq, sds, sk, qm, qd, fresh(), guarded_mma<T>);
       float* acc = p.query_sum + tile * (Rows * D) + tid;
       if (Deterministic) {
+        if (Options && tid == 0) turn = *held_turn;
         if (tid == 0) ptx::turn_wait(p.turn + 2 * tile, turn);
         __syncthreads();
       }

@@ -3,6 +3,7 @@
 // of tiles: a block then takes one tile after the other without a gap: the first S = Q K^T of a tile is issued before
 // the last O += P V of the tile before it. Key tiles go from last to first, so that those with a mask come first.
 #pragma once
+#include "sm90_forward_guard.cuh"
 #include "sm90_forward_output.cuh"
 #include "sm90_forward_producer.cuh"
 #include "sm90_forward_softmax.cuh"
@@ -15,6 +16,7 @@ struct Sm90Forward {
   using Slot = Sm90ForwardSlot;
   using Barriers = Sm90ForwardBarriers<S>;
   using Output = Sm90ForwardOutput<S>;
+  using Guard = Sm90ForwardGuard<S>;
 
   // Operands with 128-byte swizzle: groups of 8 rows 1024 bytes apart, panels of 64 columns `panel` bytes apart.
   static __device__ __forceinline__ uint64_t desc(uint32_t addr, int panel) {
@@ -47,6 +49,8 @@ struct Sm90Forward {
     int n = 0;      // its number
     int after = 0;  // that of the one after it
     bool hides = false;
+    int turn = 0;  // of the flags
+    uint32_t* const flags = reinterpret_cast<uint32_t*>(base + S::kFlagsAt) + 8 * group;
 
     auto query_stage = [&] { return group * S::kQueryStages + round % S::kQueryStages; };
     auto qk = [&](int stage) {  // issue S = Q K^T
@@ -97,6 +101,17 @@ struct Sm90Forward {
         if (n == x.x) after = ptx::uniform(x.y) - 1;
         hides = n < x.z || n >= x.w;
       }
+    };
+    // The rule for numbers that are not finite (csrc/README.md), where a tile hides something: O += P V by mma.sync.
+    auto leaks = [&] {
+      if (!S::kRanged || !hides) return false;
+      wait_v(c);
+      return !Guard::finite(base + S::kValueAt + c % S::kStages * S::kValueBytes, flags, turn, group);
+    };
+    auto guarded_pv = [&] {
+      Guard::product(o, pr, smem + S::kValueAt + c % S::kStages * S::kValueBytes);
+      __syncwarp();
+      release_v(c);
     };
     auto clear = [&] {
 #pragma unroll
@@ -149,6 +164,26 @@ struct Sm90Forward {
         clear();
       }
       while (after >= 0) {
+        if (leaks()) {
+          guarded_pv();
+          n = after;
+          wait_k(c + 1);
+          token_wait();
+          qk((c + 1) % S::kStages);
+          token_pass();
+          look();
+          ptx::wgmma_wait<0>();
+          ptx::keep(s);
+          release_k(c + 1);
+          const bool moved = softmax();
+          pack();
+          if (moved) {
+#pragma unroll
+            for (int e = 0; e < S::kDv / 2; e++) o[e] *= soft.alpha[e >> 1 & 1];
+          }
+          c++;
+          continue;
+        }
         n = after;
         wait_k(c + 1);
         token_wait();
@@ -171,10 +206,12 @@ struct Sm90Forward {
         }
         c++;
       }
-      release_q();
+      release_q();  // first: the last values come after the next tile's queries
+      const bool rare = leaks();
+      if (rare) guarded_pv();
       const float last_max[2] = {soft.max[0], soft.max[1]}, last_sum[2] = {soft.sum[0], soft.sum[1]};
       start = peek();
-      started = start == 1;
+      started = start == 1 && !rare;
       if (started) {  // as above, across two tiles
         enter();
         wait_k(c + 1);
@@ -188,13 +225,16 @@ struct Sm90Forward {
         ptx::keep(s);
         release_k(c + 1);
         softmax();
-      } else {
+        ptx::wgmma_wait<0>();
+        ptx::keep(o);
+        release_v(c);
+      } else if (!rare) {
         wait_v(c);
         pv(c % S::kStages);
+        ptx::wgmma_wait<0>();
+        ptx::keep(o);
+        release_v(c);
       }
-      ptx::wgmma_wait<0>();
-      ptx::keep(o);
-      release_v(c);
       if (started) pack();
       c++;
       if (S::kStore)

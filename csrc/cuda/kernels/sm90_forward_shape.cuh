@@ -25,7 +25,8 @@ struct Sm90ForwardShape {
   static constexpr int kOutAt = kValueAt + kStages * kValueBytes;
   static constexpr int kBarriersAt = kOutAt + (kStore ? kGroups * 64 * kDv * 2 : 0);
   static constexpr int kSlotsAt = kBarriersAt + 16 * kQueries + 32 * kStages;  // four for each warpgroup
-  static constexpr int kSmemBytes = kSlotsAt + 256 * kGroups;
+  static constexpr int kFlagsAt = kSlotsAt + 256 * kGroups;  // of finite values, eight words for each warpgroup
+  static constexpr int kSmemBytes = kFlagsAt + (Ranged_ ? 32 * kGroups : 0);
   static constexpr int kProducerRegisters = kGroups == 2 ? 40 : 32, kConsumerRegisters = kGroups == 2 ? 232 : 160;
   static_assert(kDqk % 64 == 0 && kDv % 64 == 0 && kKeys % 16 == 0 && kSmemBytes <= 227 * 1024);
   static_assert(kGroups == 2 || kGroups == 3);
