@@ -126,7 +126,7 @@ def weights(program, query, key, lse, rows, heads, ranges, order="forward", rows
     arguments, lengths = _arguments(query, key, key, ranges, order)
     more, given = _options(query, options or {}, arguments["batch"])
     arguments |= {"n_rows": len(rows), "n_heads": len(heads), **more}
-    outputs = [((query.shape[0], len(heads), len(rows), key.shape[2]), query.dtype)]
+    outputs = [((query.shape[0] * len(heads), len(rows), key.shape[2]), query.dtype)]
     chosen = [torch.tensor(x, dtype=torch.int64) for x in (rows, heads)]
     out = run(program, [query, key, lse, *chosen, *lengths, *given], outputs, arguments, rows_first)[0][0]
-    return out
+    return out.unflatten(0, (query.shape[0], len(heads)))

@@ -7,6 +7,9 @@ using namespace attnjourney;
 using Kernel = KERNEL;
 using Element = Kernel::T;
 using C = Kernel::C;
+struct Strides {
+  int64_t batch, head, row;
+};
 
 int main(int argc, char** argv) {
   return driver::run(argc, argv, [](const driver::Arguments& a) {
