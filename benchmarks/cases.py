@@ -308,7 +308,8 @@ CASES = _dense() + _decode() + _linear() + _options() + [
 
 
 def _gpu() -> list[Case]:
-    """For a data-centre GPU: 16k tokens of width 2048; and two cases for FlexAttention, which compiles for each."""
+    """For a data-centre GPU: 16k tokens of width 2048; cases for FlexAttention, which compiles for each, and
+    of linear attention."""
     cases = []
     for n in (1024, 8192):
         for d, dv in ((128, 128), (64, 64), (192, 128)):
@@ -334,6 +335,9 @@ def _gpu() -> list[Case]:
         name = f"gpu-decode-{dtype}-b{batch}-h32.8-s{n}" + ("" if place == "dense" else f"-{place}")
         cases.append(Case(name, "gpu-decode", batch, 32, 8, q_len=1, kv_len=n, head_dim=128, dtype=dtype, decode=place,
                           passes=("forward",)))  # fmt: skip
+    for dtype, n in (("bf16", 2048), ("bf16", 16384), ("fp32", 16384)):
+        cases.append(Case(f"gpu-linear-{dtype}-n{n}", "gpu-linear", 16384 // n, 16, q_len=n, dtype=dtype,
+                          function="linear", check=n <= 4096, passes=("forward", "backward")))  # fmt: skip
     return cases
 
 

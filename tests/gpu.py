@@ -28,6 +28,10 @@ for dim, dtype in ((64, torch.bfloat16), (128, torch.float16)):
     with torch.no_grad():
         for n in (149, 1):
             cache.step(q[:, :, :n], k[:, :, :n], v[:, :, :n])
+for dtype in (torch.bfloat16, torch.float32):
+    q, k, v = (torch.randn(1, h, 600, 40, device="cuda", dtype=dtype, requires_grad=True) for h in (2, 1, 1))
+    for options in ({}, {"is_causal": False, "normalize": False}):
+        attnjourney.linear_attention(q, k, v, **options).sum().backward()
 torch.cuda.synchronize()
 """
 
@@ -68,6 +72,10 @@ def steps(out: Path, cases: str) -> dict[str, list[tuple[list[str], int]]]:
             (
                 [*bench, "--case", cases or "gpu-flex", "--peers", "sdpa-cudnn,flex", "--json", str(out / "flex.json")],
                 60,
+            ),
+            (
+                [*bench, "--case", cases or "gpu-linear", "--peers", "plain", "--json", str(out / "linear.json")],
+                40,
             ),
         ],
     }

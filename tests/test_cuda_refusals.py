@@ -74,6 +74,12 @@ def test_a_mask_of_blocks_is_served(built):  # noqa: F811
     assert two == "served" and REFUSED[1][1] in wide
 
 
+def test_what_linear_attention_does_not_serve_is_refused_by_name(built):  # noqa: F811
+    said = run([("_cuda_linear_check", {"x": "wide"}), ("_cuda_linear_check", {"is_causal": False})])
+    assert "query: expected head dimensions of at most 256 on CUDA, got 1000 and (value) 1000" in said[0]
+    assert said[1] == "served"
+
+
 def test_every_option_of_the_operator_is_tried():
     """A new argument of attention_forward needs an entry above: whether CUDA serves it or refuses it."""
     schema = torch.ops.attnjourney.attention_forward.default._schema

@@ -23,7 +23,7 @@ def test_parts_in_order(tmp_path):
 def test_one_part_and_its_cases():
     done = script("--list", "--part", "bench", "--cases", "gqa8")
     assert done.returncode == 0 and all(line.startswith("bench (") for line in done.stdout.splitlines())
-    assert done.stdout.count("--case gqa8") == 2
+    assert done.stdout.count("--case gqa8") == len(done.stdout.splitlines())
 
 
 def test_an_unknown_part_is_named():
@@ -33,12 +33,13 @@ def test_an_unknown_part_is_named():
 
 
 def test_a_failing_part_shows_in_the_summary(tmp_path):
+    commands = len(script("--list", "--part", "bench").stdout.splitlines())
     done = script("--part", "bench", "--seconds", "0", "--out", str(tmp_path))
     assert done.returncode == 0
-    assert (tmp_path / "summary.txt").read_text().count("skipped: no time left") == 2
+    assert (tmp_path / "summary.txt").read_text().count("skipped: no time left") == commands
     done = script("--part", "bench", "--cases", "there-is-no-such", "--out", str(tmp_path))
     assert done.returncode == 1
-    assert (tmp_path / "summary.txt").read_text().count("status 2") == 2
+    assert (tmp_path / "summary.txt").read_text().count("status 2") == commands
 
 
 @pytest.mark.parametrize("pattern", ["gpu-bf16", "gpu-flex"])

@@ -1,5 +1,5 @@
 // CPU entry of linear attention: which sweeps a call takes, and their states before and after.
-#include "../linear_attention.h"
+#include "../linear_attention_boxed.h"
 
 #include <cstring>
 
@@ -156,33 +156,17 @@ void backward(const LinearCall& c, const LinearInputs& in, const LinearGradientI
   });
 }
 
-LinearResults forward_op(const Tensor& query, const Tensor& key, const Tensor& value, OptionalTensor key_padding_mask,
-                         OptionalTensor initial_state, OptionalTensor initial_normalizer, int64_t feature_map,
-                         bool is_causal, double scale, bool normalize, double eps) {
-  return linear_attention_forward(cpu_linear_attention,
-                                  {query, key, value, key_padding_mask, initial_state, initial_normalizer, feature_map,
-                                   is_causal, scale, normalize, eps});
-}
-
-LinearGradients backward_op(const Tensor& grad_out, OptionalTensor grad_denominator, OptionalTensor grad_state,
-                            OptionalTensor grad_normalizer, const Tensor& query, const Tensor& key, const Tensor& value,
-                            OptionalTensor key_padding_mask, OptionalTensor initial_state,
-                            OptionalTensor initial_normalizer, const Tensor& out, const Tensor& denominator,
-                            int64_t feature_map, bool is_causal, double scale, bool normalize, double eps,
-                            int64_t need) {
-  return linear_attention_backward(cpu_linear_attention,
-                                   {query, key, value, key_padding_mask, initial_state, initial_normalizer, feature_map,
-                                    is_causal, scale, normalize, eps},
-                                   {grad_out, grad_denominator, grad_state, grad_normalizer, out, denominator}, need);
-}
-
 }  // namespace
 
 const LinearBackend cpu_linear_attention = {forward, backward};
 
+namespace {
+using Operators = LinearOperators<cpu_linear_attention>;
+}
+
 }  // namespace attnjourney
 
 STABLE_TORCH_LIBRARY_IMPL(attnjourney, CPU, m) {
-  m.impl("linear_attention_forward", TORCH_BOX(&attnjourney::forward_op));
-  m.impl("linear_attention_backward", TORCH_BOX(&attnjourney::backward_op));
+  m.impl("linear_attention_forward", TORCH_BOX(&attnjourney::Operators::forward));
+  m.impl("linear_attention_backward", TORCH_BOX(&attnjourney::Operators::backward));
 }

@@ -1,5 +1,6 @@
 // The conformance program run by the emulator: its answers are those of the host twins.
 #include "ptx_sm90.h"
+#include "ptx_tf32.h"
 //
 #include "conformance.h"
 

@@ -4,6 +4,7 @@
 
 #include "cuda/kernels/forward_task.cuh"
 #include "cuda/ptx/sm90.cuh"
+#include "cuda/ptx/tf32.cuh"
 #include "cuda/tensor_map.h"
 //
 #include "conformance.h"

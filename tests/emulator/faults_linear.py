@@ -1,0 +1,74 @@
+"""Faults of linear attention's kernels that the emulator has to find: (dtype, what, file in csrc/cuda/kernels, text
+there, text instead of it)."""
+
+import torch
+
+_WALK, _ROWS, _PRODUCTS, _PASSES, _PLAN = (f"linear_{x}.cuh" for x in ("walk", "rows", "products", "passes", "plan"))
+_SIXTEEN_BITS = [
+    (
+        "A and B read before all have put them",
+        _WALK,
+        "        __syncthreads();\n        listen();\n        if (kAhead",
+        "if (kAhead",
+    ),
+    ("the state moves while it is read", _WALK, "        __syncthreads();  // the state of these rows", "//"),
+    ("C is put while the chunk before reads it", _WALK, "      __syncthreads();  // all are done", "//"),
+    (
+        "P read before all have put it",
+        _WALK,
+        "        tell();\n        __syncthreads();\n        listen();\n        add",
+        "add",
+    ),
+    (
+        "X put where P is still read",
+        _WALK,
+        "g = lane / 4, t = lane % 4;\n    __syncthreads();",
+        "g = lane / 4, t = lane % 4;",
+    ),
+    ("what is hidden counts", _WALK, "x = band.seen(row, col) ? x : C(0);", ""),
+    ("a row does not see its own key", _PRODUCTS, "col >= row : col <= row);", "col > row : col < row);"),
+    (
+        "the state moves before the last head of a group has read it",
+        _WALK,
+        "(!p.a_grouped || i == p.group - 1);  // the state",
+        "true;  // the state",
+    ),
+    ("rows past the end are written", _WALK, "if (at >= end || left <= 0)", "if (left <= 0)"),
+    ("every slice writes the one vector", _WALK, "(p.extra == LinearExtra::value_column && first_col)", "false"),
+    ("the gradient without scale", _WALK, " * C(p.slope_of.factor)", ""),
+    ("rows past the end are read", _ROWS, "row < end && col < r.cols", "col < r.cols"),
+    ("keys that do not exist count", _ROWS, "&& !(head.blocked && head.blocked[row])", ""),
+    (
+        "phi of columns that are not there",
+        _ROWS,
+        "j < left ? feature(r.map, x[j]) * factor : C(0)",
+        "feature(r.map, x[j]) * factor",
+    ),
+    ("the state is not rounded", _PRODUCTS, "if constexpr (RoundB)", "if constexpr (false)"),
+    (
+        "an element of A in another's place",
+        _PRODUCTS,
+        "{a(g, k + t), a(g + 8, k + t)",
+        "{a(g, k + t), a(g + 8, k + t + 1)",
+    ),
+    ("an infinity goes to tensor cores", _WALK, "if (!bad) return", "return"),
+    (
+        "a piece begins with its own sum",
+        _PASSES,
+        "if (!p.total) s = sum;\n    sum += own;",
+        "sum += own;\n    if (!p.total) s = sum;",
+    ),
+    ("pieces from the wrong end", _PASSES, "p.reverse ? p.pieces - 1 - k : k", "k"),
+    ("no denominator, no zero", _PASSES, "denominator == C(0) ? C(0) : ", ""),
+]
+LINEAR = [(torch.bfloat16, *fault) for fault in _SIXTEEN_BITS]
+LINEAR += [
+    (
+        torch.float32,
+        "a part of the product left out",
+        _PRODUCTS,
+        "ptx::mma_m16n8k8_tf32(part, low, x.high, y.high);",
+        "",
+    ),
+    (torch.float64, "the further column of C left out", _PRODUCTS, "if (has_more) add(sums.more, more(k), C(0));", ""),
+]
