@@ -67,7 +67,8 @@ class LongformerSelfAttention(nn.Module):
         self, x: Tensor, *, global_mask: Tensor | None = None, key_padding_mask: Tensor | None = None
     ) -> Tensor:
         """x (batch, seq, embed); global_mask (batch, seq) bool, True where a token sees and is seen by all;
-        key_padding_mask (batch, seq) bool, True where a token does not exist: its row is 0."""
+        key_padding_mask (batch, seq) bool, True where a token does not exist: its row is 0. Whether there are global
+        tokens, and how many, is read on the host."""
         check_sequence("x", x, self.query.in_features)
         names = ["query", "key", "value"]
         if global_mask is not None and bool(global_mask.any()):

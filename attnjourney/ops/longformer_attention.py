@@ -101,16 +101,15 @@ def _rows(x: Tensor, index: Tensor) -> Tensor:
 
 def _windows(query, key, value, hidden, window, dilations, is_causal, dropout_p, options) -> tuple[Tensor, Tensor]:
     """(out, lse) of the windows, without the hidden keys (B, N)."""
-    if len(set(dilations)) > 1:  # heads of one dilation at a time
-        heads = {d: [h for h, own in enumerate(dilations) if own == d] for d in dict.fromkeys(dilations)}
-        parts = [
-            _windows(
-                *(x[:, own] for x in (query, key, value)), hidden, window, [d], is_causal, dropout_p, options
-            )  # fmt: skip
-            for d, own in heads.items()
-        ]
-        back = torch.tensor([h for own in heads.values() for h in own], device=query.device).argsort()
-        return tuple(torch.cat(x, 1)[:, back] for x in zip(*parts))
+    if len(set(dilations)) > 1:  # heads of one dilation at a time; no index tensor, which would go to the device
+        outs = [None] * len(dilations)
+        for d in dict.fromkeys(dilations):
+            heads = [h for h, own in enumerate(dilations) if own == d]
+            parts = (torch.stack([x[:, h] for h in heads], 1) for x in (query, key, value))
+            part = _windows(*parts, hidden, window, [d], is_causal, dropout_p, options)
+            for h, *both in zip(heads, *(x.unbind(1) for x in part)):
+                outs[h] = both
+        return tuple(torch.stack(x, 1) for x in zip(*outs))
     d, length = dilations[0], query.shape[2]
     sides = (window, 0 if is_causal else window)
     if d == 1 or length <= 1:

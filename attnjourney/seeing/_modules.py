@@ -68,11 +68,12 @@ def _stages(module, inputs, keywords, scores: Scores, turned, heads: Tensor, row
         before["latent"], before["k_pe"] = latent.split(
             [latent.shape[-1] - module.qk_rope_head_dim, module.qk_rope_head_dim], -1
         )
+    of_heads, of_rows = heads.to(scores.query.device), rows.to(scores.query.device)
     if "query_unrotated" in before:
-        before["query_unrotated"] = before["query_unrotated"].index_select(-3, heads).index_select(-2, rows)
+        before["query_unrotated"] = before["query_unrotated"].index_select(-3, of_heads).index_select(-2, of_rows)
     if "key_unrotated" in before:
         group = scores.heads // scores.key.shape[-3]
-        before["key_unrotated"] = before["key_unrotated"].index_select(-3, heads // group)
+        before["key_unrotated"] = before["key_unrotated"].index_select(-3, of_heads // group)
 
     query, options, at = scores.of_rows(rows)
     value = scores.value() if callable(scores.value) else scores.value

@@ -16,14 +16,15 @@ from ._stages import attention_stages
 def linear_stages(call: dict, heads: Tensor, rows: Tensor) -> dict[str, Tensor]:
     """weights = phi(q) . phi(k) / (their sum + eps): never computed by the operator, which keeps a state instead."""
     query, key, value = call["query"], call["key"], call["value"]
+    heads, rows = heads.to(query.device), rows.to(query.device)
     wide = torch.promote_types(query.dtype, torch.float32)
     group = query.shape[1] // key.shape[1]
     phi = FEATURE_MAPS[next(name for name, n in NUMBERS.items() if n == call["feature_map"])]
     q = phi(query.index_select(1, heads).index_select(2, rows)).to(wide)
     k, v = (x.index_select(1, heads // group) for x in (phi(key).to(wide), value.to(wide)))
-    seen = torch.ones(len(rows), key.shape[2], dtype=torch.bool)
+    seen = torch.ones(len(rows), key.shape[2], dtype=torch.bool, device=query.device)
     if call["is_causal"]:
-        seen = torch.arange(key.shape[2]) <= rows[:, None]
+        seen = torch.arange(key.shape[2], device=query.device) <= rows[:, None]
     seen = seen.expand(query.shape[0], 1, -1, -1)
     if call["key_padding_mask"] is not None:
         seen = seen & ~call["key_padding_mask"][:, None, None, :]
@@ -32,7 +33,7 @@ def linear_stages(call: dict, heads: Tensor, rows: Tensor) -> dict[str, Tensor]:
     weights = scores.masked_fill(~seen, 0.0)
     stages = {"phi_query": q, "phi_key": k, "value": v, "scores": scores, "mask": seen}
     state, normalizer = call["initial_state"], call["initial_normalizer"]
-    past = torch.zeros(())
+    past = torch.zeros((), device=query.device)
     if state is not None:
         past = stages["state_output"] = (q * call["scale"]) @ state.to(wide).index_select(1, heads // group)
     if call["normalize"]:
@@ -50,7 +51,8 @@ def linear_stages(call: dict, heads: Tensor, rows: Tensor) -> dict[str, Tensor]:
 
 def infini_local(query, key, value, cos, sin, segment_length, heads: Tensor, rows: Tensor) -> dict[str, Tensor]:
     """The softmax attention of Infini-attention, over the keys of a row's own segment: (B, heads, rows, S)."""
-    keys = torch.arange(key.shape[2])
+    rows = rows.to(query.device)
+    keys = torch.arange(key.shape[2], device=query.device)
     mask = (keys <= rows[:, None]) & (keys // segment_length == rows[:, None] // segment_length)  # (rows, S)
     turned, key = rotate(query, (cos, sin)).index_select(2, rows), rotate(key, (cos, sin))
     return attention_stages(turned, key, value, heads, torch.arange(len(rows)), attn_mask=mask, enable_gqa=True)
@@ -67,7 +69,8 @@ def infini_stages(module, heads: Tensor, rows: Tensor, *, x: Tensor, memory=None
         )
     )
     length, segment = x.shape[1], module.segment_length
-    cos, sin = module.rotary.tables(x, torch.arange(length) % segment)
+    own_rows, heads, rows = rows, heads.to(x.device), rows.to(x.device)
+    cos, sin = module.rotary.tables(x, torch.arange(length, device=x.device) % segment)
     stages = {}
     if cos is not None:
         group = module.num_heads // module.num_kv_heads
@@ -77,7 +80,7 @@ def infini_stages(module, heads: Tensor, rows: Tensor, *, x: Tensor, memory=None
 
     read = q.new_zeros(*q.shape[:2], len(rows), v.shape[3])
     for first in range(0, length, segment):
-        here = (rows // segment == first // segment).nonzero().squeeze(1)
+        here = (own_rows // segment == first // segment).nonzero().squeeze(1).to(x.device)
         piece = slice(first, first + segment)
         if memory is not None and len(here):
             read[:, :, here] = _read(q.index_select(2, rows[here]), memory)
@@ -110,12 +113,15 @@ def longformer_scores(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Local rows see the window and the global keys, by the first three tensors; global rows all, by the others."""
     batch, n_heads, length = query.shape[:3]
-    keys, at = torch.arange(length), rows[:, None]
-    exists = torch.ones(batch, length, dtype=torch.bool) if key_padding_mask is None else ~key_padding_mask
+    heads, rows = heads.to(query.device), rows.to(query.device)
+    keys, at = torch.arange(length, device=query.device), rows[:, None]
+    everywhere = torch.ones(batch, length, dtype=torch.bool, device=query.device)
+    exists = everywhere if key_padding_mask is None else ~key_padding_mask
     is_global = torch.zeros_like(exists) if global_mask is None else global_mask & exists
-    d = torch.tensor([dilation] * n_heads if isinstance(dilation, int) else list(dilation))[heads][:, None, None]
+    d = torch.tensor([dilation] * n_heads if isinstance(dilation, int) else list(dilation))
+    d = d.to(query.device).index_select(0, heads)[:, None, None]
     near = ((keys - at) % d == 0) & ((keys - at).abs() <= d * window)  # (heads, rows, S)
-    past = keys <= at if is_causal else torch.ones(len(rows), length, dtype=torch.bool)
+    past = keys <= at if is_causal else everywhere.new_ones(len(rows), length)
     everything = past & exists[:, None, None, :] & exists[:, rows][:, None, :, None]  # (B, 1, rows, S)
     seen = (near | is_global[:, None, None, :]) & everything
 
