@@ -327,6 +327,9 @@ def _gpu() -> list[Case]:
         cases.append(Case(f"gpu-layer-{layer}-n4096", "gpu", 2, 16, q_len=4096, layer=layer, causal=True, dtype="bf16",
                           check=False, **sizes))  # fmt: skip
     for d in (64, 128):
+        cases.append(Case(f"gpu-fp32-d{d}-n4096-causal", "gpu", 4, 2048 // d, q_len=4096, head_dim=d, causal=True,
+                          check=False, passes=PASSES))  # fmt: skip
+    for d in (64, 128):
         cases.append(Case(f"gpu-flex-bf16-d{d}-n4096-causal", "gpu-flex", 4, 2048 // d, q_len=4096, head_dim=d,
                           dtype="bf16", causal=True, check=False, passes=("forward", "backward")))  # fmt: skip
     decode = [(1, 32768, "bf16", "dense"), (16, 8192, "bf16", "dense"), (64, 1024, "bf16", "dense")]

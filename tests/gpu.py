@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = """
 import torch, attnjourney
-for dim, dtype in ((64, torch.bfloat16), (128, torch.float16)):
+for dim, dtype in ((64, torch.bfloat16), (128, torch.float16), (64, torch.float32), (20, torch.float64)):
     q, k, v = (torch.randn(1, h, 150, dim, device="cuda", dtype=dtype, requires_grad=True) for h in (2, 1, 1))
     lengths = torch.tensor([130], device="cuda")
     for options in ({}, {"is_causal": True}, {"window_size": (40, 3), "key_lengths": lengths}):
@@ -65,9 +65,9 @@ def steps(out: Path, cases: str) -> dict[str, list[tuple[list[str], int]]]:
         ],
         "bench": [
             (
-                [*bench, "--case", cases or "gpu-bf16,gpu-decode", "--peers", backends]
+                [*bench, "--case", cases or "gpu-bf16,gpu-fp32,gpu-decode", "--peers", backends]
                 + ["--json", str(out / "benchmarks.json")],
-                110,
+                120,
             ),
             (
                 [*bench, "--case", cases or "gpu-flex", "--peers", "sdpa-cudnn,flex", "--json", str(out / "flex.json")],

@@ -3,7 +3,15 @@
 import pytest
 import torch
 from test_cuda_emulator_options import CASES, PACKED, call, expected_of, packed_call, packed_expected
-from testing import GRADIENT_FACTOR, assert_close_to_reference, plain_run, random_tensor, reference_run
+from testing import (
+    DTYPES,
+    GRADIENT_FACTOR,
+    LSE_DTYPE,
+    assert_close_to_reference,
+    plain_run,
+    random_tensor,
+    reference_run,
+)
 
 import attnjourney  # noqa: F401  (registers the operators)
 
@@ -19,6 +27,11 @@ SHAPES = [  # batch, query heads, key heads, q_len, kv_len, head_dim, v_head_dim
     (2, 2, 2, 5, 0, 64, 64, False),
 ]
 
+WIDE = [  # dtype, head_dim, deterministic: the kernels for float32 and float64
+    *((dtype, head_dim, False) for dtype in (torch.float32, torch.float64) for head_dim in (64, 128, 256)),
+    (torch.float32, 64, True),
+]
+
 
 def operands(shape, dtype, layout="contiguous"):
     batch, q_heads, kv_heads, q_len, kv_len, head_dim, v_head_dim, _ = shape
@@ -32,14 +45,14 @@ def on_device(x):
     return y.copy_(x)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "offset", "stepped_rows"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_values(shape, layout, dtype):
     inputs = operands(shape, dtype, layout)
     options = {"is_causal": shape[-1], "enable_gqa": True}
     grad_out = random_tensor((*inputs[0].shape[:3], inputs[2].shape[3]), dtype, 4)
-    grad_lse = random_tensor(inputs[0].shape[:3], torch.float32, 5)
+    grad_lse = random_tensor(inputs[0].shape[:3], LSE_DTYPE.get(dtype, torch.float32), 5)
     expected = reference_run((*inputs, None), grad_out, grad_lse, **options)
     plain, rounding = plain_run((*inputs, None), grad_out, grad_lse, **options)
     device = [on_device(x) for x in inputs]
@@ -56,10 +69,20 @@ def test_values(shape, layout, dtype):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case[0]))
 def test_options(case, head_dim, deterministic):
     """The cases of the emulator's tests, with all gradients."""
+    check_options(case, torch.bfloat16, head_dim, deterministic)
+
+
+@pytest.mark.parametrize("dtype,head_dim,deterministic", WIDE)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case[0]))
+def test_wide_options(case, dtype, head_dim, deterministic):
+    check_options(case, dtype, head_dim, deterministic)
+
+
+def check_options(case, dtype, head_dim, deterministic):
     names, q_len, kv_len = case
-    tensors, arguments = call(names, torch.bfloat16, q_len, kv_len, head_dim, head_dim)
-    grad_out = random_tensor((2, 4, q_len, head_dim), torch.bfloat16, 4, outliers=False)
-    grad_lse = random_tensor((2, 4, q_len), torch.float32, 5, outliers=False)
+    tensors, arguments = call(names, dtype, q_len, kv_len, head_dim, head_dim)
+    grad_out = random_tensor((2, 4, q_len, head_dim), dtype, 4, outliers=False)
+    grad_lse = random_tensor((2, 4, q_len), LSE_DTYPE.get(dtype, torch.float32), 5, outliers=False)
     (plain, rounding), exact = expected_of(tensors, arguments, grad_out, grad_lse)
     given = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
     mask = given.pop("attn_mask", None)
@@ -83,9 +106,19 @@ def test_options(case, head_dim, deterministic):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("case", PACKED)
 def test_packed(case, head_dim):
-    tensors, arguments, *_ = packed_call(case, torch.bfloat16, head_dim, head_dim)
-    grad_out = random_tensor(tensors[0].shape, torch.bfloat16, 4, outliers=False)
-    grad_lse = random_tensor(tensors[0].shape[:3], torch.float32, 5, outliers=False)
+    check_packed(case, torch.bfloat16, head_dim)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("case", PACKED)
+def test_wide_packed(case, dtype):
+    check_packed(case, dtype, 64)
+
+
+def check_packed(case, dtype, head_dim):
+    tensors, arguments, *_ = packed_call(case, dtype, head_dim, head_dim)
+    grad_out = random_tensor(tensors[0].shape, dtype, 4, outliers=False)
+    grad_lse = random_tensor(tensors[0].shape[:3], LSE_DTYPE.get(dtype, torch.float32), 5, outliers=False)
     plain, rounding, exact = packed_expected(tensors, arguments, case, grad_out, grad_lse)
     given = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in arguments.items() if n != "enable_gqa"}
     if "causal_alignment" in given:
@@ -161,7 +194,6 @@ def test_streams_and_graph():
 @pytest.mark.parametrize(
     "change,message",
     [
-        ({"dtype": torch.float32}, "query: expected dtype torch.bfloat16 or torch.float16 on CUDA, got torch.float32"),
         ({"dim": 264}, "query: expected head dimensions of at most 256 on CUDA, got 264"),
     ],
 )

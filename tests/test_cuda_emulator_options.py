@@ -6,7 +6,7 @@ import pytest
 import torch
 from emulator import build, faults, run
 from options_cases import OPTIONS, SEED, plain_attention
-from testing import GRADIENT_FACTOR, ULPS, assert_close_to_reference, plain_run, random_tensor, reference_run
+from testing import GRADIENT_FACTOR, LSE_DTYPE, ULPS, assert_close_to_reference, plain_run, random_tensor, reference_run
 
 from attnjourney.reference.attention import dropout_keep_mask
 
@@ -104,8 +104,8 @@ def expected_of(tensors, arguments, grad_out, grad_lse):
     return plain_attention(tensors, arguments, (grad_out, grad_lse), ULPS), values
 
 
-def check_forward(program, name, case, order, rows_first=False):
-    _, dtype, head_dim, v_head_dim = FORWARD[name]
+def check_forward(program, kernel, case, order, rows_first=False):
+    _, dtype, head_dim, v_head_dim = kernel
     names, q_len, kv_len = case
     tensors, arguments = call(names, dtype, q_len, kv_len, head_dim, v_head_dim)
     ranges, options = as_given(arguments, q_len, kv_len)
@@ -116,15 +116,15 @@ def check_forward(program, name, case, order, rows_first=False):
     return counts
 
 
-def check_backward(program, name, case, order, rows_first=False):
-    _, dtype, head_dim, deterministic = BACKWARD[name]
+def check_backward(program, kernel, case, order, rows_first=False):
+    _, dtype, head_dim, deterministic = kernel
     names, q_len, kv_len = case
     tensors, arguments = call(names, dtype, q_len, kv_len, head_dim, head_dim)
     grad_out = random_tensor((2, 4, q_len, head_dim), dtype, 4, outliers=False)
-    grad_lse = random_tensor((2, 4, q_len), torch.float32, 5, outliers=False)
+    grad_lse = random_tensor((2, 4, q_len), LSE_DTYPE.get(dtype, torch.float32), 5, outliers=False)
     (plain, rounding), exact = expected_of(tensors, arguments, grad_out, grad_lse)
     ranges, options = as_given(arguments, q_len, kv_len)
-    given = (exact[0].detach().to(dtype), exact[1].detach().float(), grad_out, grad_lse)
+    given = (exact[0].detach().to(dtype), exact[1].detach().to(grad_lse.dtype), grad_out, grad_lse)
     results = run.backward(program, tensors, *given, ranges, order, rows_first, options, deterministic=deterministic)
     trained = [n for n in ("sinks", "alibi_slopes", "attn_mask") if n in options and options[n].is_floating_point()]
     by_name = dict(zip(("query", "key", "value", *trained), results, strict=True))
@@ -195,8 +195,8 @@ def packed_expected(tensors, arguments, case, grad_out, grad_lse):
     return results[0], [x.sqrt() for x in results[1]], results[2]
 
 
-def check_packed_forward(program, name, case, order, rows_first=False):
-    _, dtype, head_dim, v_head_dim = FORWARD[name]
+def check_packed_forward(program, kernel, case, order, rows_first=False):
+    _, dtype, head_dim, v_head_dim = kernel
     tensors, arguments, ranges, options = packed_call(case, dtype, head_dim, v_head_dim)
     results = run.forward(program, *tensors, ranges, order, rows_first, options)[0]
     plain, rounding, exact = packed_expected(tensors, arguments, case, *map(torch.zeros_like, results))
@@ -211,13 +211,13 @@ def check_packed_forward(program, name, case, order, rows_first=False):
         )
 
 
-def check_packed_backward(program, name, case, order, rows_first=False):
-    _, dtype, head_dim, deterministic = BACKWARD[name]
+def check_packed_backward(program, kernel, case, order, rows_first=False):
+    _, dtype, head_dim, deterministic = kernel
     tensors, arguments, ranges, options = packed_call(case, dtype, head_dim, head_dim)
     grad_out = random_tensor(tensors[0].shape, dtype, 4, outliers=False)
-    grad_lse = random_tensor(tensors[0].shape[:3], torch.float32, 5, outliers=False)
+    grad_lse = random_tensor(tensors[0].shape[:3], LSE_DTYPE.get(dtype, torch.float32), 5, outliers=False)
     plain, rounding, exact = packed_expected(tensors, arguments, case, grad_out, grad_lse)
-    given = (exact[0].to(dtype), exact[1].float(), grad_out, grad_lse)
+    given = (exact[0].to(dtype), exact[1].to(grad_lse.dtype), grad_out, grad_lse)
     results = run.backward(program, tensors, *given, ranges, order, rows_first, options, deterministic=deterministic)
     ends = (case[1][-1], case[2][-1], case[2][-1])
     for i, x in enumerate(results):
@@ -245,7 +245,7 @@ def check_all(check, kernels, name, cases=CASES):
     for i, case in enumerate(cases, first):
         order = run.ORDER_NAMES[i % len(run.ORDER_NAMES)]
         try:
-            check(build.program(*kernels[name][0]), name, case, order, i % 2 == 1)
+            check(build.program(*kernels[name][0]), kernels[name], case, order, i % 2 == 1)
         except (AssertionError, run.EmulatorError) as error:
             raise AssertionError(f"{case}, order {order}: {error}") from None
 
@@ -273,15 +273,15 @@ def test_packed_backward(programs, name):
 def test_tiles_that_a_boolean_mask_hides_are_skipped(programs):
     """Two documents of equal length: half of the tiles."""
     program = build.program(*FORWARD["64-bf16"][0])
-    half = check_forward(program, "64-bf16", (("documents",), 256, 256), "forward")
-    full = check_forward(program, "64-bf16", ((), 256, 256), "forward")
+    half = check_forward(program, FORWARD["64-bf16"], (("documents",), 256, 256), "forward")
+    full = check_forward(program, FORWARD["64-bf16"], ((), 256, 256), "forward")
     assert half["mma"] * 2 == full["mma"]
 
 
-def check_nan_forward(program, name, order):
+def check_nan_forward(program, kernel, order):
     """NaN in key and value 40 of a causal call shows in the rows from 40 on and nowhere else; one hidden from all in
     none."""
-    _, dtype, head_dim, v_head_dim = FORWARD[name]
+    _, dtype, head_dim, v_head_dim = kernel
     tensors, arguments = call(("causal", "softcap"), dtype, 70, 70, head_dim, v_head_dim)
     ranges, options = as_given(arguments, 70, 70)
     clean = run.forward(program, *tensors, ranges, order, False, options)[0]
@@ -295,18 +295,18 @@ def check_nan_forward(program, name, order):
     assert out[:, :, 40:, 1:].isnan().all() and out[:, :, 40:, 0].isfinite().all()
 
 
-def check_nan_backward(program, name, order):
+def check_nan_backward(program, kernel, order):
     """NaN in key and value 69, which the mask hides from all, and in the first row of a causal call leaks nowhere."""
-    _, dtype, head_dim, deterministic = BACKWARD[name]
+    _, dtype, head_dim, deterministic = kernel
     tensors, arguments = call(("causal", "softcap"), dtype, 70, 70, head_dim, head_dim)
     arguments["attn_mask"] = (torch.arange(70) < 69).view(1, 1, 1, 70)
     ranges, options = as_given(arguments, 70, 70)
     grad_out = random_tensor((2, 4, 70, head_dim), dtype, 4, outliers=False)
-    zeros = torch.zeros(2, 4, 70)
+    zeros = torch.zeros(2, 4, 70, dtype=LSE_DTYPE.get(dtype, torch.float32))
     values = expected_of(tensors, arguments, grad_out, zeros)[1]
 
     def gradients():
-        given = (values[0].detach().to(dtype), values[1].detach().float(), grad_out, zeros)
+        given = (values[0].detach().to(dtype), values[1].detach().to(zeros.dtype), grad_out, zeros)
         return run.backward(program, tensors, *given, ranges, order, False, options, deterministic=deterministic)
 
     grad_out[:, :, 0] = 0
@@ -318,26 +318,28 @@ def check_nan_backward(program, name, order):
 
 @pytest.mark.parametrize("name", FORWARD)
 def test_nan_forward(programs, name):
-    check_nan_forward(build.program(*FORWARD[name][0]), name, "random")
+    check_nan_forward(build.program(*FORWARD[name][0]), FORWARD[name], "random")
 
 
 @pytest.mark.parametrize("name", BACKWARD)
 def test_nan_backward(programs, name):
-    check_nan_backward(build.program(*BACKWARD[name][0]), name, "random")
+    check_nan_backward(build.program(*BACKWARD[name][0]), BACKWARD[name], "random")
 
 
-def find(check, check_packed, check_nan, program, name):
+def find(check, check_packed, check_nan, program, kernel):
     """What the first case that notices a fault says, or None."""
     for i, case in enumerate((*PACKED, *CASES)):
         try:
-            (check_packed if case in PACKED else check)(program, name, case, run.ORDER_NAMES[i % len(run.ORDER_NAMES)])
+            (check_packed if case in PACKED else check)(
+                program, kernel, case, run.ORDER_NAMES[i % len(run.ORDER_NAMES)]
+            )
         except (AssertionError, run.EmulatorError) as found:
             return f"{case}: {str(found)[:200]}"
     for order in run.ORDER_NAMES:
         try:
-            check_nan(program, name, order)
+            check_nan(program, kernel, order)
             for case in CASES[6:8]:
-                check(program, name, case, order)
+                check(program, kernel, case, order)
         except (AssertionError, run.EmulatorError) as found:
             return f"{order}: {str(found)[:200]}"
 
@@ -345,10 +347,14 @@ def find(check, check_packed, check_nan, program, name):
 @pytest.mark.parametrize("name,what,file,old,new", FAULTY_FORWARD, ids=[f[1] for f in FAULTY_FORWARD])
 def test_faulty_forward_is_found(programs, name, what, file, old, new):
     program = build.program(*FORWARD[name][0], build.faulty_sources(file, old, new))
-    assert find(check_forward, check_packed_forward, check_nan_forward, program, name), f"nothing noticed: {what}"
+    assert find(check_forward, check_packed_forward, check_nan_forward, program, FORWARD[name]), (
+        f"nothing noticed: {what}"
+    )
 
 
 @pytest.mark.parametrize("name,what,file,old,new", FAULTY_BACKWARD, ids=[f[1] for f in FAULTY_BACKWARD])
 def test_faulty_backward_is_found(programs, name, what, file, old, new):
     program = build.program(*BACKWARD[name][0], build.faulty_sources(file, old, new))
-    assert find(check_backward, check_packed_backward, check_nan_backward, program, name), f"nothing noticed: {what}"
+    assert find(check_backward, check_packed_backward, check_nan_backward, program, BACKWARD[name]), (
+        f"nothing noticed: {what}"
+    )

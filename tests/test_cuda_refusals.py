@@ -16,7 +16,10 @@ for name in ("_C_cpu.so", "_C_cuda.so"):
     torch.ops.load_library("{LIBRARIES}/" + name)
 tensors = {{
     "two": torch.zeros(2, 2, 4, 8, dtype=torch.bfloat16),
-    "float": torch.zeros(2, 2, 4, 8),
+    "fp32": torch.zeros(2, 2, 4, 8),
+    "fp64": torch.zeros(2, 2, 4, 8).double(),
+    "odd": torch.zeros(2, 2, 4, 7),
+    "fp32_mask": torch.zeros(4, 4),
     "wide": torch.zeros(2, 2, 4, 1000, dtype=torch.bfloat16),
     "mask": torch.ones(4, 4, dtype=torch.bool),
     "lengths": torch.tensor([3, 4]),
@@ -38,7 +41,6 @@ for name, options in json.load(sys.stdin):
 print(json.dumps(messages))
 """
 REFUSED = [
-    ({"x": "float"}, "query: expected dtype torch.bfloat16 or torch.float16 on CUDA, got torch.float32"),
     ({"x": "wide"}, "query: expected head dimensions of at most 256 on CUDA, got 1000 and (value) 1000"),
 ]
 SERVED = [
@@ -49,6 +51,8 @@ SERVED = [
     {"key_lengths": "lengths", "query_lengths": "lengths"},
     {"attn_mask": "mask", "dropout_p": 0.5, "dropout_seed": "seed", "softcap": 2.0},
     {"sinks": "heads", "alibi_slopes": "heads", "scale": -1.0},
+    *({"x": x, "sinks": "heads", "is_causal": True} for x in ("fp32", "fp64", "odd")),
+    {"x": "fp64", "attn_mask": "fp32_mask"},
 ]
 
 

@@ -5,42 +5,40 @@
 
 #include "attention_cuda.h"
 #include "device.h"
-#include "layout.h"
 #include "options.h"
-#include "sequences.h"
 #include "served.h"
+#include "task.h"
 
 namespace attnjourney {
 namespace {
 
-// whether a kernel has to look at which keys a row sees
-bool is_ranged(const AttentionCall& c, const AttentionOptions& o) {
-  return c.params.keys.bounded() || o.query_lengths || o.key_lengths;
+// Picks a kernel and launches it. Holds in `counter` what the kernel needs of its own.
+void launch_forward(ForwardTaskOf<double> p, const AttentionCall& c, const AttentionOptions& options,
+                    const Device& device, cudaStream_t stream, const Tensor&, OptionalTensor&) {
+  wide_forward_fp64(p, is_ranged(c, options), device, stream);
+}
+void launch_forward(ForwardTask p, const AttentionCall& c, const AttentionOptions& options, const Device& device,
+                    cudaStream_t stream, const Tensor& query, OptionalTensor& counter) {
+  const bool ranged = is_ranged(c, options), options_used = has_options(c, options);
+  if (c.dtype == ScalarType::Float) return wide_forward_fp32(p, ranged, device, stream);
+  const bool bf16 = c.dtype == ScalarType::BFloat16;
+  const bool hopper =
+      device.capability == 90 && !options_used && hopper_forward(forward_size(p.head_dim, p.v_head_dim));
+  if (hopper) p.counter = tile_counter(query, device.index, stream, counter);
+  const ForwardLaunch launch = options_used ? (bf16 ? sm80_options_forward_bf16 : sm80_options_forward_fp16)
+                               : hopper     ? (bf16 ? sm90_forward_bf16 : sm90_forward_fp16)
+                                            : (bf16 ? sm80_forward_bf16 : sm80_forward_fp16);
+  launch(p, ranged, device, stream);
 }
 
-template <class Task>
-void describe(Task& p, const AttentionCall& c, const Indices& indices, const View& q, const View& k, const View& v) {
-  p.query = q.data(), p.key = k.data(), p.value = v.data();
-  p.query_strides = q.strides, p.key_strides = k.strides, p.value_strides = v.strides;
-  p.batch = static_cast<int>(c.batch), p.q_heads = static_cast<int>(c.q_heads);
-  p.group = static_cast<int>(c.params.group);
-  describe_sequences(p, c, indices);
-  p.head_dim = static_cast<int>(chunks(c.params.head_dim));
-  p.v_head_dim = static_cast<int>(chunks(c.params.v_head_dim));
-  if (c.packed) p.query_strides.batch = p.key_strides.batch = p.value_strides.batch = 0;
-  p.scale_log2 = static_cast<float>(c.params.scale * 1.4426950408889634);
-}
-
-void forward(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionOptions& options, Tensor& out,
-             Tensor& lse) {
-  const AttentionCall c = check_attention(query, key, value, options);
-  check_served(c, options, false);
+template <class Real>
+void forward_in(const AttentionCall& c, const Tensor& query, const Tensor& key, const Tensor& value,
+                const AttentionOptions& options, Tensor& out, Tensor& lse) {
   if (c.packed) {  // rows of no sequence
     torch::stable::zero_(out);
     torch::stable::fill_(lse, -INFINITY);
   }
   if (c.batch * c.q_heads * c.params.q_len == 0) return;
-  const bool options_used = has_options(c, options);
   if (c.params.kv_len == 0 && !options.sinks) {
     torch::stable::zero_(out);
     torch::stable::fill_(lse, -INFINITY);
@@ -52,29 +50,42 @@ void forward(const Tensor& query, const Tensor& key, const Tensor& value, const 
   const View q = view_of(c, query, c.q_heads), k = view_of(c, key, c.kv_heads), v = view_of(c, value, c.kv_heads);
   Output o(c, out, c.q_heads);
   const Indices indices(c, options);
-  const OptionInputs inputs(c, options, query);
-  ForwardTask p{};
+  const OptionInputs<Real> inputs(c, options, query);
+  ForwardTaskOf<Real> p{};
   describe(p, c, indices, q, k, v);
   p.scores = inputs.scores();
   if (c.packed) o.clear();
-  p.out = o.data(), p.out_strides = o.strides_of(c), p.lse = static_cast<float*>(lse.data_ptr());
-  const bool bf16 = c.dtype == ScalarType::BFloat16;
-  const bool hopper =
-      device.capability == 90 && !options_used && hopper_forward(forward_size(p.head_dim, p.v_head_dim));
+  p.out = o.data(), p.out_strides = o.strides_of(c), p.lse = static_cast<Real*>(lse.data_ptr());
   OptionalTensor counter;
-  if (hopper) p.counter = tile_counter(query, device.index, stream, counter);
-  const ForwardLaunch launch = options_used ? (bf16 ? sm80_options_forward_bf16 : sm80_options_forward_fp16)
-                               : hopper     ? (bf16 ? sm90_forward_bf16 : sm90_forward_fp16)
-                                            : (bf16 ? sm80_forward_bf16 : sm80_forward_fp16);
-  launch(p, is_ranged(c, options), device, stream);
+  launch_forward(p, c, options, device, stream, query, counter);
   o.finish();
 }
 
-void backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,
-              const Tensor& value, const AttentionOptions& options, const Tensor& out, const Tensor& lse,
-              AttentionGradients& gradients) {
+void forward(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionOptions& options, Tensor& out,
+             Tensor& lse) {
   const AttentionCall c = check_attention(query, key, value, options);
-  check_served(c, options, true);
+  check_served(c, options, false);
+  (c.lse_dtype == ScalarType::Double ? forward_in<double> : forward_in<float>)(c, query, key, value, options, out, lse);
+}
+
+void launch_backward(const BackwardTaskOf<double>& p, const AttentionCall&, const Device& device, cudaStream_t stream,
+                     bool, bool, bool ranged) {
+  wide_backward_fp64(p, ranged, device, stream);
+}
+void launch_backward(const BackwardTask& p, const AttentionCall& c, const Device& device, cudaStream_t stream,
+                     bool hopper, bool options_used, bool ranged) {
+  const bool bf16 = c.dtype == ScalarType::BFloat16;
+  const BackwardLaunch launch = c.dtype == ScalarType::Float ? wide_backward_fp32
+                                : options_used ? (bf16 ? sm80_options_backward_bf16 : sm80_options_backward_fp16)
+                                : hopper       ? (bf16 ? sm90_backward_bf16 : sm90_backward_fp16)
+                                               : (bf16 ? sm80_backward_bf16 : sm80_backward_fp16);
+  launch(p, ranged, device, stream);
+}
+
+template <class Real>
+void backward_in(const AttentionCall& c, const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query,
+                 const Tensor& key, const Tensor& value, const AttentionOptions& options, const Tensor& out,
+                 const Tensor& lse, AttentionGradients& gradients) {
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
   const Device device = current_device(query);
   const cudaStream_t stream = current_stream(device.index);
@@ -95,15 +106,15 @@ void backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tens
   OptionalTensor dense_grad_lse;
   if (grad_lse) dense_grad_lse = aten::contiguous(*grad_lse);
   const Indices indices(c, options);
-  const OptionInputs inputs(c, options, query);
+  const OptionInputs<Real> inputs(c, options, query);
   std::optional<Output> dq, dk, dv;
-  BackwardTask p{};
+  BackwardTaskOf<Real> p{};
   describe(p, c, indices, q, k, v);
   p.scores = inputs.scores();
   p.out = o.data(), p.out_strides = o.strides, p.grad_out = d_out.data(), p.grad_out_strides = d_out.strides;
   if (c.packed) p.out_strides.batch = p.grad_out_strides.batch = 0;
-  p.lse = static_cast<const float*>(dense_lse.data_ptr());
-  p.grad_lse = dense_grad_lse ? static_cast<const float*>(dense_grad_lse->data_ptr()) : nullptr;
+  p.lse = static_cast<const Real*>(dense_lse.data_ptr());
+  p.grad_lse = dense_grad_lse ? static_cast<const Real*>(dense_grad_lse->data_ptr()) : nullptr;
   const auto output = [&](std::optional<Output>& to, const OptionalTensor& t, int64_t heads, void*& data, Strides& s) {
     if (!t) return;
     to.emplace(c, *t, heads);
@@ -114,40 +125,46 @@ void backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tens
   output(dk, gradients.key, c.kv_heads, p.grad_key, p.grad_key_strides);
   output(dv, gradients.value, c.kv_heads, p.grad_value, p.grad_value_strides);
 
-  const int size = backward_size(p.head_dim, p.v_head_dim), rows = backward_rows(size);
-  const bool bf16 = c.dtype == ScalarType::BFloat16,
-             hopper = device.capability == 90 && !options_used && hopper_backward(size);
+  const int size = backward_size(p.head_dim, p.v_head_dim), element = static_cast<int>(query.element_size());
+  const int rows = element > 2 ? wide_rows(size, element) : backward_rows(size);
+  const bool hopper = element == 2 && device.capability == 90 && !options_used && hopper_backward(size);
   const bool deterministic = deterministic_algorithms();
-  p.kv_heads = static_cast<int>(c.kv_heads), p.scale = static_cast<float>(c.params.scale);
+  p.kv_heads = static_cast<int>(c.kv_heads), p.scale = static_cast<Real>(c.params.scale);
   p.rows = c.packed ? (p.q_len / rows + p.batch) * rows : (p.q_len + rows - 1) / rows * rows;
-  const int keys = backward_keys(size, options_used);
+  const int keys = element > 2 ? wide_keys(size, element) : backward_keys(size, options_used);
   p.key_tiles = c.packed ? p.kv_len / keys + p.batch : (p.kv_len + keys - 1) / keys;
   p.tile_rows = rows, p.tile_keys = keys;
   const int64_t pairs = c.packed ? c.q_heads : c.batch * c.q_heads;
-  const Tensor sum = aten::empty(query, {pairs, p.rows, size}, ScalarType::Float);
-  const Tensor stats = aten::empty(query, {2, pairs, p.rows}, ScalarType::Float);
-  p.query_sum = static_cast<float*>(sum.data_ptr());
-  p.lse2 = static_cast<float*>(stats.data_ptr()), p.delta = p.lse2 + pairs * p.rows;
+  const Tensor sum = aten::empty(query, std::vector<int64_t>{pairs, p.rows, size}, c.lse_dtype);
+  const Tensor stats = aten::empty(query, std::vector<int64_t>{2, pairs, p.rows}, c.lse_dtype);
+  p.query_sum = static_cast<Real*>(sum.data_ptr());
+  p.lse2 = static_cast<Real*>(stats.data_ptr()), p.delta = p.lse2 + pairs * p.rows;
   OptionalTensor key_value_sum, turn;
   if (deterministic) {
     turn = aten::empty(query, {pairs, p.rows / rows, 2}, ScalarType::Int);
     torch::stable::zero_(*turn);
     p.turn = static_cast<int*>(turn->data_ptr());
   } else if (hopper && p.group > 1 && (p.grad_key || p.grad_value)) {
-    key_value_sum = aten::empty(query, {2, c.batch * c.kv_heads, int64_t{p.key_tiles} * keys, size}, ScalarType::Float);
+    key_value_sum = aten::empty(query, {2, c.batch * c.kv_heads, int64_t{p.key_tiles} * keys, size}, c.lse_dtype);
     torch::stable::zero_(*key_value_sum);
-    p.key_value_sum = static_cast<float*>(key_value_sum->data_ptr());
+    p.key_value_sum = static_cast<Real*>(key_value_sum->data_ptr());
   }
-  OptionGradients option_gradients(c, gradients, p);
+  OptionGradients<Real> option_gradients(c, gradients, p);
   const bool ranged = is_ranged(c, options);
   p.span = backward_span(p, size, ranged, deterministic);
-  const BackwardLaunch launch = options_used ? (bf16 ? sm80_options_backward_bf16 : sm80_options_backward_fp16)
-                                : hopper     ? (bf16 ? sm90_backward_bf16 : sm90_backward_fp16)
-                                             : (bf16 ? sm80_backward_bf16 : sm80_backward_fp16);
-  launch(p, ranged, device, stream);
+  launch_backward(p, c, device, stream, hopper, options_used, ranged);
   for (auto* g : {&dq, &dk, &dv})
     if (*g) (*g)->finish();
   option_gradients.finish();
+}
+
+void backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,
+              const Tensor& value, const AttentionOptions& options, const Tensor& out, const Tensor& lse,
+              AttentionGradients& gradients) {
+  const AttentionCall c = check_attention(query, key, value, options);
+  check_served(c, options, true);
+  (c.lse_dtype == ScalarType::Double ? backward_in<double> : backward_in<float>)(c, grad_out, grad_lse, query, key,
+                                                                                 value, options, out, lse, gradients);
 }
 
 }  // namespace

@@ -34,6 +34,11 @@ inline int backward_size(int head_dim, int v_head_dim) {
 // query and key tiles of the backward kernel of that size
 inline int backward_rows(int size) { return 8192 / size; }
 inline int backward_keys(int size, bool options) { return size == 256 || options ? 64 : 128; }
+// query and key tiles of the backward for float and double, `element` bytes
+inline constexpr int wide_rows(int size, int element) { return size == 64 && element == 4 ? 32 : 16; }
+inline constexpr int wide_keys(int size, int element) {
+  return size * element <= 512 ? 64 : size * element == 1024 ? 32 : 16;
+}
 // Hopper's kernels end at 128, in the forward at 192 with values of 128; above, those of sm_80 run there too.
 inline bool hopper_forward(int size) { return size != 256256; }
 inline bool hopper_backward(int size) { return size != 256; }
@@ -46,6 +51,12 @@ void sm80_options_forward_bf16(ForwardTask, bool ranged, const Device&, cudaStre
 void sm80_options_forward_fp16(ForwardTask, bool ranged, const Device&, cudaStream_t);
 void sm90_forward_bf16(ForwardTask, bool ranged, const Device&, cudaStream_t);
 void sm90_forward_fp16(ForwardTask, bool ranged, const Device&, cudaStream_t);
+
+// float and double: all options, on mma.sync
+void wide_forward_fp32(ForwardTaskOf<float>, bool ranged, const Device&, cudaStream_t);
+void wide_forward_fp64(ForwardTaskOf<double>, bool ranged, const Device&, cudaStream_t);
+void wide_backward_fp32(BackwardTaskOf<float>, bool ranged, const Device&, cudaStream_t);
+void wide_backward_fp64(BackwardTaskOf<double>, bool ranged, const Device&, cudaStream_t);
 
 using BackwardLaunch = void (*)(BackwardTask, bool ranged, const Device&, cudaStream_t);
 void sm80_backward_bf16(BackwardTask, bool ranged, const Device&, cudaStream_t);

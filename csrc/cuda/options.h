@@ -12,13 +12,14 @@ inline bool has_options(const AttentionCall& c, const AttentionOptions& o) {
 }
 
 // Tensors that the kernels read: they live as long as this.
+template <class Real>
 class OptionInputs {
  public:
   OptionInputs(const AttentionCall& c, const AttentionOptions& o, const Tensor& query) {
     const double log2_e = 1.4426950408889634;
     if (o.softcap > 0) {
-      scores_.cap_log2 = static_cast<float>(o.softcap * log2_e);
-      scores_.cap_factor = static_cast<float>(2 * log2_e * c.params.scale / o.softcap);
+      scores_.cap_log2 = static_cast<Real>(o.softcap * log2_e);
+      scores_.cap_factor = static_cast<Real>(2 * log2_e * c.params.scale / o.softcap);
     }
     scores_.sinks = per_head(c, o.sinks, query, sinks_);
     scores_.slopes = per_head(c, o.alibi_slopes, query, slopes_);
@@ -28,7 +29,7 @@ class OptionInputs {
       scores_.mask_kind = c.params.mask == MaskKind::boolean ? MaskElement::boolean
                           : c.params.mask_fp32               ? MaskElement::fp32
                                                              : MaskElement::same;
-      scores_.mask_bytes = c.params.mask == MaskKind::boolean ? 1 : c.params.mask_fp32 ? 4 : 2;
+      scores_.mask_bytes = static_cast<int>(o.attn_mask->element_size());
       scores_.mask_row = c.params.mask_row, scores_.mask_col = c.params.mask_col;
     }
     scores_.mask_dims = c.batch_dims;
@@ -42,10 +43,10 @@ class OptionInputs {
       torch::stable::copy_(*seed_, torch::stable::view(*o.dropout_seed, {1}));
       const Dropout d = Dropout::from(o.dropout_p, 0);
       scores_.seed = static_cast<const uint64_t*>(seed_->data_ptr());
-      scores_.threshold = d.threshold, scores_.keep_scale = static_cast<float>(d.keep_scale);
+      scores_.threshold = d.threshold, scores_.keep_scale = static_cast<Real>(d.keep_scale);
     }
   }
-  const Scores& scores() const { return scores_; }
+  const ScoresOf<Real>& scores() const { return scores_; }
 
  private:
   // What the lists hold is checked where it is read, by the kernels: a look at it here would wait for the device.
@@ -65,33 +66,34 @@ class OptionInputs {
                       static_cast<int>(std::min<int64_t>(blocks_->index.size(0), INT32_MAX)),
                       static_cast<int>(std::min<int64_t>(blocks_->elements.size(0), INT32_MAX))};
   }
-  static const float* per_head(const AttentionCall& c, const OptionalTensor& t, const Tensor& query,
-                               OptionalTensor& copy) {
+  static const Real* per_head(const AttentionCall& c, const OptionalTensor& t, const Tensor& query,
+                              OptionalTensor& copy) {
     if (!t) return nullptr;
-    copy = aten::empty(query, {c.batch, c.q_heads}, ScalarType::Float);
+    copy = aten::empty(query, {c.batch, c.q_heads}, c.lse_dtype);
     torch::stable::copy_(*copy, *t);
-    return static_cast<const float*>(copy->data_ptr());
+    return static_cast<const Real*>(copy->data_ptr());
   }
-  Scores scores_{};
+  ScoresOf<Real> scores_{};
   OptionalTensor sinks_, slopes_, seed_;
   std::optional<BlockTensors> blocks_;
 };
 
-// Gradients of sinks, slopes and floating mask: in float32, and copied where they have another dtype.
+// Gradients of sinks, slopes and floating mask: in the dtype of lse, and copied where they have another.
+template <class Real>
 class OptionGradients {
  public:
   // in scratch: parts of the slopes' gradients for every key tile
-  OptionGradients(const AttentionCall& c, const AttentionGradients& g, BackwardTask& p) {
+  OptionGradients(const AttentionCall& c, const AttentionGradients& g, BackwardTaskOf<Real>& p) : dtype_(c.lse_dtype) {
     p.grad_sinks = add(g.sinks);
     p.grad_slopes = add(g.alibi_slopes);
     if (p.grad_slopes) {
-      parts_ = aten::empty(*g.alibi_slopes, {c.packed ? 1 : c.batch, p.key_tiles, c.q_heads}, ScalarType::Float);
+      parts_ = aten::empty(*g.alibi_slopes, {c.packed ? 1 : c.batch, p.key_tiles, c.q_heads}, dtype_);
       torch::stable::zero_(*parts_);
-      p.slope_sum = static_cast<float*>(parts_->data_ptr());
+      p.slope_sum = static_cast<Real*>(parts_->data_ptr());
     }
     p.sinks_per_item = g.sinks && g.sinks->dim() == 2, p.slopes_per_item = g.alibi_slopes && g.alibi_slopes->dim() == 2;
     if (!g.attn_mask) return;
-    MaskGradient& m = p.mask_gradient;
+    MaskGradientOf<Real>& m = p.mask_gradient;
     m.sum = add(g.attn_mask);
     const HeadMap map = mask_map(c, *g.attn_mask, m.row, m.col);
     m.head = map.head_stride, m.items = 1, m.heads = m.head ? p.q_heads : 1;
@@ -105,12 +107,13 @@ class OptionGradients {
   }
 
  private:
-  float* add(const OptionalTensor& t) {
+  Real* add(const OptionalTensor& t) {
     if (!t) return nullptr;
-    if (t->scalar_type() == ScalarType::Float) return static_cast<float*>(t->data_ptr());
-    copies_.emplace_back(*t, aten::empty(*t, t->sizes(), ScalarType::Float));
-    return static_cast<float*>(copies_.back().second.data_ptr());
+    if (t->scalar_type() == dtype_) return static_cast<Real*>(t->data_ptr());
+    copies_.emplace_back(*t, aten::empty(*t, t->sizes(), dtype_));
+    return static_cast<Real*>(copies_.back().second.data_ptr());
   }
+  ScalarType dtype_;
   std::vector<std::pair<Tensor, Tensor>> copies_;
   OptionalTensor parts_;
 };

@@ -40,7 +40,8 @@ struct Indices {
   static const int* data(const OptionalTensor& t) { return t ? static_cast<const int*>(t->data_ptr()) : nullptr; }
 };
 
-inline void describe_sequences(SequenceTask& p, const AttentionCall& c, const Indices& indices) {
+template <class Real>
+void describe_sequences(SequenceTaskOf<Real>& p, const AttentionCall& c, const Indices& indices) {
   p.q_len = static_cast<int>(c.params.q_len), p.kv_len = static_cast<int>(c.params.kv_len);
   const KeyRanges& keys = c.params.keys;
   const auto bound = [](int64_t x) { return static_cast<int>(std::min<int64_t>(x, Ranges::unbounded)); };

@@ -58,8 +58,8 @@ void options_gradients(BackwardTask p, const driver::Arguments& a) {
     emulator::launch(kernel, dim3(static_cast<unsigned>(grad.size)), dim3(kPassThreads), kHeadsBytes, a.options(), p);
     driver::write(grad);
   };
-  per_head(backward_per_head<true>, "sinks", p.grad_sinks);
-  per_head(backward_per_head<false>, "slopes", p.grad_slopes);
+  per_head(backward_per_head<true, float>, "sinks", p.grad_sinks);
+  per_head(backward_per_head<false, float>, "slopes", p.grad_slopes);
   if (a["mask"] < 2) return;
   using Gradient = Sm80MaskGradient<Element, Kernel::kD>;
   emulator::Buffer<float> grad(static_cast<size_t>(a["mask_count"]), "grad_mask");
@@ -70,7 +70,7 @@ void options_gradients(BackwardTask p, const driver::Arguments& a) {
                      a["mask_col"],
                      a["mask_batch"] ? p.batch : 1,
                      a["mask_head"] ? p.q_heads : 1};
-  emulator::launch(sm80_mask_gradient<Gradient>, dim3(static_cast<unsigned>(mask_gradient_blocks(p))),
+  emulator::launch(mask_gradient<Gradient, float>, dim3(static_cast<unsigned>(mask_gradient_blocks<Gradient>(p))),
                    dim3(Gradient::kThreads), Gradient::kSmemBytes, a.options(), p);
   driver::write(grad);
 }

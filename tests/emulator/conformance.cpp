@@ -1,8 +1,9 @@
 // The conformance program run by the emulator: its answers are those of the host twins.
 #include "ptx_sm90.h"
 #include "ptx_tf32.h"
+#include "ptx_wide.h"
 //
-#include "conformance.h"
+#include "conformance_wide.h"
 
 struct EmulatedHost {
   template <class T>
@@ -27,6 +28,7 @@ struct EmulatedHost {
 int main() {
   try {
     conformance::Program<EmulatedHost>::sm80();
+    conformance::WideProgram<EmulatedHost>::run();
     conformance::Program<EmulatedHost>::sm90();
   } catch (const emulator::Error& e) {
     printf("FAIL %s\n", e.what());

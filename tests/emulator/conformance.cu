@@ -7,7 +7,7 @@
 #include "cuda/ptx/tf32.cuh"
 #include "cuda/tensor_map.h"
 //
-#include "conformance.h"
+#include "conformance_wide.h"
 
 template <class F>
 __global__ void run(const __grid_constant__ F f) {
@@ -42,6 +42,7 @@ int main() {
     cudaDeviceProp device;
     attnjourney::cuda_check(cudaGetDeviceProperties(&device, 0), "cudaGetDeviceProperties");
     conformance::Program<DeviceHost>::sm80();
+    conformance::WideProgram<DeviceHost>::run();
     if (device.major == 9) conformance::Program<DeviceHost>::sm90();
     printf("%s: %d of %d as expected\n", device.name, conformance::checked - conformance::failed, conformance::checked);
   } catch (const std::exception& e) {

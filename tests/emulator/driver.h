@@ -93,9 +93,10 @@ struct Lengths {
 // What options do to scores (csrc/cuda/kernels/sequence.cuh); numbers are given in thousandths. On stdin: sinks and
 // slopes [batch, q_heads], the mask of `mask_count` elements, which is read through its strides, or the tensors of a
 // mask of blocks, of whose offsets there are mask_count.
-template <class Element>
+template <class Element, class Real = float>
 struct Options {
-  std::unique_ptr<emulator::Buffer<float>> sinks, slopes, mask_fp32;
+  std::unique_ptr<emulator::Buffer<Real>> sinks, slopes;
+  std::unique_ptr<emulator::Buffer<float>> mask_fp32;
   std::unique_ptr<emulator::Buffer<unsigned char>> mask_bool;
   std::unique_ptr<emulator::Buffer<int>> offsets, index, partial;
   std::unique_ptr<emulator::Buffer<Element>> mask_same;
@@ -105,16 +106,16 @@ struct Options {
     constexpr double kLog2E = 1.4426950408889634;
     const auto thousandth = [&](const char* name) { return a[name] / 1000.0; };
     const double scale = a["scale"] ? thousandth("scale") : 1 / std::sqrt(static_cast<double>(a["head_dim"]));
-    if constexpr (requires { p.scale_log2; }) p.scale_log2 = static_cast<float>(scale * kLog2E);
-    if constexpr (requires { p.scale; }) p.scale = static_cast<decltype(p.scale)>(scale);
+    if constexpr (requires { p.scale_log2; }) p.scale_log2 = static_cast<Real>(scale * kLog2E);
+    if constexpr (requires { p.scale; }) p.scale = static_cast<Real>(scale);
     auto& s = p.scores;
     if (a["softcap"]) {
-      s.cap_log2 = static_cast<float>(thousandth("softcap") * kLog2E);
-      s.cap_factor = static_cast<float>(2 * kLog2E * scale / thousandth("softcap"));
+      s.cap_log2 = static_cast<Real>(thousandth("softcap") * kLog2E);
+      s.cap_factor = static_cast<Real>(2 * kLog2E * scale / thousandth("softcap"));
     }
-    const auto numbers = [&](std::unique_ptr<emulator::Buffer<float>>& to, const float*& at, const char* name) {
+    const auto numbers = [&](std::unique_ptr<emulator::Buffer<Real>>& to, const Real*& at, const char* name) {
       if (!a[name]) return;
-      to = std::make_unique<emulator::Buffer<float>>(read<float>(static_cast<size_t>(p.batch) * p.q_heads), name);
+      to = std::make_unique<emulator::Buffer<Real>>(read<Real>(static_cast<size_t>(p.batch) * p.q_heads), name);
       at = to->data;
     };
     numbers(sinks, s.sinks, "sinks");
@@ -148,7 +149,7 @@ struct Options {
     if (!a["dropout"]) return;
     s.seed = seed.data;
     s.threshold = static_cast<uint32_t>(thousandth("dropout") * 65536 + .5);
-    s.keep_scale = a["dropout"] < 1000 ? static_cast<float>(1 / (1 - thousandth("dropout"))) : 0.f;
+    s.keep_scale = a["dropout"] < 1000 ? static_cast<Real>(1 / (1 - thousandth("dropout"))) : 0;
   }
 };
 

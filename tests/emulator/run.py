@@ -65,6 +65,11 @@ def _arguments(query, key, value, ranges, order):
     return arguments | order_arguments(order), [torch.tensor(x, dtype=torch.int32) for x in lengths]
 
 
+def _statistics(query):
+    """The dtype of lse and of what there is one of for each head."""
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
 def _options(query, options, batch):
     """Arguments and tensors for what attention's options do to scores: softcap, scale, dropout_p and seed, sinks and
     alibi_slopes (heads,) or (batch, heads), attn_mask of four dimensions, read through its strides, or a BlockMask."""
@@ -78,7 +83,7 @@ def _options(query, options, batch):
         arguments[argument] = given is not None
         if given is not None:
             arguments["per_item"] = given.dim() == 2
-            tensors.append(given.float().expand(batch, heads))
+            tensors.append(given.to(_statistics(query)).expand(batch, heads))
     mask = options.get("attn_mask")
     strides = (0,) * 4
     if isinstance(mask, BlockMask):
@@ -100,14 +105,14 @@ def forward(program, query, key, value, ranges, order="forward", rows_first=Fals
     arguments, lengths = _arguments(query, key, value, ranges, order)
     more, given = _options(query, options or {}, arguments["batch"])
     arguments |= {"counter": 0, "grid": 3, "section": 0, **more, **extra}
-    outputs = [((*query.shape[:3], value.shape[3]), query.dtype), (tuple(query.shape[:3]), torch.float32)]
+    outputs = [((*query.shape[:3], value.shape[3]), query.dtype), (tuple(query.shape[:3]), _statistics(query))]
     return run(program, [query, key, value, *lengths, *given], outputs, arguments, rows_first)
 
 
 def backward(
     program, inputs, out, lse, grad_out, grad_lse, ranges, order="forward", rows_first=False, options=None, **extra
 ):
-    """Gradients of the three inputs, then in float32 of sinks, slopes and floating mask where there are such."""
+    """Gradients of the three inputs, then as lse of sinks, slopes and floating mask where there are such."""
     arguments, lengths = _arguments(*inputs, ranges, order)
     options = options or {}
     more, given = _options(inputs[0], options, arguments["batch"])
@@ -115,7 +120,7 @@ def backward(
     outputs = [(tuple(t.shape), t.dtype) for t in inputs]
     trained = [options.get(name) for name in ("sinks", "alibi_slopes", "attn_mask")]
     trained = [t for t in trained if isinstance(t, torch.Tensor) and t.is_floating_point()]
-    outputs += [((t.numel(),), torch.float32) for t in trained]
+    outputs += [((t.numel(),), _statistics(inputs[0])) for t in trained]
     tensors = [*inputs, out, grad_out, lse, grad_lse, *lengths, *given]
     grads = run(program, tensors, outputs, arguments, rows_first)[0]
     return [*grads[:3], *(grad.view(t.shape) for grad, t in zip(grads[3:], trained))]

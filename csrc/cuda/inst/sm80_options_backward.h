@@ -17,12 +17,12 @@ void launch_sm80_options_backward(const BackwardTask& p, cudaStream_t stream) {
       if (p.grad_query || p.grad_key || p.grad_value || p.slope_sum)
         launch(sm80_backward<K, true>, int64_t{p.key_tiles} * p.kv_heads * (p.cu_q ? 1 : p.batch), K::kThreads,
                K::kSmemBytes, stream, p);
-      if (p.grad_sinks) per_head(backward_per_head<true>, p.sinks_per_item);
-      if (p.grad_slopes) per_head(backward_per_head<false>, p.slopes_per_item);
+      if (p.grad_sinks) per_head(backward_per_head<true, float>, p.sinks_per_item);
+      if (p.grad_slopes) per_head(backward_per_head<false, float>, p.slopes_per_item);
       using Gradient = Sm80MaskGradient<T, K::kD>;
       if (p.mask_gradient.sum)
-        launch(sm80_mask_gradient<Gradient>, mask_gradient_blocks(p), Gradient::kThreads, Gradient::kSmemBytes, stream,
-               p);
+        launch(mask_gradient<Gradient, float>, mask_gradient_blocks<Gradient>(p), Gradient::kThreads,
+               Gradient::kSmemBytes, stream, p);
     });
   };
   const auto pick = [&]<bool Deterministic>() {

@@ -5,15 +5,16 @@
 
 namespace attnjourney {
 
-constexpr int kHeadsBytes = kPassThreads / 32 * 4;
+constexpr int kHeadsBytes = kPassThreads / 32 * 8;
 
-__device__ __forceinline__ float block_sum(float x) {
-  float* parts = reinterpret_cast<float*>(ptx::dynamic_smem());
+template <class Real>
+__device__ __forceinline__ Real block_sum(Real x) {
+  Real* parts = reinterpret_cast<Real*>(ptx::dynamic_smem());
 #pragma unroll
   for (int m = 1; m < 32; m *= 2) x += ptx::shfl_xor(x, m);
   if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
   __syncthreads();
-  x = 0.f;
+  x = 0;
   for (int w = 0; w < kPassThreads / 32; w++) x += parts[w];
   return x;
 }
@@ -21,7 +22,8 @@ __device__ __forceinline__ float block_sum(float x) {
 // the batch items that a block sums over
 struct BlockItems {
   int head, first, end;
-  __device__ __forceinline__ BlockItems(const BackwardTask& p, bool per_item)
+  template <class Task>
+  __device__ __forceinline__ BlockItems(const Task& p, bool per_item)
       : head(blockIdx.x % p.q_heads), first(0), end(p.batch) {
     if (!per_item) return;
     first = blockIdx.x / p.q_heads;
@@ -30,15 +32,16 @@ struct BlockItems {
 };
 
 // d sink = -sum over the rows of exp(sink - lse) * delta: after backward_prepare. Slopes: after the kernel itself.
-template <bool Sinks>
-__global__ void __launch_bounds__(kPassThreads) backward_per_head(const BackwardTask p) {
+template <bool Sinks, class Real>
+__global__ void __launch_bounds__(kPassThreads) backward_per_head(const BackwardTaskOf<Real> p) {
   const BlockItems items(p, Sinks ? p.sinks_per_item : p.slopes_per_item);
-  float sum = 0.f;
+  Real sum = 0;
   for (int b = items.first; b < items.end; b++) {
     const bool packed = p.cu_q != nullptr;
     const int64_t pair = int64_t(b) * p.q_heads + items.head, first = scratch_row(p, b, items.head);
     if (Sinks) {
-      const float sink = fmaxf(-kHighest, fminf(p.scores.sinks[pair] * kLog2E, kHighest));
+      constexpr Real kHighest = Limits<Real>::kHighest;
+      const Real sink = fmax(-kHighest, fmin(p.scores.sinks[pair] * Limits<Real>::kLog2E, kHighest));
       const int rows = packed ? sequence_of<true>(p, b).rows : p.rows;
       for (int r = threadIdx.x; r < (rows + 15) / 16 * 16; r += kPassThreads)
         sum -= ptx::exp2(sink - p.lse2[first + r]) * p.delta[first + r];

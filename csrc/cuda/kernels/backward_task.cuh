@@ -7,45 +7,50 @@
 namespace attnjourney {
 
 // The gradient of a floating mask, in its own shape, dense; strides are 0 where the mask broadcasts.
-struct MaskGradient {
-  float* sum;  // null: not wanted
+template <class Real>
+struct MaskGradientOf {
+  Real* sum;  // null: not wanted
   int64_t batch[kMaskDims], head, row, col;
   int items, heads;  // of the mask's own
 };
+using MaskGradient = MaskGradientOf<float>;
 
-struct BackwardTask : SequenceTask {
+template <class Real>
+struct BackwardTaskOf : SequenceTaskOf<Real> {
   const void *query, *key, *value, *out, *grad_out;
-  const float* lse;       // [batch, q_heads, q_len], dense, natural logarithm
-  const float* grad_lse;  // like lse, or null
+  const Real* lse;       // [batch, q_heads, q_len], dense, natural logarithm
+  const Real* grad_lse;  // like lse, or null
   // null where not needed; grad_key, grad_value per key head
   void *grad_query, *grad_key, *grad_value;
   Strides query_strides, key_strides, value_strides, out_strides, grad_out_strides;
   Strides grad_query_strides, grad_key_strides, grad_value_strides;
   int batch, q_heads, kv_heads, group, head_dim, v_head_dim;
-  float scale, scale_log2;  // positive
+  Real scale, scale_log2;  // positive
   // Scratch. rows: q_len rounded up to the kernel's query tile.
   // [batch, q_heads, rows]; lse2 = lse * log2(e), +inf for rows that see no key and rows past the end, so that their
   // weights are 0; within 16 rows permuted, see backward_prepare
-  float *lse2, *delta;
-  float* query_sum;      // [batch, q_heads, rows, D], inside a query tile in the kernel's own order of fragments
-  float* key_value_sum;  // null, or zeros [2, batch, kv_heads, key_tiles, tile, D]: one block for each query head adds
-                         // here
-  int* turn;             // deterministic: zeros [batch, q_heads, rows / tile, 2]
-  float *grad_sinks, *grad_slopes;  // null, or [q_heads], or per item [batch, q_heads]
+  Real *lse2, *delta;
+  Real* query_sum;      // [batch, q_heads, rows, D], inside a query tile in the kernel's own order of fragments
+  Real* key_value_sum;  // null, or zeros [2, batch, kv_heads, key_tiles, tile, D]: one block for each query head adds
+                        // here
+  int* turn;            // deterministic: zeros [batch, q_heads, rows / tile, 2]
+  Real *grad_sinks, *grad_slopes;  // null, or [q_heads], or per item [batch, q_heads]
   bool sinks_per_item, slopes_per_item;
-  MaskGradient mask_gradient;
-  float* slope_sum;  // null, or zeros [batch, key_tiles, q_heads]: parts of the gradient of ALiBi's slopes
+  MaskGradientOf<Real> mask_gradient;
+  Real* slope_sum;  // null, or zeros [batch, key_tiles, q_heads]: parts of the gradient of ALiBi's slopes
   int rows, key_tiles;
   int tile_rows, tile_keys;  // of the kernel; packed: scratch is [q_heads, tiles of all sequences]
   int span;                  // (head, batch) pairs worked on at a time, all key tiles of these, the first tiles first
 };
+using BackwardTask = BackwardTaskOf<float>;
 
 // Which tile of keys a block works on, and for which query heads. Where causal, the first tiles have the most queries,
 // so they start first; a small span keeps the queries that are in use in the second-level cache.
 struct BackwardTile {
   int key_tile, head_k, batch, first_head, heads;
   // packed: tiles of `Keys` keys
-  __device__ __forceinline__ BackwardTile(const BackwardTask& p, int keys) {
+  template <class Task>
+  __device__ __forceinline__ BackwardTile(const Task& p, int keys) {
     const int number = blockIdx.x / p.kv_heads;
     batch = packed_item(p.cu_k, p.batch, keys, number);
     key_tile = number - first_packed_tile(p.cu_k, keys, batch);
@@ -53,7 +58,8 @@ struct BackwardTile {
     head_k = blockIdx.x % p.kv_heads;
     first_head = head_k * p.group;
   }
-  explicit __device__ __forceinline__ BackwardTile(const BackwardTask& p) {
+  template <class Task>
+  explicit __device__ __forceinline__ BackwardTile(const Task& p) {
     const int heads_n = p.key_value_sum ? p.q_heads : p.kv_heads;
     const int first = blockIdx.x / (p.span * p.key_tiles) * p.span, here = min(p.span, heads_n * p.batch - first);
     const int r = blockIdx.x - first * p.key_tiles, pair = first + r % here, head = pair % heads_n;
@@ -66,14 +72,16 @@ struct BackwardTile {
 };
 
 // Where a head's rows of an item lie in the scratch: [batch, q_heads, rows], packed [q_heads, rows].
-__device__ __forceinline__ int64_t scratch_row(const BackwardTask& p, int batch, int head) {
+template <class Task>
+__device__ __forceinline__ int64_t scratch_row(const Task& p, int batch, int head) {
   if (!p.cu_q) return (int64_t(batch) * p.q_heads + head) * p.rows;
   return int64_t(head) * p.rows + first_packed_tile(p.cu_q, p.tile_rows, batch) * p.tile_rows;
 }
 // And which item and row of it lies there.
 struct ScratchRow {
   int batch, head, row;
-  __device__ __forceinline__ ScratchRow(const BackwardTask& p, int pair, int row_) : row(row_) {
+  template <class Task>
+  __device__ __forceinline__ ScratchRow(const Task& p, int pair, int row_) : row(row_) {
     batch = pair / p.q_heads, head = pair - batch * p.q_heads;
     if (!p.cu_q) return;
     batch = packed_item(p.cu_q, p.batch, p.tile_rows, row / p.tile_rows);
@@ -81,7 +89,8 @@ struct ScratchRow {
   }
 };
 // The number of a row among all of a head, in lse.
-__device__ __forceinline__ int64_t stat_row(const BackwardTask& p, const ScratchRow& at, int q_begin) {
+template <class Task>
+__device__ __forceinline__ int64_t stat_row(const Task& p, const ScratchRow& at, int q_begin) {
   return (p.cu_q ? int64_t(at.head) : int64_t(at.batch) * p.q_heads + at.head) * p.q_len + q_begin + at.row;
 }
 
@@ -90,7 +99,8 @@ template <int Rows, int Keys, bool Ranged>
 struct BackwardQueries {
   int first, end, tiles, head, tile;  // [first, end) of `tiles` see a key of the block
   int whole_begin, whole_end;         // these rows see all of them
-  __device__ __forceinline__ BackwardQueries(const BackwardTask& p, const BackwardTile& t, const Sequence& s) {
+  template <class Task>
+  __device__ __forceinline__ BackwardQueries(const Task& p, const BackwardTile& t, const Sequence& s) {
     tiles = p.rows / Rows;
     const int n0 = t.key_tile * Keys;
     if (Ranged) {
@@ -134,7 +144,8 @@ struct BackwardQueries {
 };
 
 // How many (head, batch) pairs run at a time: enough for longest-first to fill the machine, few enough for the cache.
-inline int backward_span(const BackwardTask& p, int head_dim, bool ranged, bool deterministic) {
+template <class Task>
+inline int backward_span(const Task& p, int head_dim, bool ranged, bool deterministic) {
   if (!ranged || deterministic || p.key_tiles == 0) return 1;
   const int64_t head_bytes = int64_t{p.q_len} * head_dim * 8,
                 pairs = int64_t{p.key_value_sum ? p.q_heads : p.kv_heads} * p.batch;

@@ -10,27 +10,29 @@ struct Strides {  // in elements; head_dim is dense
   int64_t batch, head, row;
 };
 
-struct ForwardTask : SequenceTask {
+template <class Real>
+struct ForwardTaskOf : SequenceTaskOf<Real> {
   const void *query, *key,
       *value;  // [batch, q_heads, q_len, head_dim], [batch, kv_heads, kv_len, head_dim or v_head_dim]
   void* out;   // [batch, q_heads, q_len, v_head_dim]
-  float* lse;  // [batch, q_heads, q_len], dense, natural logarithm; -inf: the row sees no key
+  Real* lse;   // [batch, q_heads, q_len], dense, natural logarithm; -inf: the row sees no key
   Strides query_strides, key_strides, value_strides, out_strides;
   int batch, q_heads, group;  // group: query heads per key head
   int head_dim, v_head_dim;
-  float scale_log2;  // softmax scale * log2(e); positive
+  Real scale_log2;  // softmax scale * log2(e); positive
   // filled in by plan_forward
   int tiles, total;   // tiles of one head; of all
   int section;        // causal: heads that run side by side, longest tiles first
   uint32_t* counter;  // two zeros, zeros again afterwards: blocks fetch tiles; null: tile i, i + grid, ...
 };
+using ForwardTask = ForwardTaskOf<float>;
 
 struct ForwardTile {
   int row, head, batch;
 };
 
-template <int Rows, bool Ranged>
-__device__ __forceinline__ ForwardTile forward_tile(const ForwardTask& p, int i) {
+template <int Rows, bool Ranged, class Real>
+__device__ __forceinline__ ForwardTile forward_tile(const ForwardTaskOf<Real>& p, int i) {
   int tile, pair;  // pair: batch * q_heads + head
   if (Ranged) {
     const int span = p.section * p.tiles, first = i / span * p.section, r = i % span;
@@ -49,18 +51,20 @@ __device__ __forceinline__ ForwardTile forward_tile(const ForwardTask& p, int i)
 }
 
 // The tile of a block, packed or not.
-template <int Rows>
-__device__ __forceinline__ ForwardTile packed_tile(const ForwardTask& p, int i) {
+template <int Rows, class Real>
+__device__ __forceinline__ ForwardTile packed_tile(const ForwardTaskOf<Real>& p, int i) {
   if (!p.cu_q) return forward_tile<Rows, true>(p, i);
   const int number = i / p.q_heads, item = packed_item(p.cu_q, p.batch, Rows, number);
   return {(number - first_packed_tile(p.cu_q, Rows, item)) * Rows, i % p.q_heads, item};
 }
 
 // Heads side by side: as many as keep 32 MB of keys and values in the second-level cache, 8 to 32 key heads.
-inline void plan_forward(ForwardTask& p, int rows) {
+// element: bytes of one
+template <class Real>
+inline void plan_forward(ForwardTaskOf<Real>& p, int rows, int element = 2) {
   p.tiles = (p.q_len + rows - 1) / rows;
   p.total = p.cu_q ? (p.q_len / rows + p.batch) * p.q_heads : p.tiles * p.q_heads * p.batch;
-  const int64_t bytes = int64_t{p.kv_len} * (p.head_dim + p.v_head_dim) * 2;
+  const int64_t bytes = int64_t{p.kv_len} * (p.head_dim + p.v_head_dim) * element;
   const int64_t fit = bytes > 0 ? (int64_t{32} << 20) / bytes : 32, heads = fit < 8 ? 8 : fit > 32 ? 32 : fit;
   const int64_t pairs = int64_t{p.q_heads} * p.batch, section = heads * p.group;
   p.section = static_cast<int>(section < pairs ? section : pairs);

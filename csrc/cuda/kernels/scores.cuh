@@ -7,8 +7,16 @@
 
 namespace attnjourney {
 
-constexpr float kLog2E = 1.4426950408889634f, kLowest = -1.7e38f;  // what a finite bias is at least, in log2 units
-constexpr float kHighest = 3.4e38f;                                // and a sink at most
+// What a finite bias is at least in log2 units, and a sink at most.
+template <class Real>
+struct Limits {
+  static constexpr Real kLog2E = 1.4426950408889634f, kLowest = -1.7e38f, kHighest = 3.4e38f;
+};
+template <>
+struct Limits<double> {
+  static constexpr double kLog2E = 1.4426950408889634074, kLowest = -0.89e308, kHighest = 1.79e308;
+};
+constexpr float kLog2E = Limits<float>::kLog2E, kLowest = Limits<float>::kLowest, kHighest = Limits<float>::kHighest;
 
 // The elements of a thread, (row, key) from that of element 0: m16n8k16 accumulators with rows down (forward),
 template <int Tiles>
@@ -40,7 +48,9 @@ __device__ __forceinline__ uint32_t seen_in_range(const Sequence& s, int row, in
   return seen;
 }
 
-__device__ __forceinline__ int64_t batch_offset(const Scores& s, const int64_t (&strides)[kMaskDims], int batch) {
+template <class Real>
+__device__ __forceinline__ int64_t batch_offset(const ScoresOf<Real>& s, const int64_t (&strides)[kMaskDims],
+                                                int batch) {
   int64_t at = 0;
   for (int d = s.mask_dims - 1; d >= 0; d--) {
     at += batch % s.mask_size[d] * strides[d];
@@ -50,26 +60,28 @@ __device__ __forceinline__ int64_t batch_offset(const Scores& s, const int64_t (
 }
 
 // One head's part of the options.
-struct HeadScores {
+template <class Real>
+struct HeadScoresOf {
   const unsigned char* mask;  // of its first row and key, or its offsets of blocks
-  float slope;                // in log2 units
+  Real slope;                 // in log2 units
   uint32_t index;             // batch * q_heads + head
-  __device__ __forceinline__ HeadScores(const SequenceTask& p, int q_heads, int batch, int head)
-      : mask(nullptr), slope(0.f), index(batch * q_heads + head) {
-    const Scores& s = p.scores;
-    if (s.slopes) slope = s.slopes[index] * kLog2E;
+  __device__ __forceinline__ HeadScoresOf(const SequenceTaskOf<Real>& p, int q_heads, int batch, int head)
+      : mask(nullptr), slope(0), index(batch * q_heads + head) {
+    const ScoresOf<Real>& s = p.scores;
+    if (s.slopes) slope = s.slopes[index] * Limits<Real>::kLog2E;
     if (s.mask_kind == MaskElement::none) return;
     const int64_t at = head * s.mask_head + batch_offset(s, s.mask_batch, batch);
     mask = static_cast<const unsigned char*>(s.mask) + at * s.mask_bytes;
   }
-  __device__ __forceinline__ HeadBlocks blocks(const Scores& s) const {
+  __device__ __forceinline__ HeadBlocks blocks(const ScoresOf<Real>& s) const {
     return {s.blocks, reinterpret_cast<const int*>(mask)};
   }
 };
+using HeadScores = HeadScoresOf<float>;
 
 // `seen` without what a boolean mask hides
-template <class F>
-__device__ __forceinline__ uint32_t seen_in_mask(const Scores& s, const HeadScores& h, int row, int key,
+template <class F, class Real>
+__device__ __forceinline__ uint32_t seen_in_mask(const ScoresOf<Real>& s, const HeadScoresOf<Real>& h, int row, int key,
                                                  uint32_t seen) {
   const unsigned char* mask = h.mask + row * s.mask_row + key * s.mask_col;
 #pragma unroll
@@ -79,57 +91,66 @@ __device__ __forceinline__ uint32_t seen_in_mask(const Scores& s, const HeadScor
 }
 
 // An element of a floating mask in log2 units: the lowest finite numbers stay finite, only -inf hides.
-template <class T>
-__device__ __forceinline__ float mask_value(const Scores& s, const HeadScores& h, int row, int key) {
+template <class T, class Real>
+__device__ __forceinline__ Real mask_value(const ScoresOf<Real>& s, const HeadScoresOf<Real>& h, int row, int key) {
   const int64_t at = row * s.mask_row + key * s.mask_col;
-  const float x = s.mask_kind == MaskElement::fp32 ? reinterpret_cast<const float*>(h.mask)[at]
-                                                   : ptx::to_float(reinterpret_cast<const T*>(h.mask)[at]);
-  return x == -INFINITY ? x : fmaxf(x * kLog2E, kLowest);
+  const Real x = s.mask_kind == MaskElement::fp32 ? reinterpret_cast<const float*>(h.mask)[at]
+                                                  : ptx::to_float(reinterpret_cast<const T*>(h.mask)[at]);
+  return x == -INFINITY ? x : fmax(x * Limits<Real>::kLog2E, Limits<Real>::kLowest);
 }
 
 // tanh of the capped score; exp2 and a reciprocal are exact enough for 16 bits: 1.5e-7
-__device__ __forceinline__ float cap_tanh(const Scores& s, float product) {
-  return 1.f - 2.f * ptx::reciprocal(1.f + ptx::exp2(product * s.cap_factor));
+template <class T, class Real>
+__device__ __forceinline__ Real cap_tanh(const ScoresOf<Real>& s, Real product) {
+  if constexpr (sizeof(T) > 2)
+    return ptx::tanh(product * s.cap_factor * static_cast<Real>(0.34657359027997265471));  // log(2) / 2
+  else
+    return 1.f - 2.f * ptx::reciprocal(1.f + ptx::exp2(product * s.cap_factor));
 }
 
 // One score in log2 units from q . k; `slope`: its derivative by scale * q . k
+template <class Real>
 struct Score {
-  float value, slope;
+  Real value, slope;
 };
-__device__ __forceinline__ Score capped(const Scores& s, float product, float scale_log2) {
-  if (!(s.cap_log2 > 0.f)) return {product * scale_log2, 1.f};
-  const float t = cap_tanh(s, product);
-  return {s.cap_log2 * t, 1.f - t * t};
+template <class T, class Real>
+__device__ __forceinline__ Score<Real> capped(const ScoresOf<Real>& s, Real product, Real scale_log2) {
+  if (!(s.cap_log2 > 0)) return {product * scale_log2, 1};
+  const Real t = cap_tanh<T>(s, product);
+  return {s.cap_log2 * t, 1 - t * t};
 }
 
-__device__ __forceinline__ float distance(int row, int key, int offset) {
-  return static_cast<float>(abs(row + offset - key));
+template <class Real = float>
+__device__ __forceinline__ Real distance(int row, int key, int offset) {
+  return static_cast<Real>(abs(row + offset - key));
 }
 
 // In the backward: the weight before dropout, the gradient of the score after its cap, and what the cap brings.
+template <class Real>
 struct WeightedScore {
-  float weight, grad, slope;
+  Real weight, grad, slope;
 };
 // product: q . k; lse in log2 units; grad: dO . v; keep: dropout keeps the weight
-template <class T>
-__device__ __forceinline__ WeightedScore weighted(const Scores& s, const HeadScores& h, int row, int key, int offset,
-                                                  bool visible, bool keep, float product, float scale_log2, float lse,
-                                                  float grad, float delta) {
-  Score x = capped(s, product, scale_log2);
-  if (s.slopes) x.value -= h.slope * distance(row, key, offset);
+template <class T, class Real>
+__device__ __forceinline__ WeightedScore<Real> weighted(const ScoresOf<Real>& s, const HeadScoresOf<Real>& h, int row,
+                                                        int key, int offset, bool visible, bool keep, Real product,
+                                                        Real scale_log2, Real lse, Real grad, Real delta) {
+  Score<Real> x = capped<T>(s, product, scale_log2);
+  if (s.slopes) x.value -= h.slope * distance<Real>(row, key, offset);
   if (s.mask_kind > MaskElement::boolean && visible) {
-    const float bias = mask_value<T>(s, h, row, key);
+    const Real bias = mask_value<T>(s, h, row, key);
     x.value += bias;
     visible = bias != -INFINITY;
   }
-  const float above = x.value - lse;  // more than rounding above 0 only where lse is beyond its precision
-  const float weight = visible ? ptx::exp2(above > 1.f ? 1.f : above) : 0.f;
-  if (s.seed) grad = keep ? grad * s.keep_scale : 0.f;
-  return {weight, visible ? weight * (grad - delta) : 0.f, visible ? x.slope : 0.f};
+  const Real above = x.value - lse;  // more than rounding above 0 only where lse is beyond its precision
+  const Real weight = visible ? ptx::exp2(above > 1 ? Real(1) : above) : 0;
+  if (s.seed) grad = keep ? grad * s.keep_scale : 0;
+  return {weight, visible ? weight * (grad - delta) : 0, visible ? x.slope : 0};
 }
 
 // Bits of eight keys of a row: kept or dropped.
-__device__ __forceinline__ uint32_t kept_octet(const Scores& s, uint32_t head, int row, int octet) {
+template <class Real>
+__device__ __forceinline__ uint32_t kept_octet(const ScoresOf<Real>& s, uint32_t head, int row, int octet) {
   const Philox bits(*s.seed, head, static_cast<uint32_t>(row), static_cast<uint32_t>(octet));
   uint32_t kept = 0;
 #pragma unroll
@@ -139,8 +160,9 @@ __device__ __forceinline__ uint32_t kept_octet(const Scores& s, uint32_t head, i
 
 // Dropout of a fragment with rows down: the four threads of a row draw a quarter of its octets each. row, key: of
 // the thread's element 0, so key = a multiple of 8, plus 2 t.
-template <class F>
-__device__ __forceinline__ uint32_t kept(const Scores& s, const HeadScores& h, int row, int key, int lane, F) {
+template <class F, class Real>
+__device__ __forceinline__ uint32_t kept(const ScoresOf<Real>& s, const HeadScoresOf<Real>& h, int row, int key,
+                                         int lane, F) {
   const int t = lane % 4;
   uint32_t mine = 0, bits = 0;
 #pragma unroll
@@ -157,9 +179,9 @@ __device__ __forceinline__ uint32_t kept(const Scores& s, const HeadScores& h, i
   return bits;
 }
 // With keys down: eight threads, of the same rows, an eighth each. key = a multiple of 8, plus lane / 4.
-template <int KeyTiles, int RowTiles>
-__device__ __forceinline__ uint32_t kept(const Scores& s, const HeadScores& h, int row, int key, int lane,
-                                         KeyFragment<KeyTiles, RowTiles>) {
+template <int KeyTiles, int RowTiles, class Real>
+__device__ __forceinline__ uint32_t kept(const ScoresOf<Real>& s, const HeadScoresOf<Real>& h, int row, int key,
+                                         int lane, KeyFragment<KeyTiles, RowTiles>) {
   constexpr int kCount = 4 * KeyTiles * RowTiles;
   const int g = lane / 4, t = lane % 4;
   uint32_t mine = 0, bits = 0;
@@ -178,6 +200,45 @@ __device__ __forceinline__ uint32_t kept(const Scores& s, const HeadScores& h, i
     }
   }
   return bits;
+}
+
+// A fragment with rows down: products to scores in log2 units, -inf where hidden; returns `seen` without what a
+// floating mask hides.
+template <class T, class F, class Real>
+__device__ __forceinline__ uint32_t score(Real (&s)[F::kCount / 4][4], const ScoresOf<Real>& options,
+                                          const HeadScoresOf<Real>& h, Real scale_log2, int offset, int row, int key,
+                                          uint32_t seen) {
+#pragma unroll
+  for (int i = 0; i < F::kCount; i++) s[i / 4][i % 4] = capped<T>(options, s[i / 4][i % 4], scale_log2).value;
+  if (options.slopes) {
+    const int distance = row + offset - key;
+#pragma unroll
+    for (int i = 0; i < F::kCount; i++)
+      s[i / 4][i % 4] -= h.slope * static_cast<Real>(abs(distance + F::row(i) - F::key(i)));
+  }
+  if (options.mask_kind > MaskElement::boolean) {
+#pragma unroll
+    for (int i = 0; i < F::kCount; i++)
+      if (seen >> i & 1) {
+        const Real bias = mask_value<T>(options, h, row + F::row(i), key + F::key(i));
+        s[i / 4][i % 4] += bias;
+        if (bias == -INFINITY) seen &= ~(1u << i);
+      }
+  }
+#pragma unroll
+  for (int i = 0; i < F::kCount; i++)
+    if (!(seen >> i & 1)) s[i / 4][i % 4] = -INFINITY;
+  return seen;
+}
+
+// 0 for the weights that dropout takes
+template <class F, class Real>
+__device__ __forceinline__ void drop(Real (&s)[F::kCount / 4][4], const ScoresOf<Real>& options,
+                                     const HeadScoresOf<Real>& h, int row, int key) {
+  const uint32_t bits = kept(options, h, row, key, threadIdx.x % 32, F{});
+#pragma unroll
+  for (int i = 0; i < F::kCount; i++)
+    if (!(bits >> i & 1)) s[i / 4][i % 4] = 0;
 }
 
 // Is `here` true for any thread of the block? One barrier; `flags`: two words for each warp, used in turns.

@@ -18,11 +18,13 @@ struct BlockLists {
   int size, rows, count, partial_blocks;  // rows: of blocks
 };
 
-// What the options of attention do to scores; the kernels of plain calls do not look at it.
-struct Scores {
-  float cap_log2, cap_factor;   // softcap * log2(e), 2 log2(e) scale / softcap; 0: none
-  const float *sinks, *slopes;  // [batch, q_heads] or null
-  const void* mask;             // read through strides, in elements: 0 where it broadcasts
+// What the options of attention do to scores; the kernels of plain calls do not look at it. Real: what scores are
+// computed in, double for float64 and float for everything else.
+template <class Real>
+struct ScoresOf {
+  Real cap_log2, cap_factor;   // softcap * log2(e), 2 log2(e) scale / softcap; 0: none
+  const Real *sinks, *slopes;  // [batch, q_heads] or null
+  const void* mask;            // read through strides, in elements: 0 where it broadcasts
   MaskElement mask_kind;
   int mask_bytes, mask_dims;  // of an element; batch dimensions
   int mask_size[kMaskDims];   // of the batch, the last one fastest
@@ -30,10 +32,12 @@ struct Scores {
   BlockLists blocks;
   const uint64_t* seed;  // of dropout; null: none
   uint32_t threshold;    // dropped where 16 bits are below
-  float keep_scale;      // 1 / (1 - p)
+  Real keep_scale;       // 1 / (1 - p)
 };
+using Scores = ScoresOf<float>;
 
-struct SequenceTask {
+template <class Real>
+struct SequenceTaskOf {
   int q_len, kv_len;                       // of the tensors
   Ranges keys;                             // of the call
   const int *query_lengths, *key_lengths;  // [batch] or null; beyond the tensors' lengths they count as these
@@ -41,8 +45,9 @@ struct SequenceTask {
   // Packed sequences, [sequences + 1] or null: the batch items are rows cu_q[i] .. of one item, keys cu_k[i] .. . Their
   // tiles are numbered through: those of item i from cu[i] / tile + i on, which leaves room for a last one in part.
   const int *cu_q, *cu_k;
-  Scores scores;
+  ScoresOf<Real> scores;
 };
+using SequenceTask = SequenceTaskOf<float>;
 
 // One batch item: rows from q_len on see nothing, keys from keys.key_length on are seen by none.
 struct Sequence {
@@ -63,8 +68,8 @@ __device__ __forceinline__ int packed_item(const int* cu, int items, int tile, i
 }
 __device__ __forceinline__ int first_packed_tile(const int* cu, int tile, int item) { return cu[item] / tile + item; }
 
-template <bool Packed = false>
-__device__ __forceinline__ Sequence sequence_of(const SequenceTask& p, int batch) {
+template <bool Packed = false, class Real>
+__device__ __forceinline__ Sequence sequence_of(const SequenceTaskOf<Real>& p, int batch) {
   Sequence s{p.q_len, p.keys, p.q_len, p.kv_len, 0, 0};
   int k_len = p.kv_len;
   if (Packed && p.cu_q) {  // never beyond the tensors, whatever cu says
@@ -93,8 +98,9 @@ struct KeyTiles {
 };
 
 // Rows first .. last of a sequence. Not Ranged: they see all keys of the tensor.
-template <int Keys, bool Ranged>
-__device__ __forceinline__ KeyTiles key_tiles_of(const SequenceTask& p, const Sequence& s, int first, int last) {
+template <int Keys, bool Ranged, class Real>
+__device__ __forceinline__ KeyTiles key_tiles_of(const SequenceTaskOf<Real>& p, const Sequence& s, int first,
+                                                 int last) {
   if (!Ranged) return {0, 0, (p.kv_len + Keys - 1) / Keys, 0, p.kv_len / Keys, p.kv_len};
   const bool cut = last >= s.q_len && s.q_len < p.q_len;  // there are rows that see nothing
   last = min(last, s.q_len - 1);

@@ -142,9 +142,11 @@ struct Sm80Forward {
       // % 2.
       bool border = !own.whole(n);
       if constexpr (Options) {
-        border = ptx::any(score(s, p, scores, sequence, row, n0 + 2 * t, seen) != kAllSeen<Fragment>);
+        const uint32_t shown =
+            score<T, Fragment>(s, p.scores, scores, p.scale_log2, sequence.keys.offset, row, n0 + 2 * t, seen);
+        border = ptx::any(shown != kAllSeen<Fragment>);
         softmax(s, acc, row_max, row_sum, 1.f);
-        if (p.scores.seed) drop(s, p, scores, row, n0 + 2 * t);
+        if (p.scores.seed) drop<Fragment>(s, p.scores, scores, row, n0 + 2 * t);
       } else {
         if (border) hide<Ranged>(s, p, sequence, row, n0 + 2 * t);
         softmax(s, acc, row_max, row_sum, p.scale_log2);
@@ -190,40 +192,6 @@ struct Sm80Forward {
     ptx::cp_async_wait<0>();  // without any key tile, Q is still on its way
     if (first_tile >= tiles.end) __syncthreads();
     write(p, where, sequence, acc, row_max, row_sum, smem, sq);
-  }
-
-  // Options: products to scores in log2 units, -inf where hidden; returns `seen` without what a floating mask hides.
-  static __device__ __forceinline__ uint32_t score(float (&s)[kKeys / 8][4], const ForwardTask& p, const HeadScores& h,
-                                                   const Sequence& sequence, int row, int key, uint32_t seen) {
-#pragma unroll
-    for (int i = 0; i < Fragment::kCount; i++) s[i / 4][i % 4] = capped(p.scores, s[i / 4][i % 4], p.scale_log2).value;
-    if (p.scores.slopes) {
-      const int distance = row + sequence.keys.offset - key;
-#pragma unroll
-      for (int i = 0; i < Fragment::kCount; i++)
-        s[i / 4][i % 4] -= h.slope * static_cast<float>(abs(distance + Fragment::row(i) - Fragment::key(i)));
-    }
-    if (p.scores.mask_kind > MaskElement::boolean) {
-#pragma unroll
-      for (int i = 0; i < Fragment::kCount; i++)
-        if (seen >> i & 1) {
-          const float bias = mask_value<T>(p.scores, h, row + Fragment::row(i), key + Fragment::key(i));
-          s[i / 4][i % 4] += bias;
-          if (bias == -INFINITY) seen &= ~(1u << i);
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < Fragment::kCount; i++)
-      if (!(seen >> i & 1)) s[i / 4][i % 4] = -INFINITY;
-    return seen;
-  }
-
-  static __device__ __forceinline__ void drop(float (&s)[kKeys / 8][4], const ForwardTask& p, const HeadScores& h,
-                                              int row, int key) {
-    const uint32_t bits = kept(p.scores, h, row, key, threadIdx.x % 32, Fragment{});
-#pragma unroll
-    for (int i = 0; i < Fragment::kCount; i++)
-      if (!(bits >> i & 1)) s[i / 4][i % 4] = 0.f;
   }
 
   // -inf for the keys that rows `row` and row + 8 do not see; key: that of s[0][0]

@@ -2,7 +2,7 @@
 // gets the same names from the emulator, which runs the kernels on the CPU (tests/emulator).
 #pragma once
 #ifdef __CUDACC__
-#include "sm80_device.cuh"
+#include "wide_device.cuh"
 #else
-#include "emulator/ptx_sm80.h"
+#include "emulator/ptx_wide.h"
 #endif

@@ -1,0 +1,5 @@
+#include "wide_backward.h"
+
+void attnjourney::wide_backward_fp64(BackwardTaskOf<double> p, bool, const Device&, cudaStream_t stream) {
+  launch_wide_backward<double>(p, stream);
+}

@@ -1,0 +1,46 @@
+// Host twins of csrc/cuda/ptx/wide_device.cuh.
+#pragma once
+#include "ptx_sm80.h"
+
+namespace emulator {
+
+// d += a b on the fragments of a warp (wide.cpp)
+void mma_m16n8k8(float* d, const uint32_t* a, const uint32_t* b, Site);
+void mma_m8n8k4(double* d, double a, double b, Site);
+void reduce_add(double*, double, Site);
+
+}  // namespace emulator
+
+namespace attnjourney::ptx {
+
+inline void split(float x, uint32_t& high, uint32_t& low) {
+  const uint32_t bits = emulator::bits_of(x);  // ties away from zero
+  high = (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fffffffu : (bits + 0x1000u) & 0xffffe000u;
+  low = emulator::bits_of(x - emulator::float_of(high));
+}
+inline void mma_m16n8k8(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Site s = Site::here()) {
+  const uint32_t b[2] = {b0, b1};
+  emulator::mma_m16n8k8(d, a, b, s);
+}
+inline void mma_m8n8k4(double& d0, double& d1, double a, double b, Site s = Site::here()) {
+  double d[2] = {d0, d1};
+  emulator::mma_m8n8k4(d, a, b, s);
+  d0 = d[0], d1 = d[1];
+}
+
+inline double exp2(double x) { return std::exp2(x); }
+inline double log2(double x) { return std::log2(x); }
+inline float tanh(float x) { return std::tanh(x); }
+inline double tanh(double x) { return std::tanh(x); }
+inline float to_float(float x) { return x; }
+inline double to_float(double x) { return x; }
+inline double shfl_xor(double v, int lane_mask, Site s = Site::here()) {
+  uint32_t half[2];
+  std::memcpy(half, &v, 8);
+  for (uint32_t& h : half) h = shfl_xor(h, lane_mask, s);
+  std::memcpy(&v, half, 8);
+  return v;
+}
+inline void reduce_add(double* p, double v, Site s = Site::here()) { emulator::reduce_add(p, v, s); }
+
+}  // namespace attnjourney::ptx
