@@ -14,8 +14,7 @@ void reduce_add(double*, double, Site);
 namespace attnjourney::ptx {
 
 inline void split(float x, uint32_t& high, uint32_t& low) {
-  const uint32_t bits = emulator::bits_of(x);  // ties away from zero
-  high = (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fffffffu : (bits + 0x1000u) & 0xffffe000u;
+  high = (emulator::bits_of(x) + 0x1000u) & 0xffffe000u;
   low = emulator::bits_of(x - emulator::float_of(high));
 }
 inline void mma_m16n8k8(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Site s = Site::here()) {
