@@ -36,7 +36,7 @@ void write(const WeightsCall& w, Tensor& out, const Tensor& rows, const Tensor& 
            void (*launch)(const WeightsTask<C>&, cudaStream_t)) {
   const AttentionCall& c = w.call;
   const Indices indices(c, w.options);
-  const OptionInputs inputs(c, w.options, w.query);
+  const OptionInputs<float> inputs(c, w.options, w.query);
   WeightsTask<C> p{};
   describe_sequences(p, c, indices);
   p.scores = inputs.scores();

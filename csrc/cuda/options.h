@@ -69,7 +69,7 @@ class OptionInputs {
   static const Real* per_head(const AttentionCall& c, const OptionalTensor& t, const Tensor& query,
                               OptionalTensor& copy) {
     if (!t) return nullptr;
-    copy = aten::empty(query, {c.batch, c.q_heads}, c.lse_dtype);
+    copy = aten::empty(query, {c.batch, c.q_heads}, sizeof(Real) == 8 ? ScalarType::Double : ScalarType::Float);
     torch::stable::copy_(*copy, *t);
     return static_cast<const Real*>(copy->data_ptr());
   }
