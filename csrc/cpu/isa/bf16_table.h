@@ -1,12 +1,13 @@
-// The table of AVX-512 with another forward and jvp in bfloat16. MatrixUnit is defined before this is included.
+// The table of AVX-512 with another forward, jvp and decode in bfloat16. MatrixUnit is defined before this is included.
 #pragma once
-#include "dot_avx512_bf16.h"
+#include "row_products_bf16.h"
 #include "tuning_avx512.h"
 
 // what follows is compiled for these
 #include "../dispatch.h"
 #include "../kernels/attention_forward_dot.h"
 #include "../kernels/attention_jvp_dot.h"
+#include "../kernels/decode.h"
 
 namespace attnjourney {
 namespace {
@@ -22,6 +23,14 @@ KernelTable make_bf16_table(const char* isa) {
   k.jvp_space = [](const AttentionParams& p, int64_t rows) { return JvpDot::Space(p, rows).total; };
   k.jvp = [](const AttentionParams& p, const HeadPointers& h, const HeadTangents& d, int64_t first, int64_t rows,
              void* space) { JvpDot::run(p, h, d, first, rows, static_cast<char*>(space)); };
+  using D = Decode<bf16, PairProducts>;
+  DecodeKernels& d = t.decode[static_cast<int>(DType::bf16)];
+  d.space = [](const DecodeParams& p, int64_t rows) { return D::space(p, rows) * int64_t(sizeof(float)); };
+  d.partial_size = [](const DecodeParams& p, int64_t rows) {
+    return D::partial_size(p, rows) * int64_t(sizeof(float));
+  };
+  d.chunk = D::chunk;
+  d.merge = D::merge;
   return t;
 }
 

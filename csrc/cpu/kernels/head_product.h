@@ -2,14 +2,15 @@
 // results through W_UV in mla_decode. The two products of decode.h: x W is a weighted sum of W's rows, x W^T the dot
 // products with them.
 #pragma once
-#include "decode.h"
+#include "../../decode_params.h"
+#include "row_products.h"
 
 namespace attnjourney {
 namespace {
 
 template <class T>
 struct HeadProduct {
-  using D = Decode<T>;
+  using D = RowProducts<T>;
   using C = Compute<T>;
 
   static ATTN_INLINE int64_t row_block(const HeadProductParams& p) {  // rows of W in 16 KB
@@ -28,6 +29,14 @@ struct HeadProduct {
     return static_cast<T*>(p.out) + i / p.q_len * p.out_batch + i % p.q_len * p.out_row;
   }
 
+  static LinesAhead lines_ahead(const HeadProductParams& p, int64_t groups) {
+    const int64_t rows = p.transposed ? p.width : p.inner, width = p.transposed ? p.inner : p.width;
+    constexpr int64_t size = sizeof(T);
+    LinesAhead ahead(p.w, rows, width * size, p.w_row * size);
+    ahead.start(width * size, groups * max_of(1, width / D::W), groups > 1 ? row_block(p) * width * size : 4096);
+    return ahead;
+  }
+
   // W (inner, width)
   template <int R>
   static void plain(const HeadProductParams& p, C* space) {
@@ -38,12 +47,12 @@ struct HeadProduct {
       for (int64_t k = 0; k < p.inner; k++) y[k * R] = i < p.rows ? load_one(x_row(p, i) + k) : C(0);
     }
     memset(O, 0, sizeof(C) * size_t(groups * R * ldo));
+    LinesAhead ahead = lines_ahead(p, groups);
     for (int64_t k = 0; k < p.inner; k += block) {
       const int64_t n = min_of(block, p.inner - k);
       const T* w = static_cast<const T*>(p.w) + k * p.w_row;
       for (int64_t g = 0; g < groups; g++)
-        D::template weighted_values<R>(P + (g * p.inner + k) * R, n, w, p.w_row, p.width, O + g * R * ldo, ldo,
-                                       w + n * p.w_row, g ? 0 : p.w_row);
+        D::template weighted_values<R>(P + (g * p.inner + k) * R, n, w, p.w_row, p.width, O + g * R * ldo, ldo, ahead);
     }
     for (int64_t i = 0; i < p.rows; i++)
       for (int64_t d = 0; d < p.width; d++) store_one(out_row(p, i) + d, O[i * ldo + d]);
@@ -55,13 +64,14 @@ struct HeadProduct {
     const int64_t groups = (p.rows + R - 1) / R, ldx = D::padded(p.inner), block = row_block(p);
     C *const X = space, *const S = X + groups * R * ldx;
     memset(X, 0, sizeof(C) * size_t(groups * R * ldx));
+    LinesAhead ahead = lines_ahead(p, groups);
     for (int64_t i = 0; i < p.rows; i++)
       for (int64_t d = 0; d < p.inner; d++) X[i * ldx + d] = load_one(x_row(p, i) + d);
     for (int64_t k = 0; k < p.width; k += block) {
       const int64_t n = min_of(block, p.width - k);
       const T* w = static_cast<const T*>(p.w) + k * p.w_row;
       for (int64_t g = 0; g < groups; g++) {
-        D::template scores<R>(X + g * R * ldx, ldx, w, p.w_row, p.inner, n, S, w + n * p.w_row, p.w_row);
+        D::template scores<R>(X + g * R * ldx, ldx, w, p.w_row, p.inner, n, S, ahead);
         for (int64_t r = 0; r < min_of(R, p.rows - g * R); r++)
           for (int64_t j = 0; j < n; j++) store_one(out_row(p, g * R + r) + k + j, S[j * R + r]);
       }
