@@ -50,6 +50,24 @@ void check_paged(const Tensor& lengths, const Tensor& block_table, const Tensor&
   check_value(block_refs.is_contiguous(), "block_refs: expected a contiguous tensor");
 }
 
+void check_truncate(const Tensor& lengths, const Tensor& new_lengths, const OptionalTensor& lowest) {
+  check_dim("lengths", lengths, 1);
+  const int64_t batch = lengths.size(0);
+  check_lengths_tensor("lengths", lengths, batch, "lengths", lengths);
+  check_lengths_tensor("new_lengths", new_lengths, batch, "lengths", lengths);
+  if (lowest) check_lengths_tensor("lowest", *lowest, batch, "lengths", lengths);
+}
+
+void check_reorder(const Tensor& key_cache, const OptionalTensor& value_cache, const Tensor& lengths,
+                   const Tensor& batch_index) {
+  check_dim("lengths", lengths, 1);
+  const int64_t batch = lengths.size(0);
+  check_cache("key_cache", key_cache, batch, "lengths", key_cache);
+  if (value_cache) check_cache("value_cache", *value_cache, batch, "key_cache", key_cache);
+  check_lengths_tensor("lengths", lengths, batch, "key_cache", key_cache);
+  check_lengths_tensor("batch_index", batch_index, batch, "lengths", lengths);
+}
+
 void check_pool(const Tensor& key_cache, const Tensor& block_refs) {
   check_value(block_refs.size(0) == key_cache.size(0), "block_refs: expected shape (", key_cache.size(0),
               ",), one number for each block of key_cache, got ", shape_text(block_refs));

@@ -23,6 +23,11 @@ void check_append(const AppendInputs& in, bool paged);
 
 // block_table (batch, max_blocks) int32, block_refs (num_blocks,) int32: how many sequences hold a block, 0: free
 void check_paged(const Tensor& lengths, const Tensor& block_table, const Tensor& block_refs);
+// lowest: (batch,), what new_lengths must not go below
+void check_truncate(const Tensor& lengths, const Tensor& new_lengths, const OptionalTensor& lowest);
+void check_reorder(const Tensor& key_cache, const OptionalTensor& value_cache, const Tensor& lengths,
+                   const Tensor& batch_index);
+
 // the pool of a paged cache beside its counts
 void check_pool(const Tensor& key_cache, const Tensor& block_refs);
 

@@ -40,12 +40,10 @@ void append(const Tensor& key_cache, OptionalTensor value_cache, const Tensor& l
 }
 
 void truncate(const Tensor& lengths, const Tensor& new_lengths, OptionalTensor lowest) {
-  check_dim("lengths", lengths, 1);
+  check_truncate(lengths, new_lengths, lowest);
   const int64_t batch = lengths.size(0);
-  check_lengths_tensor("lengths", lengths, batch, "lengths", lengths);
   const int64_t* const wanted = checked_truncation(lengths, new_lengths);
   if (lowest) {
-    check_lengths_tensor("lowest", *lowest, batch, "lengths", lengths);
     const int64_t* const low = static_cast<const int64_t*>(lowest->const_data_ptr());
     for (int64_t b = 0; b < batch; b++)
       check_value(wanted[b] >= low[b], "new_lengths: expected at least ", low[b], " for batch row ", b,
@@ -55,11 +53,8 @@ void truncate(const Tensor& lengths, const Tensor& new_lengths, OptionalTensor l
 }
 
 void reorder(const Tensor& key_cache, OptionalTensor value_cache, const Tensor& lengths, const Tensor& batch_index) {
-  check_dim("lengths", lengths, 1);
+  check_reorder(key_cache, value_cache, lengths, batch_index);
   const int64_t batch = lengths.size(0);
-  check_cache("key_cache", key_cache, batch, "lengths", key_cache);
-  if (value_cache) check_cache("value_cache", *value_cache, batch, "key_cache", key_cache);
-  check_lengths_tensor("lengths", lengths, batch, "key_cache", key_cache);
   const int64_t* const index = checked_batch_index(batch_index, lengths);
   int64_t* const have = static_cast<int64_t*>(lengths.mutable_data_ptr());
   const std::vector<int64_t> before(have, have + batch);

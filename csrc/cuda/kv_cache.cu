@@ -16,23 +16,15 @@ void append(const Tensor& key_cache, OptionalTensor value_cache, const Tensor& l
 }
 
 void truncate(const Tensor& lengths, const Tensor& new_lengths, OptionalTensor lowest) {
-  check_dim("lengths", lengths, 1);
-  const int64_t batch = lengths.size(0);
-  check_lengths_tensor("lengths", lengths, batch, "lengths", lengths);
-  check_lengths_tensor("new_lengths", new_lengths, batch, "lengths", lengths);
-  if (lowest) check_lengths_tensor("lowest", *lowest, batch, "lengths", lengths);
+  check_truncate(lengths, new_lengths, lowest);
   const torch::stable::accelerator::DeviceGuard guard(lengths.get_device_index());
-  launch_cache_truncate(numbers(lengths), numbers(new_lengths), numbers(lowest), static_cast<int>(batch),
+  launch_cache_truncate(numbers(lengths), numbers(new_lengths), numbers(lowest), static_cast<int>(lengths.size(0)),
                         current_stream(lengths.get_device_index()));
 }
 
 void reorder(const Tensor& key_cache, OptionalTensor value_cache, const Tensor& lengths, const Tensor& batch_index) {
-  check_dim("lengths", lengths, 1);
+  check_reorder(key_cache, value_cache, lengths, batch_index);
   const int64_t batch = lengths.size(0);
-  check_cache("key_cache", key_cache, batch, "lengths", key_cache);
-  if (value_cache) check_cache("value_cache", *value_cache, batch, "key_cache", key_cache);
-  check_lengths_tensor("lengths", lengths, batch, "key_cache", key_cache);
-  check_lengths_tensor("batch_index", batch_index, batch, "lengths", lengths);
   check_reorder_batch(batch);
   if (batch == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(lengths.get_device_index());

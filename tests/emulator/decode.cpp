@@ -67,8 +67,8 @@ int main(int argc, char** argv) {
                      a["chunked"] != 0);
 #endif
     if (p.splits > 1)
-      emulator::launch(decode_merge<T>, dim3(rows), dim3(kMergeThreads), merge_smem<C>(p.splits), a.options(), p,
-                       kTileRows);
+      emulator::launch(decode_merge<T>, dim3(rows), dim3(kMergeThreads), merge_smem<C>(p.splits, p.v_head_dim),
+                       a.options(), p, kTileRows);
     driver::write(out);
     driver::write(lse);
   });

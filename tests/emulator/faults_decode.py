@@ -22,7 +22,12 @@ DECODE = {
             "head * p.group + i / p.q_len) * p.q_head",
             "head * p.group + i % p.group) * p.q_head",
         ),
-        ("a value that is hidden leaks", _MMA, "if (!hides || !ptx::any(!all_finite<T>(b)))", "if (true)"),
+        (
+            "a value that is hidden leaks",
+            _MMA,
+            "if (decltype(guarded)::value && ptx::any(!all_finite<T>(b)))",
+            "if (false)",
+        ),
         ("whole tiles taken for granted", _MMA, "const bool whole = there == 0xffffu && ", "const bool whole = "),
         ("outputs not brought to the maximum", _MMA, "acc[j][2] *= shrink[1], acc[j][3] *= shrink[1];", ""),
         (
@@ -43,8 +48,8 @@ DECODE = {
         (
             "weights read too early",
             "decode_merge.cuh",
-            "sums[tid / 32] = sum;\n  __syncthreads();",
-            "sums[tid / 32] = sum;",
+            "sums[warp] = sum;\n  __syncthreads();",
+            "sums[warp] = sum;",
         ),
     ],
     "fp32": [

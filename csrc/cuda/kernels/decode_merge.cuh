@@ -1,29 +1,28 @@
-// Joins what the blocks of a sequence found about a row, in the order of its keys: the same bits at every call.
+// Joins what the blocks of a sequence found about a row, always in the same order: the same bits at every call.
 #pragma once
 #include "decode_scores.cuh"
 
 namespace attnjourney {
 
-constexpr int kMergeThreads = 128;
-// A weight for each split, two numbers for each warp.
+constexpr int kMergeThreads = 256, kMergeWarps = kMergeThreads / 32;
+// A weight for each split, two numbers and an output for each warp.
 template <class C>
-constexpr int merge_smem(int splits) {
-  return (splits + kMergeThreads / 16) * static_cast<int>(sizeof(C));
+constexpr int merge_smem(int splits, int v_head_dim) {
+  return (splits + kMergeWarps * (2 + v_head_dim)) * static_cast<int>(sizeof(C));
 }
 
-// grid: batch * kv_heads * rows; tile_rows: those of the kernel before
+// grid: batch * kv_heads * rows; tile_rows: those of the kernel before. Each warp adds up every kMergeWarps-th split.
 template <class T>
 __global__ void __launch_bounds__(kMergeThreads) decode_merge(const DecodeTask p, int tile_rows) {
   using C = ComputeOf<T>;
-  constexpr int kWarps = kMergeThreads / 32;
-  const int tid = threadIdx.x, i = blockIdx.x % p.rows, pair = blockIdx.x / p.rows;
+  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, i = blockIdx.x % p.rows, pair = blockIdx.x / p.rows;
   const int batch = pair / p.kv_heads, head = pair % p.kv_heads * p.group + i / p.q_len;
   const int64_t unit = static_cast<int64_t>(pair) * p.row_tiles + i / tile_rows;
   const int64_t first = unit * p.splits * tile_rows + i % tile_rows;  // the row's part of the first split
   const auto part = [&](int s) { return first + static_cast<int64_t>(s) * tile_rows; };
   const C *const stats = static_cast<const C*>(p.part_stats), *const parts = static_cast<const C*>(p.part_out);
   C *const weights = reinterpret_cast<C*>(ptx::dynamic_smem()), *const tops = weights + p.splits,
-           *const sums = tops + kWarps;
+           *const sums = tops + kMergeWarps, *const outputs = sums + kMergeWarps;  // outputs [warp][v_head_dim]
 
   C top = -C(INFINITY), sum = 0;
   for (int s = tid; s < p.splits; s += kMergeThreads) {
@@ -35,10 +34,10 @@ __global__ void __launch_bounds__(kMergeThreads) decode_merge(const DecodeTask p
     const C other = lane_xor(top, w);
     top = other > top ? other : top;
   }
-  if (tid % 32 == 0) tops[tid / 32] = top;
+  if (lane == 0) tops[warp] = top;
   __syncthreads();
 #pragma unroll
-  for (int w = 0; w < kWarps; w++) top = tops[w] > top ? tops[w] : top;
+  for (int w = 0; w < kMergeWarps; w++) top = tops[w] > top ? tops[w] : top;
   for (int s = tid; s < p.splits; s += kMergeThreads) {
     const C own = stats[2 * part(s) + 1], weight = part_weight(stats[2 * part(s)], top);
     sum += weight * own;
@@ -46,21 +45,28 @@ __global__ void __launch_bounds__(kMergeThreads) decode_merge(const DecodeTask p
   }
 #pragma unroll
   for (int w = 16; w > 0; w /= 2) sum += lane_xor(sum, w);
-  if (tid % 32 == 0) sums[tid / 32] = sum;
+  if (lane == 0) sums[warp] = sum;
   __syncthreads();
+
+  for (int c = lane; c < p.v_head_dim; c += 32) {
+    C x = 0;
+#pragma unroll 4
+    for (int s = warp; s < p.splits; s += kMergeWarps)
+      if (!(weights[s] < C(0))) x += weights[s] * parts[part(s) * p.v_head_dim + c];
+    outputs[warp * p.v_head_dim + c] = x;
+  }
   sum = sums[0];
 #pragma unroll
-  for (int w = 1; w < kWarps; w++) sum += sums[w];
-
+  for (int w = 1; w < kMergeWarps; w++) sum += sums[w];
   C lse;
   const C factor = end_row(p, batch, head, RowSum<C>{top, sum}, lse);
   if (tid == 0) static_cast<C*>(p.lse)[blockIdx.x] = lse;
+  __syncthreads();
   T* const out = static_cast<T*>(p.out) + static_cast<int64_t>(blockIdx.x) * p.v_head_dim;
   for (int c = tid; c < p.v_head_dim; c += kMergeThreads) {
     C x = 0;
-#pragma unroll 8
-    for (int s = 0; s < p.splits; s++)
-      if (!(weights[s] < C(0))) x += weights[s] * parts[part(s) * p.v_head_dim + c];
+#pragma unroll
+    for (int w = 0; w < kMergeWarps; w++) x += outputs[w * p.v_head_dim + c];
     store_number<T>(out + c, x * factor);
   }
 }

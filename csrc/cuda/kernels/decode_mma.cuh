@@ -97,7 +97,7 @@ struct DecodeMma {
       float x[2][4] = {};
 #pragma unroll
       for (int kk = 0; kk < D / 16; kk++) {
-        if (kk * 16 >= p.head_dim) break;
+        if (D > 128 && kk * 16 >= p.head_dim) break;
         uint32_t b[4];
         ptx::ldmatrix_x4(b, chunk_at(sk, lane % 8 + lane / 16 * 8, kk * 2 + lane / 8 % 2));
         ptx::mma_m16n8k16<T>(x[0], qf[kk], b[0], b[1]);
@@ -108,16 +108,22 @@ struct DecodeMma {
 
       const uint32_t a[4] = {ptx::pack2<T>(x[0][0], x[0][1]), ptx::pack2<T>(x[0][2], x[0][3]),
                              ptx::pack2<T>(x[1][0], x[1][1]), ptx::pack2<T>(x[1][2], x[1][3])};
+      const auto values = [&](auto guarded) {
 #pragma unroll
-      for (int j = 0; j < D / 16; j++) {
-        if (j * 16 >= p.v_head_dim) break;
-        uint32_t b[4];
-        ptx::ldmatrix_x4_trans(b, chunk_at(sv, lane % 16, j * 2 + lane / 16));
-        if (!hides || !ptx::any(!all_finite<T>(b)))
-          pair_mma<T>(acc[2 * j], acc[2 * j + 1], a, b);
-        else
-          guarded_mma<T>(acc[2 * j], acc[2 * j + 1], a, b);
-      }
+        for (int j = 0; j < D / 16; j++) {
+          if (D > 128 && j * 16 >= p.v_head_dim) break;
+          uint32_t b[4];
+          ptx::ldmatrix_x4_trans(b, chunk_at(sv, lane % 16, j * 2 + lane / 16));
+          if (decltype(guarded)::value && ptx::any(!all_finite<T>(b)))
+            guarded_mma<T>(acc[2 * j], acc[2 * j + 1], a, b);
+          else
+            pair_mma<T>(acc[2 * j], acc[2 * j + 1], a, b);
+        }
+      };
+      if (hides)
+        values(std::true_type{});
+      else
+        values(std::false_type{});
 #pragma unroll
       for (int i = 0; i + 1 < Stages; i++) there[i] = there[i + 1];
       stage = stage + 1 == Stages ? 0 : stage + 1;
@@ -236,7 +242,7 @@ struct DecodeMma {
 };
 
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads) decode_mma(const DecodeTask p) {
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kD == 64 ? 3 : 2) decode_mma(const DecodeTask p) {
   Kernel::run(p);
 }
 
