@@ -326,6 +326,10 @@ def _gpu() -> list[Case]:
     for layer, sizes in (("gqa", dict(kv_heads=4, head_dim=128)), ("mla", dict(head_dim=192, v_head_dim=128))):
         cases.append(Case(f"gpu-layer-{layer}-n4096", "gpu", 2, 16, q_len=4096, layer=layer, causal=True, dtype="bf16",
                           check=False, **sizes))  # fmt: skip
+    for batch, n in ((64, 4096), (4, 32768)):
+        cases.append(Case(f"gpu-latent-bf16-b{batch}-h128-s{n}", "gpu-decode", batch, 128, 1, q_len=1, kv_len=n,
+                          head_dim=576, v_head_dim=512, dtype="bf16", decode="latent", check=False,
+                          passes=("forward",)))  # fmt: skip
     for d in (64, 128):
         cases.append(Case(f"gpu-fp32-d{d}-n4096-causal", "gpu", 4, 2048 // d, q_len=4096, head_dim=d, causal=True,
                           check=False, passes=PASSES))  # fmt: skip

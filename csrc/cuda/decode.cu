@@ -1,7 +1,7 @@
 // CUDA entry of decode: few query rows over split keys (kernels/decode_*.cuh). Many go to decode_tiled.cu.
 #include "../decode_boxed.h"
-#include "cache_cuda.h"
-#include "decode_cuda.h"
+#include "decode_split.h"
+#include "mla_decode_cuda.h"
 
 namespace attnjourney {
 namespace {
@@ -9,9 +9,6 @@ namespace {
 // Rows of one key head from which attention's kernels, which read keys once for 64 rows of a head, are the better ones:
 // until then, keys are split.
 constexpr int64_t few_rows = 128;
-
-// Do rows consist of whole 16-byte chunks?
-bool in_chunks(const Tensor& t) { return unit_of(t) == 16; }
 
 CacheStrides strides_of(const Tensor& t) { return {t.stride(0), t.stride(1), t.stride(2)}; }
 
@@ -63,14 +60,26 @@ void describe(DecodeTask& p, const DecodeCall& c, const DecodeInputs& in) {
   p.mask_batch = c.mask_batch, p.mask_head = c.mask_head, p.mask_row = c.mask_row, p.mask_col = c.mask_col;
 }
 
-void decode_few(const DecodeCall& c, const DecodeInputs& in, DecodeTask p, const Tensor& given, const Tensor& out,
-                const Tensor& lse) {
-  const ScalarType type = given.scalar_type();
+void decode_few(const DecodeCall& c, const DecodeInputs& in, const DecodeTask& cache, const Tensor& query,
+                const Tensor& out, const Tensor& lse) {
+  const ScalarType type = query.scalar_type();
   const CudaDecode& kernel = type == ScalarType::Double     ? sm80_decode_fp64
                              : type == ScalarType::Float    ? sm80_decode_fp32
                              : type == ScalarType::BFloat16 ? sm80_decode_bf16
                                                             : sm80_decode_fp16;
-  const bool chunked = in_chunks(in.key) && in_chunks(in.value);
+  decode_split(kernel, in_chunks(in.key) && in_chunks(in.value), c, in, cache, query, out, lse);
+}
+
+}  // namespace
+
+DecodeTask describe_cache(const DecodeCall& c, const DecodeInputs& in) {
+  DecodeTask p{};
+  describe(p, c, in);
+  return p;
+}
+
+void decode_split(const CudaDecode& kernel, bool chunked, const DecodeCall& c, const DecodeInputs& in, DecodeTask p,
+                  const Tensor& given, const Tensor& out, const Tensor& lse) {
   const Tensor query = chunked && !in_chunks(given) ? torch::stable::clone(aten::contiguous(given)) : given;
   const Device device = current_device(query);
   p.query = query.data_ptr(), p.out = out.data_ptr(), p.lse = lse.data_ptr();
@@ -91,26 +100,20 @@ void decode_few(const DecodeCall& c, const DecodeInputs& in, DecodeTask p, const
     const int64_t rows = units * p.splits * tiling.rows;
     parts = aten::empty(query, {rows * (2 + c.v_head_dim)}, lse.scalar_type());
     p.part_stats = parts->data_ptr();
-    p.part_out = static_cast<char*>(p.part_stats) + rows * 2 * (type == ScalarType::Double ? 8 : 4);
+    p.part_out = static_cast<char*>(p.part_stats) + rows * 2 * item_bytes(lse);
   }
   kernel.launch(p, chunked, current_stream(device.index));
 }
 
-}  // namespace
-
 void cuda_decode(const DecodeCall& c, const DecodeInputs& in, const Tensor& out, const Tensor& lse) {
+  if (is_of_latents(c, in)) return cuda_decode_latents(c, in, out, lse);
   check_decode_served(c, in);
   if (c.batch * c.q_heads * c.q_len == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(in.query.get_device_index());
   const Tensor query = aten::rows_contiguous(in.query);
   // a ring's mask has columns for keys that are gone
   const bool tiled = c.group * c.q_len > few_rows && c.q_len > 16 && !(c.ring && in.attn_mask);
-  DecodeTask p{};
-  describe(p, c, in);
-  if (tiled)
-    cuda_decode_tiled(c, in, p, query, out, lse);
-  else
-    decode_few(c, in, p, query, out, lse);
+  (tiled ? cuda_decode_tiled : decode_few)(c, in, describe_cache(c, in), query, out, lse);
 }
 
 }  // namespace attnjourney

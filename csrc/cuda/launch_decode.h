@@ -11,6 +11,7 @@ namespace attnjourney {
 struct DecodeTiling {
   int rows, keys;  // of a tile
   int smem_bytes;
+  int keys_of_rounds = 1024;  // that a block has at least where there are more blocks than run at once
 };
 
 // chunked: the caches' rows are whole 16-byte chunks
@@ -23,13 +24,13 @@ struct CudaDecode {
 extern const CudaDecode sm80_decode_bf16, sm80_decode_fp16, sm80_decode_fp32, sm80_decode_fp64;
 
 // Blocks that share a sequence's keys, from the capacity: lengths are not known here. Enough to fill the GPU, with at
-// least 128 keys each; or four rounds of blocks, for lengths that differ, with at least 1024.
+// least 128 keys each; or four rounds of blocks, for lengths that differ, with as many as the kernel says.
 inline int decode_splits(int64_t units, int64_t keys, const DecodeTiling& tiling, const Device& device) {
   const int per_sm = device.capability == 90 ? 227 << 10 : device.capability == 80 ? 163 << 10 : 99 << 10;
   const int64_t slots = int64_t{device.multiprocessors} * std::max(1, per_sm / (tiling.smem_bytes + 1024));
   const auto up = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t fill = std::min(slots / units, up(keys, 128));
-  const int64_t rounds = std::min(up(4 * slots, units), keys / 1024);
+  const int64_t rounds = std::min(up(4 * slots, units), keys / tiling.keys_of_rounds);
   return static_cast<int>(std::clamp<int64_t>(std::max(fill, rounds), 1, 512));
 }
 

@@ -1,0 +1,42 @@
+// The launch functions of decoding over latents for one dtype.
+#pragma once
+#include "../kernels/decode_merge.cuh"
+#include "../kernels/latent_fma.cuh"
+#include "../launch_latent.h"
+
+namespace attnjourney {
+
+constexpr int kRoundKeys = 8192;  // a part of 64 rows weighs as much as the keys of a thousand: few of them
+
+// kernel over all parts, and what joins them; tile_rows: of the kernel
+template <class T, class Kernel>
+void launch_latent(Kernel kernel, const DecodeTask& p, int threads, int smem_bytes, int tile_rows,
+                   cudaStream_t stream) {
+  const int64_t items = int64_t{p.batch} * p.kv_heads;
+  launch(kernel, items * p.row_tiles * p.splits, threads, smem_bytes, stream, p);
+  if (p.splits > 1)
+    launch(decode_merge<T>, items * p.rows, kMergeThreads, merge_smem<ComputeOf<T>>(p.splits), stream, p, tile_rows);
+}
+
+template <class K>
+constexpr CudaDecode latent_mma_decode{
+    [](int, int, bool) { return DecodeTiling{K::kRows, K::kKeys, K::kSmemBytes, kRoundKeys}; },
+    [](const DecodeTask& p, bool, cudaStream_t stream) {
+      launch_latent<typename K::T>(latent_mma<K>, p, K::kThreads, K::kSmemBytes, K::kRows, stream);
+    }};
+
+template <class T>
+constexpr CudaDecode latent_fma_decode{
+    [](int head_dim, int, bool) {
+      return DecodeTiling{LatentFma<T>::kRows, LatentFma<T>::kKeys, LatentFma<T>::smem_bytes(head_dim), kRoundKeys};
+    },
+    [](const DecodeTask& p, bool, cudaStream_t stream) {
+      using K = LatentFma<T>;
+      launch_latent<T>(latent_fma<K>, p, K::kThreads, K::smem_bytes(p.head_dim), K::kRows, stream);
+    }};
+
+template <class T>
+constexpr LatentDecode latent_decode{latent_mma_decode<LatentMma<T, 64, 32>>, latent_mma_decode<LatentMma<T, 32, 16>>,
+                                     latent_fma_decode<T>};
+
+}  // namespace attnjourney
