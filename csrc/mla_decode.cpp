@@ -133,7 +133,8 @@ std::tuple<Tensor, Tensor> mla_decode(const MlaDecodeBackend& backend, const Mla
   const DecodeCall checked = check_decode(call);
   // multiplications of one head: for a row and a key, and for a key
   const int64_t saved = 2 * s.kv_lora - s.nope - s.v, paid = s.kv_lora * (s.nope + s.v);
-  if (in.decode.block_table || s.q_len * saved <= paid) return absorbed(backend, s, in, call, w);
+  const bool too_wide = std::max(s.nope + s.rope, s.v) > backend.most_head_dim;
+  if (in.decode.block_table || too_wide || s.q_len * saved <= paid) return absorbed(backend, s, in, call, w);
   if (in.query.is_cpu()) check_decode_values(checked, call);
   return expanded(backend.expanded, s, in, call, latent, w);
 }

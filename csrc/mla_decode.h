@@ -6,6 +6,8 @@
 // which is attention with one key/value head whose value is the front of its key: `decode` does it. Many query rows
 // cost less in the expanded form, attention over [c W_UK^T, k_rope] and c W_UV^T, made for a few heads at a time.
 #pragma once
+#include <limits>
+
 #include "decode.h"
 
 namespace attnjourney {
@@ -25,6 +27,7 @@ using HeadProducts = void (*)(const Tensor& x, const Tensor& w, bool transposed,
 struct MlaDecodeBackend {
   DecodeKernel latents, expanded;  // for one key/value head of latents; for expanded keys and values
   HeadProducts products;
+  int64_t most_head_dim = std::numeric_limits<int64_t>::max();  // of expanded keys and values
 };
 
 // out (batch, heads, q_len, v), lse (batch, heads, q_len)

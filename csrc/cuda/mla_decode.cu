@@ -75,7 +75,7 @@ void aten_head_products(const Tensor& x, const Tensor& w, bool transposed, const
 }
 
 extern const MlaDecodeBackend cuda_mla_decode;
-const MlaDecodeBackend cuda_mla_decode{cuda_decode_latents, cuda_decode, aten_head_products};
+const MlaDecodeBackend cuda_mla_decode{cuda_decode_latents, cuda_decode, aten_head_products, 256};
 
 }  // namespace attnjourney
 

@@ -24,7 +24,7 @@ void latents(const DecodeCall& c, const DecodeInputs& in, const Tensor& out, con
   cpu_decode_operator(c, in, out, lse);
 }
 
-constexpr MlaDecodeBackend checked_mla_decode{latents, cpu_decode_operator, aten_head_products};
+constexpr MlaDecodeBackend checked_mla_decode{latents, cpu_decode_operator, aten_head_products, 256};
 
 }  // namespace
 }  // namespace attnjourney
