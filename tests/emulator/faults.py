@@ -345,8 +345,8 @@ NAN_SM90_FORWARD = [
     (
         "a quarter of the tile looked at",
         "sm90_finite.cuh",
-        "return !(now[0] | now[1] | now[2] | now[3]);",
-        "return !now[0];",
+        "return now[0] | now[1] | now[2] | now[3];",
+        "return now[0];",
     ),
     ("flags in one turn", "sm90_finite.cuh", "  turn ^= 1;\n", ""),
     ("the same step again", "sm90_finite.cuh", "a[i][e] = a[i + 1][e];", ";"),
@@ -397,4 +397,35 @@ WIDE_BACKWARD = [
     ("rows without a key not marked", "wide_passes.cuh", "lse == -INFINITY ? INFINITY", "false ? INFINITY"),
     ("gradient of lse forgotten", "wide_passes.cuh", "sum -= p.grad_lse[stat]", "sum -= 0"),
     ("tiles read before they landed", "wide_mask_gradient.cuh", "      ptx::cp_async_wait<0>();\n", ""),
+]
+NAN_SM90_BACKWARD = [
+    ("keys stay as they are", "sm90_backward.cuh", "if (Ranged) bad_keys = Guard::clean_keys(m, smem);", ""),
+    (
+        "bad keys do not show",
+        "sm90_backward.cuh",
+        "if (Ranged && bad_keys) Guard::poison_scores",
+        "if (false) Guard::poison_scores",
+    ),
+    ("queries and dO stay as they are", "sm90_backward.cuh", "Guard::clean_queries(pf, m, smem, qs, ds);", ";"),
+    ("a hidden dS", "sm90_backward.cuh", "&= not_zero(pf[i / 4][i % 4]);", "|= 0;"),
+    ("a bad row of dO does not show", "sm90_backward_guard.cuh", "x |= mask & not_zero(x);", ""),
+    ("hidden weights are poisoned too", "sm90_backward_guard.cuh", "mask & not_zero(x)", "mask"),
+    (
+        "wgmma reads keys without a proxy fence",
+        "sm90_backward_guard.cuh",
+        "votes[thread() / 32] = mine;\n    ptx::fence_proxy_async();",
+        "votes[thread() / 32] = mine;",
+    ),
+    (
+        "cleaned while the other warpgroup looks",
+        "sm90_backward_guard.cuh",
+        "ptx::bar_sync(1, 256);  // both have looked",
+        "// both have looked",
+    ),
+    (
+        "read before all is clean",
+        "sm90_backward_guard.cuh",
+        "ptx::fence_proxy_async();\n    ptx::bar_sync(1, 256);\n#pragma",
+        "ptx::fence_proxy_async();\n#pragma",
+    ),
 ]

@@ -8,7 +8,7 @@
 // by warps of their own, block after block.
 #pragma once
 #include "backward_passes.cuh"
-#include "sm90_backward_shape.cuh"
+#include "sm90_backward_guard.cuh"
 
 namespace attnjourney {
 
@@ -20,6 +20,7 @@ struct Sm90BackwardConsumer {
   using Fragments = uint32_t[M / 16][4];
   using Scores = float[M / 2];
   using Stats = float4[M / 16];
+  using Guard = Sm90BackwardGuard<S>;
 
   const BackwardTask& p;
   const BackwardTile& where;
@@ -29,6 +30,7 @@ struct Sm90BackwardConsumer {
   const int n0, key;                 // this thread's keys: key, key + 8
   float dk[D / 2] = {}, dv[D / 2] = {};
   Scores s;
+  bool bad_keys = false;  // there are such: see Guard
 
   __device__ __forceinline__ Sm90BackwardConsumer(const BackwardTask& p_, const BackwardTile& where_,
                                                   const Sm90BackwardMemory<S>& m_, unsigned char* smem_, int group_)
@@ -88,6 +90,7 @@ struct Sm90BackwardConsumer {
   // s = P of the query tile `at`, pf = P rounded. Element 4 j + e: key + 8 (e / 2), query m0 + 8 j + 2 t + e % 2.
   __device__ __forceinline__ void softmax(Fragments& pf, const Stats& lse, const Queries& at) {
     const int m0 = at.tile * M;
+    if (Ranged && bad_keys) Guard::poison_scores(s, m, smem, key - n0);
     if (!at.whole(m0)) {
 #pragma unroll
       for (int h = 0; h < 2; h++) {
@@ -112,8 +115,10 @@ struct Sm90BackwardConsumer {
       for (int h = 0; h < 2; h++) pf[j / 2][j % 2 * 2 + h] = ptx::pack2<T>(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]);
     }
   }
-  // df = dS, also stored for the other warpgroup, visible to wgmma after a barrier
-  __device__ __forceinline__ void gradient(Fragments& df, Scores& dp, const Stats& delta, uint32_t ds_tile) {
+  // df = dS, also stored for the other warpgroup, visible to wgmma after a barrier; 0 where the weight is, whatever dP
+  // and delta are there
+  __device__ __forceinline__ void gradient(Fragments& df, Scores& dp, const Stats& delta, uint32_t ds_tile,
+                                           const Fragments& pf, const Queries& at) {
 #pragma unroll
     for (int j = 0; j < M / 8; j++) {
       const float2 l = j % 2 ? float2{delta[j / 2].z, delta[j / 2].w} : float2{delta[j / 2].x, delta[j / 2].y};
@@ -121,6 +126,10 @@ struct Sm90BackwardConsumer {
       for (int e = 0; e < 4; e++) dp[4 * j + e] = s[4 * j + e] * (dp[4 * j + e] - (e & 1 ? l.y : l.x));
 #pragma unroll
       for (int h = 0; h < 2; h++) df[j / 2][j % 2 * 2 + h] = ptx::pack2<T>(dp[4 * j + 2 * h], dp[4 * j + 2 * h + 1]);
+    }
+    if (Ranged && !at.whole(at.tile * M)) {
+#pragma unroll
+      for (int i = 0; i < M / 4; i++) df[i / 4][i % 4] &= not_zero(pf[i / 4][i % 4]);
     }
 #pragma unroll
     for (int kk = 0; kk < M / 16; kk++)
@@ -149,6 +158,7 @@ struct Sm90BackwardConsumer {
     Fragments pf;
     if (total > 0) {
       ptx::mbarrier_wait(m.kv_full, 0);
+      if (Ranged) bad_keys = Guard::clean_keys(m, smem);
       ptx::mbarrier_wait(m.q_full, 0);
       ptx::wgmma_fence();
       issue_scores(s, m.k, m.q, 0);
@@ -166,6 +176,7 @@ struct Sm90BackwardConsumer {
       float dp[M / 2], dq[32];
       Stats lse, delta;
       ptx::mbarrier_wait(m.do_full + 8 * ds, dop);
+      if (Ranged && !at.whole(at.tile * M)) Guard::clean_queries(pf, m, smem, qs, ds);
       ptx::wgmma_fence();
       issue_scores(dp, m.v, m.d_out, ds);
       if (S::kEarlyDelta) load_stats(delta, m.delta, ds);
@@ -176,7 +187,7 @@ struct Sm90BackwardConsumer {
       ptx::keep(dp);
       // The tile written here was last read by dQ two iterations ago. Both warpgroups waited for that before they said
       // that the tile of one iteration ago was ready.
-      gradient(df, dp, delta, ds_tile);
+      gradient(df, dp, delta, ds_tile, pf, at);
       ptx::bar_arrive(4 + 2 * (it & 1) + group, 256);  // two pairs: the warpgroups may drift apart until the wait below
       if (it + 1 < total) {  // else S is computed once more: a branch around wgmma would cost the overlap
         if (++qs == S::kQueryStages) qs = 0, qp ^= 1;

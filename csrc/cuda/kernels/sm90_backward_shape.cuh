@@ -16,8 +16,8 @@ struct Sm90BackwardShape {
   static constexpr int kKeyBytes = kPanels * kKeyPanel, kQueryBytes = kPanels * kQueryPanel;
   static constexpr int kScoreBytes = Rows / 64 * kScorePanel, kSumBytes = Deterministic ? Rows * D * 4 : 0;
   static constexpr int kStages = kQueryStages + kOutStages;
-  static constexpr int kSmemBytes =
-      2 * kKeyBytes + kStages * kQueryBytes + 2 * kScoreBytes + kSumBytes + kStages * Rows * 4 + 8 * (1 + 2 * kStages);
+  static constexpr int kSmemBytes = 2 * kKeyBytes + kStages * kQueryBytes + 2 * kScoreBytes + kSumBytes +
+                                    kStages * Rows * 4 + 8 * (1 + 2 * kStages) + 64 + 2 * 512;
   // statistics read before the wait that they are used after, as far as registers allow
   static constexpr bool kEarlyLse = true, kEarlyDelta = D == 128;
   static_assert(Rows * D == 8192, "64 x 64 of dQ a warpgroup");
@@ -59,6 +59,8 @@ template <class S>
 struct Sm90BackwardMemory {
   uint32_t k, v, q, d_out, ds, dq, lse, delta;
   uint32_t kv_full, q_full, q_empty, do_full, do_empty;  // mbarriers
+  // of numbers that are not finite: votes of the eight warps, twice; NaN or 0 for each key, for each row of dO
+  uint32_t votes, keys, rows;
   explicit __device__ __forceinline__ Sm90BackwardMemory(uint32_t base)
       : k(base),
         v(k + S::kKeyBytes),
@@ -72,7 +74,10 @@ struct Sm90BackwardMemory {
         q_full(kv_full + 8),
         q_empty(q_full + 8 * S::kQueryStages),
         do_full(q_empty + 8 * S::kQueryStages),
-        do_empty(do_full + 8 * S::kOutStages) {}
+        do_empty(do_full + 8 * S::kOutStages),
+        votes(do_empty + 8 * S::kOutStages),
+        keys(votes + 64),
+        rows(keys + 512) {}
   __device__ __forceinline__ void init() const {
     ptx::mbarrier_init(kv_full, 1);
     for (int i = 0; i < S::kQueryStages; i++) {

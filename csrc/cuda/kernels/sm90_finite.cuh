@@ -6,6 +6,10 @@
 
 namespace attnjourney {
 
+// all ones in the halves that are not 0
+__device__ __forceinline__ uint32_t not_zero(uint32_t x) {
+  return (((x & 0x7fff7fffu) + 0x7fff7fffu) >> 15 & 0x00010001u) * 0xffffu;
+}
 // What is not finite in a quarter of a tile; 0: nothing. A warp; the four of a warpgroup take a quarter each.
 template <class T, int Bytes>
 __device__ __forceinline__ uint32_t not_finite_in(const unsigned char* tile, int quarter) {
