@@ -40,15 +40,15 @@ BACKWARD = {
     "128-fp64": backward_kernel(torch.float64, 128, 128),
     "256-fp64": backward_kernel(torch.float64, 256, 140),
     "64-fp32-deterministic": backward_kernel(torch.float32, 64, 60, True),
-    "256-fp64-deterministic": backward_kernel(torch.float64, 256, 256, True),
+    "128-fp64-deterministic": backward_kernel(torch.float64, 128, 96, True),
 }
 CASES = [*options.CASES, ((), 140, 200), (("causal",), 200, 200), (("causal", "bottom_right"), 1, 40)]
 
 
 def part_of(cases, kernels, name):
-    """All of them for one kernel, a quarter each for the others."""
+    """All of them for one kernel, a sixth each for the others."""
     i = list(kernels).index(name)
-    return cases if i == 0 else cases[i % 4 :: 4]
+    return cases if i == 0 else cases[i % 6 :: 6]
 
 
 FAULTY_FORWARD = [("64-fp32", *fault) for fault in faults.WIDE_FORWARD]
@@ -106,15 +106,26 @@ def test_tiles_that_no_row_sees_are_skipped(programs):
     assert window * 72 == full * 22
 
 
+def is_found(program, kernel, check, check_packed, check_nan):
+    """Does any case notice a fault? The quick ones first."""
+    for order in ("random", "forward", "reverse", "starve"):
+        try:
+            check_nan(program, kernel, order)
+            check(program, kernel, (("mask", "left", "sinks"), 90, 100), order)
+        except (AssertionError, run.EmulatorError):
+            return True
+    return options.find(check, check_packed, check_nan, program, kernel) is not None
+
+
 @pytest.mark.parametrize("name,what,file,old,new", FAULTY_FORWARD, ids=[f[1] for f in FAULTY_FORWARD])
 def test_faulty_forward_is_found(programs, name, what, file, old, new):
     program = build.program(*FORWARD[name][0], build.faulty_sources(file, old, new))
     checks = (options.check_forward, options.check_packed_forward, options.check_nan_forward)
-    assert options.find(*checks, program, FORWARD[name]), f"nothing noticed: {what}"
+    assert is_found(program, FORWARD[name], *checks), f"nothing noticed: {what}"
 
 
 @pytest.mark.parametrize("name,what,file,old,new", FAULTY_BACKWARD, ids=[f[1] for f in FAULTY_BACKWARD])
 def test_faulty_backward_is_found(programs, name, what, file, old, new):
     program = build.program(*BACKWARD[name][0], build.faulty_sources(file, old, new))
     checks = (options.check_backward, options.check_packed_backward, options.check_nan_backward)
-    assert options.find(*checks, program, BACKWARD[name]), f"nothing noticed: {what}"
+    assert is_found(program, BACKWARD[name], *checks), f"nothing noticed: {what}"

@@ -371,8 +371,6 @@ WIDE_FORWARD = [
         "//",
     ),
     ("a product of low halves left out", "wide_tiles.cuh", "ptx::mma_m16n8k8(small, a.low, high[0], high[1]);", ""),
-    ("one row of V for two", "wide_tiles.cuh", "reader.odd + 8 * k", "reader.even + 8 * k"),
-    ("sum not rescaled", "wide_forward.cuh", "row_sum[h] * alpha[h] + sum", "row_sum[h] + sum"),
     ("a value that is hidden leaks", "wide_forward.cuh", "        guard(acc, s,", "        if (false) guard(acc, s,"),
     (
         "a value cleared while others look at it",
@@ -392,8 +390,6 @@ WIDE_BACKWARD = [
     ("dS read before it is complete", "wide_backward.cuh", "__syncthreads();  // dS is complete", ""),
     ("a key that is hidden leaks", "wide_backward.cuh", "finite_keys || !border", "true"),
     ("a row that is not seen leaks", "wide_backward.cuh", "if (border) guard(", "if (false) guard("),
-    ("one warp's part of the slope", "wide_backward.cuh", "parts[0] + parts[1] + parts[2]", "parts[0]"),
-    ("halves of dQ exchanged", "wide_passes.cuh", "in_tile / 8 % 2 * 2", "(1 - in_tile / 8 % 2) * 2"),
     ("rows without a key not marked", "wide_passes.cuh", "lse == -INFINITY ? INFINITY", "false ? INFINITY"),
     ("gradient of lse forgotten", "wide_passes.cuh", "sum -= p.grad_lse[stat]", "sum -= 0"),
     ("tiles read before they landed", "wide_mask_gradient.cuh", "      ptx::cp_async_wait<0>();\n", ""),
