@@ -28,13 +28,13 @@ for dim, dtype in ((64, torch.bfloat16), (128, torch.float16), (64, torch.float3
     with torch.no_grad():
         for n in (149, 1):
             cache.step(q[:, :, :n], k[:, :, :n], v[:, :, :n])
+    sizes = (1, 40, 1, 192), (1, 150, 576), (10240, 512)
+    query, latent, weight = (torch.randn(size, device="cuda", dtype=dtype) for size in sizes)
+    attnjourney.mla_decode(attnjourney.rope(query), latent, lengths, weight)
 for dtype in (torch.bfloat16, torch.float32):
     q, k, v = (torch.randn(1, h, 600, 40, device="cuda", dtype=dtype, requires_grad=True) for h in (2, 1, 1))
     for options in ({}, {"is_causal": False, "normalize": False}):
         attnjourney.linear_attention(q, k, v, **options).sum().backward()
-    sizes = (1, 40, 1, 192), (1, 150, 576), (10240, 512)
-    query, latent, weight = (torch.randn(size, device="cuda", dtype=dtype) for size in sizes)
-    attnjourney.mla_decode(attnjourney.rope(query), latent, lengths, weight)
 torch.cuda.synchronize()
 """
 
