@@ -14,6 +14,7 @@ KERNELS = {  # kernel: (program, dtype, head_dim and v_head_dim, whole chunks)
     "64-bf16": (decode.mma(torch.bfloat16, 64, 4, 4), torch.bfloat16, (64, 40), True),
     "128-fp16": (decode.mma(torch.float16, 128, 4, 3), torch.float16, (120, 128), True),
     "256-bf16": (decode.mma(torch.bfloat16, 256, 2, 3), torch.bfloat16, (192, 136), True),
+    "128-bf16-64rows": (decode.mma(torch.bfloat16, 128, 4, 8, True), torch.bfloat16, (128, 72), True),
     "fp32": (decode.fma(torch.float32), torch.float32, (20, 136), True),
     "fp64": (decode.fma(torch.float64), torch.float64, (34, 18), True),
     "fp16-loose": (decode.fma(torch.float16), torch.float16, (33, 17), False),
@@ -29,7 +30,7 @@ CASES = [  # where keys lie, options, query rows, lengths, query heads, key head
     ("dense", ("mask", "sinks_per_item"), 2, [100, 60], 4, 2, 4),
     ("dense", ("bool_mask", "alibi_per_item"), 3, [65, 80], 4, 2, 1),
     ("paged", ("row_mask", "softcap"), 1, [200, 9], 4, 2, 3),
-    ("dense", ("mask_float32", "window"), 18, [50, 90], 3, 3, 2),
+    ("dense", ("mask_float32", "window"), 18, [50, 90], 4, 1, 2),
     ("ring", ("window", "bool_mask"), 1, [70, 20], 2, 1, 2),
 ]
 

@@ -88,7 +88,7 @@ void decode_split(const CudaDecode& kernel, bool chunked, const DecodeCall& c, c
   p.sinks = sinks.data(), p.sinks_batch = sinks.batch_stride();
   p.slopes = slopes.data(), p.slopes_batch = slopes.batch_stride();
 
-  const DecodeTiling tiling = kernel.tiling(p.head_dim, p.v_head_dim, chunked);
+  const DecodeTiling tiling = kernel.tiling(p.head_dim, p.v_head_dim, p.rows, chunked);
   p.row_tiles = (p.rows + tiling.rows - 1) / tiling.rows;
   const int64_t units = c.batch * c.kv_heads * p.row_tiles;
   int64_t keys = std::min<int64_t>(c.capacity, p.longest);  // that a sequence has at most

@@ -15,7 +15,7 @@ struct DecodeTiling {
 };
 
 // chunked: the caches' rows are whole 16-byte chunks
-using DecodeTilingOf = DecodeTiling (*)(int head_dim, int v_head_dim, bool chunked);
+using DecodeTilingOf = DecodeTiling (*)(int head_dim, int v_head_dim, int rows, bool chunked);
 using DecodeLaunch = void (*)(const DecodeTask&, bool chunked, cudaStream_t);
 struct CudaDecode {
   DecodeTilingOf tiling;

@@ -7,8 +7,8 @@ from . import run
 NUMBERS = {torch.float64: "double", torch.float32: "float", torch.bfloat16: "Bf16", torch.float16: "Half"}
 
 
-def mma(dtype, dim, warps, stages):
-    return ("decode", (f"KERNEL=DecodeMma<{NUMBERS[dtype]},{dim},{warps},{stages}>",))
+def mma(dtype, dim, warps, stages, shared=False):
+    return ("decode", (f"KERNEL=DecodeMma<{NUMBERS[dtype]},{dim},{warps},{stages},{str(shared).lower()}>",))
 
 
 def fma(dtype):

@@ -10,7 +10,7 @@ DECODE = {
             "ptx::cp_async_wait<Stages - 2>();",
             "ptx::cp_async_wait<Stages - 1>();",
         ),
-        ("tiles that other lanes copied", _MMA, "      __syncwarp();  // this tile", "      // this tile"),
+        ("tiles that other lanes copied", _MMA, "meet();  // this tile", "// this tile"),
         ("refilled while read", _MMA, "(stage + Stages - 1) % Stages", "stage"),
         ("results over copies in flight", _MMA, "    ptx::cp_async_wait<0>();\n", ""),
         ("results of warps read too early", _MMA, "    __syncthreads();\n    join", "    join"),
@@ -51,6 +51,10 @@ DECODE = {
             "sums[warp] = sum;\n  __syncthreads();",
             "sums[warp] = sum;",
         ),
+    ],
+    "128-bf16-64rows": [
+        ("tiles that other warps copied", _MMA, "      __syncthreads();\n    else", "      __syncwarp();\n    else"),
+        ("rows of another warp", _MMA, "result(Shared ? r / kWarpRows : w)", "result(Shared ? 0 : w)"),
     ],
     "fp32": [
         ("tiles read before they landed", _FMA, "ptx::cp_async_wait<2>();", "ptx::cp_async_wait<3>();"),

@@ -7,20 +7,25 @@
 
 namespace attnjourney {
 
-// f<Kernel>() for the kernel on mma.sync that takes these head dims
+// f<Kernel>() for the kernel on mma.sync that takes these head dims and that many rows
 template <class T, class F>
-auto with_decode_mma(int head_dim, int v_head_dim, F&& f) {
+auto with_decode_mma(int head_dim, int v_head_dim, int rows, F&& f) {
   const int dim = std::max(head_dim, v_head_dim);
+  if (rows > 16) {
+    if (dim <= 64) return f.template operator()<DecodeMma<T, 64, 4, 8, true>>();
+    if (dim <= 128) return f.template operator()<DecodeMma<T, 128, 4, 8, true>>();
+    return f.template operator()<DecodeMma<T, 256, 4, 5, true>>();
+  }
   if (dim <= 64) return f.template operator()<DecodeMma<T, 64, 4, 4>>();
   if (dim <= 128) return f.template operator()<DecodeMma<T, 128, 4, 3>>();
   return f.template operator()<DecodeMma<T, 256, 2, 3>>();
 }
 
 template <class T>
-DecodeTiling decode_tiling(int head_dim, int v_head_dim, bool chunked) {
+DecodeTiling decode_tiling(int head_dim, int v_head_dim, int rows, bool chunked) {
   if constexpr (sizeof(T) == 2)
     if (chunked)
-      return with_decode_mma<T>(head_dim, v_head_dim,
+      return with_decode_mma<T>(head_dim, v_head_dim, rows,
                                 [&]<class K>() { return DecodeTiling{K::kRows, K::kKeys, K::kSmemBytes}; });
   using Shape = DecodeFmaShape<T>;
   return {Shape::kRows, Shape::kKeys, Shape(head_dim, v_head_dim).bytes()};
@@ -28,12 +33,12 @@ DecodeTiling decode_tiling(int head_dim, int v_head_dim, bool chunked) {
 
 template <class T>
 void launch_sm80_decode(const DecodeTask& p, bool chunked, cudaStream_t stream) {
-  const DecodeTiling tiling = decode_tiling<T>(p.head_dim, p.v_head_dim, chunked);
+  const DecodeTiling tiling = decode_tiling<T>(p.head_dim, p.v_head_dim, p.rows, chunked);
   const int64_t pairs = int64_t{p.batch} * p.kv_heads, blocks = pairs * p.row_tiles * p.splits;
   bool done = false;
   if constexpr (sizeof(T) == 2)
     if (chunked) {
-      with_decode_mma<T>(p.head_dim, p.v_head_dim,
+      with_decode_mma<T>(p.head_dim, p.v_head_dim, p.rows,
                          [&]<class K>() { launch(decode_mma<K>, blocks, K::kThreads, K::kSmemBytes, stream, p); });
       done = true;
     }

@@ -1,33 +1,39 @@
 // Decoding on mma.sync, 16-bit numbers: a few query rows against many keys (Flash-Decoding; bound by memory). One
-// block: the rows of one key head, up to 16 together, against its share of a sequence's keys, so that a key is read
-// once for all heads of its group. Every warp goes its own way through every kWarps-th tile of 16 keys, with copies of
-// its own in flight and no barrier of the block; in the end the warps' results are joined.
+// block: the rows of one key head against its share of a sequence's keys, so that a key is read once for all heads of
+// its group. Up to 16 rows: every warp goes its own way through every kWarps-th tile of 16 keys, with copies of its own
+// in flight and no barrier of the block; in the end the warps' results are joined. Up to 64 (Shared): each warp has 16
+// rows, and all of them go through the same tiles.
 #pragma once
 #include "decode_scores.cuh"
 
 namespace attnjourney {
 
 // head_dim and v_head_dim up to D, multiples of 8; rows of the caches in 16-byte chunks.
-template <class T_, int D, int Warps, int Stages>
+template <class T_, int D, int Warps, int Stages, bool Shared = false>
 struct DecodeMma {
   using T = T_;
-  static constexpr int kD = D, kRows = 16, kKeys = 16, kWarps = Warps, kStages = Stages, kThreads = 32 * Warps;
-  static constexpr int kTileBytes = kKeys * D * 2, kStageBytes = 2 * kTileBytes, kWarpBytes = Stages * kStageBytes;
-  static constexpr int kSmemBytes = Warps * kWarpBytes;
+  static constexpr int kD = D, kKeys = 16, kWarps = Warps, kStages = Stages, kThreads = 32 * Warps;
+  static constexpr int kWarpRows = 16, kRows = Shared ? Warps * kWarpRows : kWarpRows;
+  static constexpr int kTileBytes = kKeys * D * 2, kStageBytes = 2 * kTileBytes;
+  static constexpr int kRing = Stages * kStageBytes;  // of a warp, or of the block
+  static constexpr int kSmemBytes = (Shared ? 1 : Warps) * kRing;
   static constexpr int kPitch = D + 8;  // of a warp's result, in floats: [16][kPitch], then [16] references, [16] sums
-  static_assert(D % 64 == 0 && Stages >= 2 && kWarpBytes >= (kRows * kPitch + 2 * kRows) * 4);
+  static constexpr int kTops = kWarpRows * kPitch, kSums = kTops + kWarpRows;
+  static constexpr int kResult = Shared ? (kSums + kWarpRows) * 4 : kRing;  // bytes from one warp's to the next
+  static_assert(D % 64 == 0 && Stages >= 2 && kResult >= (kSums + kWarpRows) * 4 && Warps * kResult <= kSmemBytes);
 
   static __device__ __forceinline__ uint32_t chunk_at(uint32_t tile, int row, int chunk) {
     return tile + row * (D * 2) + ((chunk ^ (row & 7)) << 4);
   }
 
-  // Starts the copy of 16 rows of K or V; lane i < 16 knows where row i lies. What is nowhere becomes zeros.
+  // Starts the copy of 16 rows of K or V, Shared: of this warp's part. Lane i < 16 knows where row i lies; what is
+  // nowhere becomes zeros.
   static __device__ __forceinline__ void load_tile(uint32_t tile, const void* base, const CacheStrides& s, Place place,
                                                    int dim) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < kKeys * (D / 8) / 32; i++) {
-      const int c = i * 32 + lane, row = c / (D / 8), chunk = c % (D / 8);
+    for (int i = 0; i < kKeys * (D / 8) / (Shared ? kThreads : 32); i++) {
+      const int c = (Shared ? i * Warps + threadIdx.x / 32 : i) * 32 + lane, row = c / (D / 8), chunk = c % (D / 8);
       const int outer = static_cast<int>(ptx::shfl(static_cast<uint32_t>(place.outer), row));
       const int slot = static_cast<int>(ptx::shfl(static_cast<uint32_t>(place.slot), row));
       const bool valid = outer >= 0 && chunk * 8 < dim;
@@ -57,8 +63,9 @@ struct DecodeMma {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const DecodePart<kKeys> part(p, kRows);
     const DecodeSequence& s = part.sequence;
-    unsigned char* own = ptx::dynamic_smem() + warp * kWarpBytes;
-    const uint32_t own_at = ptx::smem_addr(own);
+    const uint32_t ring = ptx::smem_addr(ptx::dynamic_smem()) + (Shared ? 0 : warp * kRing);
+    const int row0 = part.row0 + (Shared ? warp * kWarpRows : 0);  // this warp's first
+    constexpr int kStep = Shared ? 1 : Warps;                      // from one of its tiles to the next
     const T* key = static_cast<const T*>(p.key) + part.head * p.k.head;
     const T* value = static_cast<const T*>(p.value) + part.head * p.v.head;
 
@@ -68,31 +75,31 @@ struct DecodeMma {
     };
     uint32_t there[Stages];  // of the tiles in flight: which keys lie anywhere
     const auto start = [&](int stage, Place place) {
-      const uint32_t at = own_at + stage * kStageBytes;
+      const uint32_t at = ring + stage * kStageBytes;
       load_tile(at, key, p.k, place, p.head_dim);
       load_tile(at + kTileBytes, value, p.v, place, p.v_head_dim);
       ptx::cp_async_commit();
       return ptx::ballot(place.outer >= 0);
     };
-    const int tile0 = part.first + warp;
+    const int tile0 = part.first + (Shared ? 0 : warp);
 #pragma unroll
-    for (int i = 0; i < Stages - 1; i++) there[i] = start(i, look(tile0 + i * Warps));
-    Place next = look(tile0 + (Stages - 1) * Warps);
+    for (int i = 0; i < Stages - 1; i++) there[i] = start(i, look(tile0 + i * kStep));
+    Place next = look(tile0 + (Stages - 1) * kStep);
 
     uint32_t qf[D / 16][4];
-    load_query(qf, p, part.batch, part.head, part.row0);
-    const DecodeRow<float> rows[2] = {{p, part.batch, part.head, s.origin, part.row0 + g},
-                                      {p, part.batch, part.head, s.origin, part.row0 + g + 8}};
+    load_query(qf, p, part.batch, part.head, row0);
+    const DecodeRow<float> rows[2] = {{p, part.batch, part.head, s.origin, row0 + g},
+                                      {p, part.batch, part.head, s.origin, row0 + g + 8}};
     float acc[D / 8][4] = {};
     float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.f, 0.f};
 
     int stage = 0;
-    for (int tile = tile0; tile < part.last; tile += Warps) {
+    for (int tile = tile0; tile < part.last; tile += kStep) {
       ptx::cp_async_wait<Stages - 2>();
-      __syncwarp();  // this tile is there for every lane, and all are past the one before
+      meet();  // this tile is there for everyone, and all are past the one before
       there[Stages - 1] = start((stage + Stages - 1) % Stages, next);
-      next = look(tile + Stages * Warps);
-      const uint32_t sk = own_at + stage * kStageBytes, sv = sk + kTileBytes;
+      next = look(tile + Stages * kStep);
+      const uint32_t sk = ring + stage * kStageBytes, sv = sk + kTileBytes;
 
       float x[2][4] = {};
 #pragma unroll
@@ -130,8 +137,8 @@ struct DecodeMma {
     }
 
     ptx::cp_async_wait<0>();
-    __syncwarp();
-    float* mine = reinterpret_cast<float*>(own);
+    meet();
+    float* mine = result(warp);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       float all = sum[h];
@@ -141,7 +148,7 @@ struct DecodeMma {
 #pragma unroll
       for (int j = 0; j < D / 8; j++)
         *reinterpret_cast<float2*>(mine + r * kPitch + j * 8 + 2 * t) = float2{acc[j][2 * h], acc[j][2 * h + 1]};
-      if (t == 0) mine[kRows * kPitch + r] = top[h], mine[kRows * kPitch + kRows + r] = all;
+      if (t == 0) mine[kTops + r] = top[h], mine[kSums + r] = all;
     }
     __syncthreads();
     join(p, part);
@@ -201,24 +208,37 @@ struct DecodeMma {
     }
   }
 
-  // The warps' results of each row, in the order of the warps, and what becomes of them.
+  // of those who share tiles
+  static __device__ __forceinline__ void meet() {
+    if constexpr (Shared)
+      __syncthreads();
+    else
+      __syncwarp();
+  }
+  static __device__ __forceinline__ float* result(int warp) {
+    return reinterpret_cast<float*>(ptx::dynamic_smem() + warp * kResult);
+  }
+
+  // The results of each row, of all warps in their order or of the one that has it, and what becomes of them.
   static __device__ __forceinline__ void join(const DecodeTask& p, const DecodePart<kKeys>& part) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const auto result = [&](int w) { return reinterpret_cast<float*>(ptx::dynamic_smem() + w * kWarpBytes); };
+    constexpr int kParts = Shared ? 1 : Warps;
     for (int r = warp; r < kRows && part.row0 + r < p.rows; r += Warps) {
-      float weight[Warps];
+      const int own = r % kWarpRows;
+      const auto result_of = [&](int w) { return result(Shared ? r / kWarpRows : w); };
+      float weight[kParts];
       RowSum<float> all{-INFINITY, 0.f};
 #pragma unroll
-      for (int w = 0; w < Warps; w++) all.top = fmaxf(all.top, result(w)[kRows * kPitch + r]);
+      for (int w = 0; w < kParts; w++) all.top = fmaxf(all.top, result_of(w)[kTops + own]);
 #pragma unroll
-      for (int w = 0; w < Warps; w++) {
-        weight[w] = part_weight(result(w)[kRows * kPitch + r], all.top);
-        all.sum += weight[w] * result(w)[kRows * kPitch + kRows + r];
+      for (int w = 0; w < kParts; w++) {
+        weight[w] = part_weight(result_of(w)[kTops + own], all.top);
+        all.sum += weight[w] * result_of(w)[kSums + own];
       }
       const auto column = [&](int c) {
         float y = 0.f;
 #pragma unroll
-        for (int w = 0; w < Warps; w++) y += weight[w] * result(w)[r * kPitch + c];
+        for (int w = 0; w < kParts; w++) y += weight[w] * result_of(w)[own * kPitch + c];
         return y;
       };
       if (p.splits > 1) {
