@@ -24,6 +24,9 @@ class BlockMask:
         index: int32 (blocks,): the key block, rising within a row.
         partial: int32 (blocks,): the place of its pairs in `elements`; -1 where it hides none.
         elements: bool (partial blocks that differ, block_size, block_size), True where a row may see a key.
+
+    Lists that somebody else made are checked on the CPU; on CUDA, where that would wait for the device, numbers that
+    lead nowhere hide.
     """
 
     dtype = torch.bool

@@ -345,6 +345,8 @@ def _gpu() -> list[Case]:
     for dtype, n in (("bf16", 2048), ("bf16", 16384), ("fp32", 16384)):
         cases.append(Case(f"gpu-linear-{dtype}-n{n}", "gpu-linear", 16384 // n, 16, q_len=n, dtype=dtype,
                           function="linear", check=n <= 4096, passes=("forward", "backward")))  # fmt: skip
+    cases.append(Case("gpu-blocks-bf16-n8192", "gpu-blocks", 1, 16, q_len=8192, head_dim=128, mask="bigbird", extent=64,
+                      dtype="bf16", check=False))  # fmt: skip
     return cases
 
 

@@ -41,7 +41,8 @@ def attention_weights(
     Args:
         lse: of the same call, as attention(..., return_lse=True) gives it; computed where missing.
         rows: the query rows wanted, all by default.
-        heads: the query heads wanted, all by default.
+        heads: the query heads wanted, all by default. Numbers in a CUDA tensor are not checked, which would wait for
+            the device: what is not there gets weights of 0.
         the others: as in attnjourney.attention.
 
     Returns:

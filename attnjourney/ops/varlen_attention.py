@@ -37,7 +37,9 @@ def varlen_attention(
         query: (total_q, Hq, E). float32, float64, bfloat16 or float16.
         key, value: (total_k, Hk, E) and (total_k, Hk, Ev); Hq is a multiple of Hk.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 or int64: sequence b has the rows cu_seqlens_q[b] ..
-            cu_seqlens_q[b + 1] - 1 and the keys alike. They begin with 0; a sequence may be empty.
+            cu_seqlens_q[b + 1] - 1 and the keys alike. They begin with 0; a sequence may be empty. On CUDA they are
+            not checked, which would wait for the device: a number that falls or does not fit the tensors counts as
+            the nearest that does.
         sinks, alibi_slopes: (Hq,) or (B, Hq).
         the others: as in attnjourney.attention; alignment, window and prefix are each sequence's own. There is no
             attn_mask.
