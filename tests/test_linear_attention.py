@@ -207,11 +207,12 @@ def test_padded_keys_count_for_nothing_whatever_they_hold(causal):
     assert grad_key[1, :, 0].count_nonzero() == 0 and grad_value[1, :, -23:].count_nonzero() == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bad", ["key", "value", "query", "grad_out"])
-def test_a_nan_shows_in_the_rows_that_see_it_and_in_no_other(bad):
-    q, k, v, _ = inputs(torch.float32, lengths=(70, 70))
+def test_a_nan_shows_in_the_rows_that_see_it_and_in_no_other(bad, dtype):
+    q, k, v, _ = inputs(dtype, lengths=(70, 70))
     at = 41
-    grad = torch.ones(2, 2, 70, 16)
+    grad = torch.ones(2, 2, 70, 16, dtype=dtype)
     {"key": k, "value": v, "query": q, "grad_out": grad}[bad][0, 0, at, 3] = torch.nan
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     out = attnjourney.linear_attention(*leaves)

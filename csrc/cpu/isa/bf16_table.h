@@ -1,4 +1,5 @@
-// The table of AVX-512 with another forward, jvp and decode in bfloat16. MatrixUnit is defined before this is included.
+// The table of AVX-512 with another forward, jvp, decode and backward of linear attention in bfloat16. MatrixUnit is
+// defined before this is included.
 #pragma once
 #include "row_products_bf16.h"
 #include "tuning_avx512.h"
@@ -8,6 +9,8 @@
 #include "../kernels/attention_forward_dot.h"
 #include "../kernels/attention_jvp_dot.h"
 #include "../kernels/decode.h"
+#include "../kernels/linear_products_dot.h"
+#include "../kernels/linear_table.h"
 
 namespace attnjourney {
 namespace {
@@ -31,6 +34,7 @@ KernelTable make_bf16_table(const char* isa) {
   };
   d.chunk = D::chunk;
   d.merge = D::merge;
+  t.linear[static_cast<int>(DType::bf16)] = linear_kernels<bf16, DotProducts>();
   return t;
 }
 

@@ -29,6 +29,10 @@ ATTN_INLINE Pairs round_pairs(Vf low, Vf high) {
                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   return {_mm512_permutexvar_epi16(zipped, side_by_side)};
 }
+// 32 numbers in a row, rounded to nearest even
+ATTN_INLINE Pairs round_neighbours(Vf first, Vf second) {
+  return {reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second.v, first.v))};
+}
 // sum + a.low + a.high
 ATTN_INLINE Vf add_pairs(Vf sum, Pairs a) { return dot(sum, a, {_mm512_set1_epi32(0x3f803f80)}); }
 // 1 / a to 2^-23, a normal

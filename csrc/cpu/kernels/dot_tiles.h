@@ -6,11 +6,6 @@
 namespace attnjourney {
 namespace {
 
-struct Unchanged {
-  ATTN_INLINE Vf operator()(Vf x) const { return x; }
-  ATTN_INLINE float operator()(float x) const { return x; }
-};
-
 struct DotTiles {
   static constexpr int W = Vf::width;
   static constexpr int rows = Tuning::rows, vectors = Tuning::vectors;  // rows even: keys go in pairs

@@ -143,12 +143,5 @@ ATTN_NOINLINE void scale_by_slope(const Compute<T>* G, int64_t ldg, const X_* X,
   }
 }
 
-struct Unchanged {
-  template <class X>
-  ATTN_INLINE X operator()(X x) const {
-    return x;
-  }
-};
-
 }  // namespace
 }  // namespace attnjourney

@@ -14,7 +14,17 @@
 namespace attnjourney {
 namespace {
 
-template <class T>
+// Products computed as they are written.
+struct PlainProducts {
+  static constexpr int64_t space(const LinearParams&) { return 0; }
+  template <bool columns, class C>
+  static ATTN_INLINE void multiply(const C* A, int64_t lda, const C* B, int64_t ldb, int64_t n, int64_t rows,
+                                   int64_t cols, Band band, bool add, C* out, int64_t ldo, C* also, Ahead* ahead, C*) {
+    attnjourney::multiply<columns>(A, lda, B, ldb, n, rows, cols, band, add, out, ldo, also, ahead);
+  }
+};
+
+template <class T, class Products = PlainProducts>
 struct LinearBackward {
   using C = Compute<T>;
   using Shape = LinearShape<C>;
@@ -24,7 +34,7 @@ struct LinearBackward {
 
   // scratch, in numbers
   struct Space {
-    int64_t key, value, query, grad, query_t, grad_t, scores, weights, grad_key, grad_value, state_t, minus;
+    int64_t key, value, query, grad, query_t, grad_t, scores, weights, grad_key, grad_value, state_t, minus, packs;
     int64_t total;
     explicit Space(const LinearParams& p) {
       const Shape s(p);
@@ -40,9 +50,28 @@ struct LinearBackward {
       grad_value = grad_key + chunk * s.key_ld;
       state_t = grad_value + chunk * s.value_ld;
       minus = state_t + round_up(round_up(s.Dv, W) * s.key_ld, Shape::line);
-      total = minus + chunk;
+      packs = minus + chunk;
+      total = packs + Products::space(p);
     }
   };
+
+  // multiply and multiply_band of band.h
+  template <bool columns>
+  static ATTN_INLINE void multiply(const Space& at, C* space, const C* A, int64_t lda, const C* B, int64_t ldb,
+                                   int64_t n, int64_t rows, int64_t cols, Band band, bool add, C* out, int64_t ldo,
+                                   C* also = nullptr, Ahead* ahead = nullptr) {
+    Products::template multiply<columns>(A, lda, B, ldb, n, rows, cols, band, add, out, ldo, also, ahead,
+                                         space + at.packs);
+  }
+  template <bool columns>
+  static ATTN_INLINE void multiply_band(const Space& at, C* space, const C* A, int64_t lda, const C* B, int64_t ldb,
+                                        int64_t n, int64_t rows, int64_t cols, Band band, bool finite, C* out,
+                                        int64_t ldo, Ahead* ahead = nullptr) {
+    if (finite)
+      multiply<columns>(at, space, A, lda, B, ldb, n, rows, cols, band, true, out, ldo, nullptr, ahead);
+    else
+      multiply_guarded<columns>(A, lda, B, ldb, n, rows, cols, band, out, ldo);
+  }
 
   // dN of n rows from row c of query head g, row-major; dm into `minus`; tells whether dN is finite
   static bool pack_grad(const LinearParams& p, const Shape& s, const Space& at, const LinearHead& h, int64_t g,
@@ -108,8 +137,8 @@ struct LinearBackward {
 
   static void add_queries(const Shape& s, const Space& at, int64_t n, C* block, C* also, C* space, Ahead& ahead) {
     const C *query = space + at.query, *minus = space + at.minus;
-    multiply<true>(query, s.key_ld, space + at.grad, s.value_ld, n, s.D, s.value_cols, Band::full, true, block,
-                   s.value_cols, also, &ahead);
+    multiply<true>(at, space, query, s.key_ld, space + at.grad, s.value_ld, n, s.D, s.value_cols, Band::full, true,
+                   block, s.value_cols, also, &ahead);
     const int64_t z = s.D * s.value_cols;
     for (int64_t d = 0; d < s.key_cols; d += W) {
       Vec<C> t = Vec<C>::zero();
@@ -147,8 +176,8 @@ struct LinearBackward {
   }
 
   static void add_keys(const Shape& s, const Space& at, int64_t n, C* block, C* also, C* space, Ahead& ahead) {
-    multiply<true>(space + at.value, s.value_ld, space + at.key, s.key_ld, n, s.Dv, s.key_cols, Band::full, true, block,
-                   s.key_cols, also, &ahead);
+    multiply<true>(at, space, space + at.value, s.value_ld, space + at.key, s.key_ld, n, s.Dv, s.key_cols, Band::full,
+                   true, block, s.key_cols, also, &ahead);
     const int64_t z = s.Dv * s.key_cols;
     add_row_sums(space + at.key, s.key_ld, n, s.key_cols, block + z, also ? also + z : nullptr);
   }
@@ -156,8 +185,8 @@ struct LinearBackward {
   // P^T [key][row] of the chunk, and dN^T
   static void weights(const Shape& s, const Space& at, int64_t n, C* space, Ahead& ahead) {
     const int64_t lanes = round_up(n, W);
-    multiply<false>(space + at.value, s.value_ld, space + at.grad_t, lanes_ld, s.Dv, n, lanes, Band::upper, false,
-                    space + at.weights, lanes_ld, static_cast<C*>(nullptr), &ahead);
+    multiply<false>(at, space, space + at.value, s.value_ld, space + at.grad_t, lanes_ld, s.Dv, n, lanes, Band::upper,
+                    false, space + at.weights, lanes_ld, nullptr, &ahead);
     clear_below_diagonal(space + at.weights, lanes_ld, n, lanes, static_cast<const C*>(space + at.minus));
   }
   static void transpose_grad(const Shape& s, const Space& at, int64_t n, C* space) {
@@ -182,8 +211,8 @@ struct LinearBackward {
         ahead = rows_around(p, h, g, c + chunk, p.causal);
         pack_grad(p, s, at, h, g, c, n, space);
         transpose_grad(s, at, n, space);
-        multiply<true>(space + at.grad_t, lanes_ld, running, s.key_cols, s.Dv, n, s.key_cols, Band::full, false, out,
-                       s.key_ld, static_cast<C*>(nullptr), &ahead);
+        multiply<true>(at, space, space + at.grad_t, lanes_ld, running, s.key_cols, s.Dv, n, s.key_cols, Band::full,
+                       false, out, s.key_ld, nullptr, &ahead);
         for (int64_t i = 0; i < n; i++) {
           const Vec<C> m = Vec<C>::broadcast(space + at.minus + i);
           for (int64_t d = 0; d < s.key_cols; d += W)
@@ -191,8 +220,8 @@ struct LinearBackward {
         }
         if (p.causal) {
           weights(s, at, n, space, ahead);
-          multiply_band<true>(space + at.weights, lanes_ld, space + at.key, s.key_ld, n, n, s.key_cols, Band::to_row,
-                              key_finite, out, s.key_ld, &ahead);
+          multiply_band<true>(at, space, space + at.weights, lanes_ld, space + at.key, s.key_ld, n, n, s.key_cols,
+                              Band::to_row, key_finite, out, s.key_ld, &ahead);
         }
         const T* q = static_cast<const T*>(h.query) + g * p.q_head + c * p.q_row;
         with_feature_map(p.feature_map, [&](auto m) {
@@ -218,13 +247,13 @@ struct LinearBackward {
       if (wanted) {
         Forward::pack_keys(p, h, c, n, space + at.key, space + at.value);
         transpose_state(s, running, state_t);
-        multiply<false>(space + at.value, s.value_ld, state_t, s.key_ld, s.Dv, n, s.key_cols, Band::full, false, gk,
-                        s.key_ld);
+        multiply<false>(at, space, space + at.value, s.value_ld, state_t, s.key_ld, s.Dv, n, s.key_cols, Band::full,
+                        false, gk, s.key_ld);
         for (int64_t j = 0; j < n; j++)
           for (int64_t d = 0; d < s.key_cols; d += W)
             store(gk + j * s.key_ld + d, load(gk + j * s.key_ld + d) + load(t + d));
-        multiply<false>(space + at.key, s.key_ld, running, s.value_cols, s.D, n, s.value_cols, Band::full, false, gv,
-                        s.value_ld);
+        multiply<false>(at, space, space + at.key, s.key_ld, running, s.value_cols, s.D, n, s.value_cols, Band::full,
+                        false, gv, s.value_ld);
       }
       if (p.causal)
         for (int64_t g = 0; g < p.group; g++) {
@@ -245,14 +274,14 @@ struct LinearBackward {
     pack_transposed(static_cast<const C*>(space + at.query), s.key_ld, n, s.D, Unchanged{}, space + at.query_t, chunk,
                     0, lanes_ld);
     transpose_grad(s, at, n, space);
-    multiply<false>(space + at.key, s.key_ld, space + at.query_t, lanes_ld, s.D, n, lanes, Band::upper, false,
-                    space + at.scores, lanes_ld);
+    multiply<false>(at, space, space + at.key, s.key_ld, space + at.query_t, lanes_ld, s.D, n, lanes, Band::upper,
+                    false, space + at.scores, lanes_ld);
     clear_below_diagonal(space + at.scores, lanes_ld, n, lanes, static_cast<const C*>(nullptr));
     weights(s, at, n, space, ahead);
-    multiply_band<false>(space + at.weights, lanes_ld, space + at.query, s.key_ld, n, n, s.key_cols, Band::from_row,
-                         query_finite, space + at.grad_key, s.key_ld, &ahead);
-    multiply_band<false>(space + at.scores, lanes_ld, space + at.grad, s.value_ld, n, n, s.value_cols, Band::from_row,
-                         grad_finite, space + at.grad_value, s.value_ld);
+    multiply_band<false>(at, space, space + at.weights, lanes_ld, space + at.query, s.key_ld, n, n, s.key_cols,
+                         Band::from_row, query_finite, space + at.grad_key, s.key_ld, &ahead);
+    multiply_band<false>(at, space, space + at.scores, lanes_ld, space + at.grad, s.value_ld, n, n, s.value_cols,
+                         Band::from_row, grad_finite, space + at.grad_value, s.value_ld);
   }
 
   // T [D][value_cols] -> T^T [Dv][key_ld], columns past D 0

@@ -13,6 +13,13 @@ struct Times {
   ATTN_INLINE C operator()(C x) const { return x * factor; }
 };
 
+struct Unchanged {
+  template <class X>
+  ATTN_INLINE X operator()(X x) const {
+    return x;
+  }
+};
+
 // X[rows][cols] (row stride ld) through f -> Y[column][lane of row], rows in groups of one vector: row r, column d goes
 // to Y[(r / panel) * panel_stride + d * ldy + r % panel]; lanes past the last row are 0. panel is a multiple of W.
 // `pack_transposed_by` returns f, which may have seen what it wants to know.

@@ -8,7 +8,7 @@
 #include "attention_weights.h"
 #include "decode.h"
 #include "head_product.h"
-#include "linear_attention_backward.h"
+#include "linear_table.h"
 
 namespace attnjourney {
 namespace {
@@ -63,36 +63,6 @@ constexpr DecodeKernels decode_kernels() {
       D::merge,
       [](const HeadProductParams& p) { return HeadProduct<T>::space(p) * item; },
       HeadProduct<T>::run,
-  };
-}
-
-template <class C, auto F>
-void linear_sum(const LinearParams& p, const LinearHead& h, int64_t first, int64_t count, void* block, void* space) {
-  F(p, h, first, count, static_cast<C*>(block), static_cast<C*>(space));
-}
-template <class C, auto F>
-void linear_sweep(const LinearParams& p, const LinearHead& h, int64_t first, int64_t count, void* running, void* also,
-                  void* space) {
-  F(p, h, first, count, static_cast<C*>(running), static_cast<C*>(also), static_cast<C*>(space));
-}
-
-template <class T>
-constexpr LinearKernels linear_kernels() {
-  using C = Compute<T>;
-  using F = LinearForward<T>;
-  using B = LinearBackward<T>;
-  return {
-      F::chunk,
-      Vec<C>::width,
-      [](const LinearParams& p) {
-        return max_of(typename F::Space(p).total, typename B::Space(p).total) * int64_t(sizeof(C));
-      },
-      linear_sum<C, F::sum_keys>,
-      linear_sweep<C, F::run>,
-      linear_sum<C, B::sum_keys>,
-      linear_sweep<C, B::query_sweep>,
-      linear_sum<C, B::sum_queries>,
-      linear_sweep<C, B::key_sweep>,
   };
 }
 
