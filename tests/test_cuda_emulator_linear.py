@@ -17,7 +17,7 @@ CASES = [
     ((2, 1), (70, 70), (20, 33), dict(mask=True, feature_map="relu", rows_first=True)),
     ((1, 1), (600, 600), (8, 16), dict(state=True, mask=True, blocks=100)),
     ((2, 1), (300, 300), (16, 72), dict(normalize=False, feature_map="identity", state=True, blocks=9)),
-    ((4, 2), (37, 90), (72, 24), dict(is_causal=False, state=True, mask=True)),
+    ((4, 2), (37, 90), (40, 72), dict(is_causal=False, state=True, mask=True)),
     ((1, 1), (9, 530), (16, 3), dict(is_causal=False, blocks=100, feature_map="identity", rows_first=True)),
     ((3, 1), (1, 1), (16, 16), dict(state=True)),
     ((1, 1), (40, 40), (16, 16), dict(mask=True, eps=0.0)),
