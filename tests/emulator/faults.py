@@ -348,7 +348,6 @@ NAN_SM90_FORWARD = [
         "return now[0] | now[1] | now[2] | now[3];",
         "return now[0];",
     ),
-    ("flags in one turn", "sm90_finite.cuh", "  turn ^= 1;\n", ""),
     ("the same step again", "sm90_finite.cuh", "a[i][e] = a[i + 1][e];", ";"),
     ("a value never released", "sm90_forward.cuh", "      __syncwarp();\n      release_v(c);\n", ""),
 ]

@@ -50,7 +50,6 @@ struct Sm90Forward {
     int after = 0;  // that of the one after it
     bool hides = false;
     int turn = 0;  // of the flags
-    uint32_t* const flags = reinterpret_cast<uint32_t*>(base + S::kFlagsAt) + 8 * group;
 
     auto query_stage = [&] { return group * S::kQueryStages + round % S::kQueryStages; };
     auto qk = [&](int stage) {  // issue S = Q K^T
@@ -106,7 +105,7 @@ struct Sm90Forward {
     auto leaks = [&] {
       if (!S::kRanged || !hides) return false;
       wait_v(c);
-      return !Guard::finite(base + S::kValueAt + c % S::kStages * S::kValueBytes, flags, turn, group);
+      return !Guard::finite(base + S::kValueAt + c % S::kStages * S::kValueBytes, base + S::kFlagsAt, turn);
     };
     auto guarded_pv = [&] {
       Guard::product(o, pr, smem + S::kValueAt + c % S::kStages * S::kValueBytes);
