@@ -71,9 +71,10 @@ struct HeadGradients {
   void* key = nullptr;    // [kv_len, head_dim]; the same for all heads of a group
   void* value = nullptr;  // [kv_len, v_head_dim]
   // [q_len, kv_len] in float (double for double). A stride is 0 where the mask broadcasts; mask_col is 0 or 1.
-  // mask_first: written where the head sees anything, else added to.
+  // mask_first: written where the head sees anything, else added to. mask_once: written by no other head, and in the
+  // dtype of query.
   void* mask = nullptr;
-  bool mask_first = false;
+  bool mask_first = false, mask_once = false;
   double *sink = nullptr, *slope = nullptr;  // added to
   int64_t query_row = 0, key_row = 0, value_row = 0, mask_row = 0, mask_col = 0;
 };

@@ -1,5 +1,9 @@
 #include "mask_gradient.h"
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 #include <algorithm>
 #include <numeric>
 #include <unordered_map>
@@ -22,6 +26,17 @@ void sum_copies(C* sums, int64_t copies, int64_t n) {
     for (int64_t i = 0; i < n; i++) sums[i] += sums[k * n + i];
 }
 
+// Fresh memory of this size comes page by page from the system, which takes longer than the gradient itself.
+void prefer_huge_pages([[maybe_unused]] const Tensor& t) {
+#ifdef __linux__
+  constexpr uintptr_t page = uintptr_t{2} << 20;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(t.data_ptr());
+  const uintptr_t end = begin + static_cast<uintptr_t>(t.numel() * item_size(t.scalar_type()));
+  const uintptr_t first = (begin + page - 1) / page * page, last = end / page * page;
+  if (first < last && last - first >= 8 * page) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+}
+
 }  // namespace
 
 MaskGradient::MaskGradient(const AttentionCall& c, const Sequences& sequences, const OptionalTensor& grad,
@@ -39,14 +54,17 @@ MaskGradient::MaskGradient(const AttentionCall& c, const Sequences& sequences, c
   rounds_.resize(static_cast<size_t>(grad_ && !small_ ? turns : 1));
   for (int64_t i = 0; i < items; i++) rounds_[rounds_.size() > 1 ? turn_[i] : 0].push_back(i);
   batch_copies_ = small_ ? turns : 1;
+  once_ = grad_ && !small_ && turns == 1 && (c.params.group == 1 || map_.head_stride != 0) &&
+          grad_->scalar_type() == c.dtype;
 }
 
 void MaskGradient::allocate(int64_t parts) {
   if (!grad_) return;
   parts_ = small_ ? parts : 1;
   const int64_t copies = batch_copies_ * parts_, n = grad_->numel();
-  const bool direct = copies == 1 && grad_->scalar_type() == call_.lse_dtype;
+  const bool direct = once_ || (copies == 1 && grad_->scalar_type() == call_.lse_dtype);
   sums_ = direct ? *grad_ : aten::empty(*grad_, {copies, n}, call_.lse_dtype);
+  prefer_huge_pages(*sums_);
   if (!whole_) torch::stable::zero_(*sums_);
 }
 
@@ -54,9 +72,10 @@ void MaskGradient::place(HeadGradients& g, int64_t item, int64_t part, int64_t b
   if (!grad_) return;
   const int64_t copy = small_ ? turn_[static_cast<size_t>(item)] * parts_ + part : 0;
   g.mask = static_cast<char*>(sums_->data_ptr()) +
-           (copy * grad_->numel() + offset_of(call_, map_, batch, head)) * item_size(call_.lse_dtype);
+           (copy * grad_->numel() + offset_of(call_, map_, batch, head)) * item_size(sums_->scalar_type());
   g.mask_row = row_;
   g.mask_col = col_;
+  g.mask_once = once_;
   // the first head of those that share elements, of its turn and within its group, which is walked in order
   g.mask_first =
       !small_ && turn_[static_cast<size_t>(item)] == 0 && (head % call_.params.group == 0 || map_.head_stride != 0);

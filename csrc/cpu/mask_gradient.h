@@ -29,6 +29,7 @@ class MaskGradient {
   int64_t row_ = 0, col_ = 0, batch_copies_ = 1, parts_ = 1;
   bool small_ = false;
   bool whole_ = false;  // every row sees every key, so that every element is written
+  bool once_ = false;   // heads share no element, and the mask has the dtype of query
   std::vector<std::vector<int64_t>> rounds_;
   std::vector<int64_t> turn_;  // of each item, among those that share its elements
   OptionalTensor sums_;        // [copies, numel]

@@ -1,5 +1,5 @@
-// The rows that the next chunk will read or write, asked for a few at a time between the register tiles of this one:
-// the hardware's prefetcher stops at every page, and a chunk's rows are one or two.
+// The rows that the next chunk or tile will read or write, asked for a few at a time between the register tiles of this
+// one: the hardware's prefetcher stops at every page, and rows of a chunk, or of a mask's block, are shorter.
 #pragma once
 #include "common.h"
 

@@ -149,7 +149,7 @@ struct Backward : Stages<C> {
     if (w.value)
       S::sum_queries(p, t, P, t.grad, value_ld(p), hidden && !t.grad_finite, k0, seen, p.v_head_dim, grad_value);
     if (w.slope) *w.slope += S::slope_gradient(p, t, dS, k0, seen);
-    if (w.mask) S::mask_gradient(t, w, dS, k0, seen, P);  // P has served
+    if (w.mask) S::template mask_gradient<T>(t, w, dS, k0, seen, P);  // P has served
     if (p.softcap > 0 && (w.key || w.query)) through_softcap(t, cap_tanh, seen, dS);
     if (w.key) S::sum_queries(p, t, dS, t.query, key_ld(p), hidden && !t.query_finite, k0, seen, p.head_dim, grad_key);
     if (w.query) S::sum_keys(p, t, dS, K, key_ld(p), p.head_dim, hidden && !key_finite, k0, seen, block, t.grad_query);
@@ -162,10 +162,12 @@ struct Backward : Stages<C> {
     Space at;
     int64_t chunk;
     bool key_finite;
+    int64_t used = 0;  // tiles
     QueryTile tiles[Tuning::backward_max_tiles];
 
     Kernel(const Walk& w, C* s) : walk(w), space(s), at(w.params), chunk(chunk_tiles(w.params)), key_finite(true) {}
     void prepare(int64_t i, int64_t head, int64_t first, int64_t count) {
+      used = i + 1;
       tiles[i] = place(walk.params, space + at.chunk + i * tile_numbers(walk.params));
       Backward::template prepare<T>(walk.params, walk.heads[head], first, count, tiles[i],
                                     walk.part == 0 ? walk.gradients[head].sink : nullptr);
@@ -178,9 +180,25 @@ struct Backward : Stages<C> {
                 space + at.value, value_ld(p), round_up(p.v_head_dim, W));
     }
     void step(int64_t i, const Wanted& w, int64_t k0, int64_t block, C* grad_key, C* grad_value) {
+      const AttentionParams& p = walk.params;
+      Ahead ahead;
+      if (p.mask != MaskKind::none) {
+        const QueryTile& next = tiles[i + 1 < used ? i + 1 : 0];
+        const int64_t k = i + 1 < used ? k0 : k0 + block;
+        look_up_mask<T>(p, next.head->mask, next.first, next.count, k, min_of(key_block, p.kv_len - k), ahead);
+        if (w.mask && w.mask_row != 0 && w.mask_col == 1) {
+          const int64_t at = tiles[i].first * w.mask_row + k0;
+          if (w.mask_once)
+            ahead.add(static_cast<const T*>(w.mask) + at, w.mask_row, block);
+          else
+            ahead.add(static_cast<const C*>(w.mask) + at, w.mask_row, block);
+        }
+        tiles[i].ahead = &ahead;
+      }
       const auto go = walk.params.dropout.on() ? tile_step<T, true> : tile_step<T, false>;
       go(walk.params, tiles[i], w, space + at.key, space + at.value, key_finite, k0, block, space + at.P, space + at.dS,
          space + at.cap_tanh, grad_key, grad_value);
+      tiles[i].ahead = nullptr;
     }
     const C* query_sum(int64_t i) const { return tiles[i].grad_query; }
   };

@@ -274,7 +274,7 @@ struct BackwardJvp : Stages<C> {
       if (d.grad_out) sum_queries(b.P, t.grad_tangent, ldv, t.grad_tangent_finite, Dv, grad_value);
     }
     if (w.slope) *w.slope += S::slope_gradient(p, t, b.dS_change, k0, seen);
-    if (w.mask) S::mask_gradient(t, w, b.dS_change, k0, seen, b.P);  // P has served
+    if (w.mask) S::template mask_gradient<T>(t, w, b.dS_change, k0, seen, b.P);  // P has served
     if (!w.key && !w.query) return;
     if (b.cap_tanh) through_softcap(p, t, seen, b);
     if (w.key) {

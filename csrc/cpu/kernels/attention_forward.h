@@ -44,6 +44,7 @@ struct Forward {
     int64_t first_row;
     C cap;  // softcap in log2 units, 0 for none
     Alibi<C> alibi;
+    Ahead* ahead;  // of the mask
   };
 
   // M keys against N vectors of panel p, from vector v on
@@ -116,6 +117,7 @@ struct Forward {
                                       int64_t end) {
     split_rows<rows>(end - begin, [&](int64_t k, auto m) {
       score_rows<H, m.count>(K + (begin + k) * ldk, ldk, s, k0 + begin + k, begin + k);
+      if constexpr (H == Hidden::by_bias || H == Hidden::by_sum) s.ahead->step();
     });
   }
 
@@ -300,6 +302,12 @@ struct Forward {
           if (masked == MaskBlock::all_hidden) seen = {0, 0, 0, 0};
         };
         bias_again();
+        Ahead ahead;
+        if (t + 1 < tiles_used)
+          look_up_mask<T>(p, h.mask, row + tile, min_of(tile, count - (t + 1) * tile), k0, block, ahead);
+        else
+          look_up_mask<T>(p, h.mask, first, min_of(tile, count), k0 + block, min_of(key_block, p.kv_len - k0 - block),
+                          ahead);
         const bool bias = has_block(masked);
         const Scores s{query + t * tile * D,
                        ref,
@@ -311,7 +319,8 @@ struct Forward {
                        &p.keys,
                        row,
                        C(p.softcap * log2_e),
-                       alibi_of<C>(p, h, row, k0, masked)};
+                       alibi_of<C>(p, h, row, k0, masked),
+                       &ahead};
         for (int tries = 0; !seen.empty(); tries++) {  // again if the reference moves; bounded, for a NaN never settles
           for (int64_t j = 0; j < used; j++) {
             tops[j] = load(top + t * tile + j * W) + load(ref + j * W);
@@ -360,6 +369,7 @@ struct Forward {
           const int64_t begin = max_of(mine.begin, seen.begin),
                         keys = guarded ? 0 : max_of(0, min_of(mine.end, seen.end) - begin);
           value_rows<m.count>(P + begin * tile, keys, v, Vb + begin * ldv, r);
+          ahead.step();
         });
         if (guarded)
           add_guarded(P + seen.begin * tile, tile, 1, n, Vb + seen.begin * ldv, ldv, seen.end - seen.begin, Dv, O,

@@ -19,7 +19,7 @@ ATTN_INLINE Vf exp2_short(Vf t, float least = -125.f) {
   return scale_by_power(fma(y, f + Vf::set(-4.657926231e+01f) + y, Vf::set(5.761803277e+02f)), n);
 }
 
-// cap * tanh(y / cap) of y / cap times 2 log2(e), to about 1e-7 cap: as exact as an lse beside 16 bits need be
+// cap * tanh(y) of z = 2 log2(e) y, to 1e-7 cap: as exact as an lse beside 16 bits need be
 ATTN_INLINE Vf cap_short(Vf z, float cap) {
   const Vf far = Vf::set(40.f), one = Vf::set(1.f);
   z = min(far, max(Vf::zero() - far, z));  // a NaN stays one
@@ -27,11 +27,21 @@ ATTN_INLINE Vf cap_short(Vf z, float cap) {
   return fma(Vf::set(-2 * cap), reciprocal(power + one), Vf::set(cap));
 }
 
+// ... for |y| <= 0.4, to 2e-8 cap
+ATTN_INLINE Vf cap_near_zero(Vf y, float cap) {
+  const Vf t = y * y;
+  Vf p = Vf::set(-4.682573798e-02f);
+  p = fma(p, t, Vf::set(1.325056708e-01f));
+  p = fma(p, t, Vf::set(-3.332972613e-01f));
+  p = fma(p, t, Vf::set(9.999995734e-01f));
+  return y * Vf::set(cap) * p;
+}
+
 // The weights against a reference that moves only when a row leaves its range.
 struct ForwardWork : DotWork {
   static constexpr int W = Vf::width, most = 1, count = 1;
   static constexpr int64_t tile = DotTiles::tile;
-  static constexpr bool matrix = DotTiles::matrix, softens = false;
+  static constexpr bool matrix = DotTiles::matrix, softens = true;
   DotProduct terms[1];
   const float* reference;     // [tile], log2 units, negated
   const float* bias;          // [key][tile]
@@ -56,7 +66,6 @@ struct ForwardWork : DotWork {
     ATTN_UNROLL for (int r = 0; r < 2; r++) {
       if (guard && w.key + r >= w.end) break;  // a last single key is paired with weight 0
       Vf x = load(w.x + r * W);
-      if (cap != 0) x = cap_short(x * factor, cap);
       // rounded twice, as the maximum that the reference came from: a fused sum would show the product's rounding
       x = x * scale + ref;
       const float* b = bias + (w.key + r) * tile + lane;
@@ -82,6 +91,19 @@ struct ForwardWork : DotWork {
     total[j] = total[j] + (p[0] + p[1]);
     rounded[j] = add_pairs(rounded[j], pair);
     store_pairs(P + w.key / 2 * tile + lane, pair);
+  }
+  // x -> softcap of it, in log2 units
+  ATTN_NOINLINE void soften(float* x, const float*, int n) const {
+    const Vf to_y = factor * Vf::set(float(1 / (2 * log2_e)));
+    Vf high = Vf::zero();
+    for (int i = 0; i < n; i++) {
+      const Vf y = load(x + i * W) * to_y;
+      high = max(max(y, Vf::zero() - y), high);
+    }
+    if (any(ge(high, Vf::set(0.4f))))
+      for (int i = 0; i < n; i++) store(x + i * W, cap_short(load(x + i * W) * factor, cap));
+    else
+      for (int i = 0; i < n; i++) store(x + i * W, cap_near_zero(load(x + i * W) * to_y, cap));
   }
 };
 
@@ -191,8 +213,14 @@ struct ForwardDot : DotTiles {
           if (masked == MaskBlock::all_hidden) seen = {0, 0, 0, 0};
         }
         const bool biased = has_block(masked);
+        Ahead ahead;
+        if (t + 1 < tiles_used)
+          look_up_mask<bf16>(p, h.mask, row + tile, min_of(tile, count - (t + 1) * tile), k0, block, ahead);
+        else
+          look_up_mask<bf16>(p, h.mask, first, min_of(tile, count), k0 + block,
+                             min_of(key_block, p.kv_len - k0 - block), ahead);
         ForwardWork s{
-            {pairs, used, &p.keys, row, k0, float(p.softcap * log2_e), alibi_of<float>(p, h, row, k0, masked)},
+            {pairs, used, &p.keys, row, k0, float(p.softcap * log2_e), alibi_of<float>(p, h, row, k0, masked), &ahead},
             {{Kb, ldk, query + t * tile * pairs}},
             ref,
             bias,

@@ -207,8 +207,9 @@ struct JvpDot : DotTiles {
           if (tangent_added)
             load_tangent_bias<bf16>(p, d, row, n, k0 + seen.begin, seen.end - seen.begin, added + seen.begin * tile,
                                     tile);
+          Ahead ahead;  // nothing
           JvpWork s{{at.pairs, (n + W - 1) / W, &p.keys, row, k0, float(p.softcap * log2_e),
-                     alibi_of<float>(p, h, row, k0, masked)},
+                     alibi_of<float>(p, h, row, k0, masked), &ahead},
                     {},
                     0,
                     scores,

@@ -41,6 +41,7 @@ struct Stages {
     const HeadPointers* head;
     int64_t first, count;  // rows
     int64_t vectors_used;
+    Ahead* ahead;  // a step with each group of keys, or null
   };
 
   static void begin(const HeadPointers& h, int64_t first, int64_t count, QueryRows& t) {
@@ -48,6 +49,7 @@ struct Stages {
     t.first = first;
     t.count = count;
     t.vectors_used = (count + W - 1) / W;
+    t.ahead = nullptr;
   }
   template <class T>
   static void pack_panels(const void* X, int64_t ld, const QueryRows& t, int64_t dim, C factor, C* Y) {
@@ -109,6 +111,7 @@ struct Stages {
                                 int64_t begin, int64_t end) {
     split_rows<rows>(end - begin, [&](int64_t k, auto m) {
       against_panels<H, m.count>(x, t.vectors_used, step, k0 + begin + k, begin + k);
+      if (t.ahead) t.ahead->step();
     });
   }
 
@@ -268,6 +271,7 @@ struct Stages {
       const int64_t k = seen.begin + k_;
       const KeyRange r = p.keys.rows(k0 + k, k0 + k + m.count - 1, p.q_len);
       const int64_t from = max_of(0, r.begin - t.first), to = min_of(t.count, r.end - t.first);
+      if (t.ahead) t.ahead->step();
       if (from < to)
         add_over_queries<m.count>(A + k * tile + from, B + from * ldb, ldb, to - from, round_up(dim, W), out + k * ldo,
                                   ldo);
@@ -304,16 +308,16 @@ struct Stages {
 
   struct Wanted {
     bool query, key, value;
-    C* mask;  // [q_len][kv_len] of this head, or null
+    void* mask;  // see HeadGradients
     int64_t mask_row, mask_col;
-    bool mask_first;                                               // it holds nothing yet
+    bool mask_first, mask_once;
     double* slope;                                                 // of ALiBi, or null
     bool scores() const { return query || key || mask || slope; }  // dS is needed
   };
 
   // m <= W rows of n numbers from dS[key][tile]: written, or added to what is there
-  template <bool Write>
-  static ATTN_INLINE void transpose_into(const C* dS, int64_t n, int64_t m, C* to, int64_t ld) {
+  template <bool Write, class To>
+  static ATTN_INLINE void transpose_into(const C* dS, int64_t n, int64_t m, To* to, int64_t ld) {
     int64_t k = 0;
     for (; k + W <= n; k += W) {
       Vec<C> t[W];
@@ -322,14 +326,22 @@ struct Stages {
       for (int64_t i = 0; i < m; i++) store(to + i * ld + k, Write ? t[i] : load(to + i * ld + k) + t[i]);
     }
     for (; k < n; k++)
-      for (int64_t i = 0; i < m; i++) to[i * ld + k] = dS[k * tile + i] + (Write ? C(0) : to[i * ld + k]);
+      for (int64_t i = 0; i < m; i++)
+        store_one(to + i * ld + k, dS[k * tile + i] + (Write ? C(0) : C(load_one(to + i * ld + k))));
   }
-  // Rows past the last one and hidden keys have dS 0.
+  // Rows past the last one and hidden keys have dS 0. T: the dtype of query
+  template <class T>
   static ATTN_NOINLINE void mask_gradient(const QueryRows& t, const Wanted& w, const C* dS, int64_t k0,
                                           const TileKeys& seen, C* buffer) {
-    const int64_t n = seen.end - seen.begin;
+    const int64_t n = seen.end - seen.begin, at = t.first * w.mask_row + (k0 + seen.begin) * w.mask_col;
     dS += seen.begin * tile;
-    C* mask = w.mask + t.first * w.mask_row + (k0 + seen.begin) * w.mask_col;
+    if (w.mask_once) {
+      T* mask = static_cast<T*>(w.mask) + at;
+      for (int64_t r = 0; r < t.count; r += W)
+        transpose_into<true>(dS + r, n, min_of(W, t.count - r), mask + r * w.mask_row, w.mask_row);
+      return;
+    }
+    C* mask = static_cast<C*>(w.mask) + at;
     if (w.mask_row == 0) {  // one value for all rows
       for (int64_t k = 0; k < n; k++) {
         Vec<C> s = Vec<C>::zero();

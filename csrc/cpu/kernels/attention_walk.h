@@ -63,10 +63,11 @@ void walk_keys(const Walk& x, Kernel& kernel, Compute<T>* grad_key, Compute<T>* 
         const typename S::Wanted w{g.query != nullptr || x.partial_query != nullptr,
                                    g0.key != nullptr,
                                    g0.value != nullptr,
-                                   static_cast<C*>(g.mask),
+                                   g.mask,
                                    g.mask_row,
                                    g.mask_col,
                                    g.mask_first,
+                                   g.mask_once,
                                    g.slope};
         kernel.step(i, w, k0, block, grad_key + k0 * ldgk, grad_value + k0 * ldgv);
       }

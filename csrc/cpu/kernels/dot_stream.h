@@ -20,6 +20,7 @@ struct DotWork {
   int64_t first_row, k0;
   float cap;  // softcap in log2 units, 0 for none
   Alibi<float> alibi;
+  Ahead* ahead;  // of the mask
 };
 
 // Products on their way to weights, [key pair][vector][low, high][W], keys [begin, end) of the block.
@@ -110,6 +111,7 @@ struct DotStream : DotTiles {
         if (e.cap != 0) [[unlikely]]
           e.soften(x, a, numbers / W);
       pending = {x, a, sums, k, k + M, k, 0, (M + 1) / 2 * N};
+      if constexpr (H == Hidden::by_bias || H == Hidden::by_sum) e.ahead->step();
     }
     finish<H, N>(pending, e, lane0);
   }

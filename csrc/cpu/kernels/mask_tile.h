@@ -3,6 +3,7 @@
 // no block (by_alibi; by_range adds it too where it is on).
 #pragma once
 #include "../../attention_params.h"
+#include "ahead.h"
 #include "block_rows.h"
 #include "pack.h"
 
@@ -221,6 +222,21 @@ ATTN_NOINLINE MaskBlock load_mask(const AttentionParams& p, const void* mask, in
     return MaskBlock::added;
   };
   return p.mask_fp32 ? load(static_cast<const float*>(mask) + at) : load(static_cast<const T*>(mask) + at);
+}
+
+// The same rows and keys of the mask tensor, to be looked up; no steps where they are few.
+template <class T>
+ATTN_INLINE void look_up_mask(const AttentionParams& p, const void* mask, int64_t first, int64_t rows, int64_t k0,
+                              int64_t n, Ahead& ahead) {
+  if (p.mask == MaskKind::none || p.mask == MaskKind::blocks || p.mask_row == 0 || p.mask_col != 1) return;
+  const int64_t at = first * p.mask_row + k0;
+  if (p.mask == MaskKind::boolean)
+    ahead.add(static_cast<const mask_bool*>(mask) + at, p.mask_row, n);
+  else if (p.mask_fp32)
+    ahead.add(static_cast<const float*>(mask) + at, p.mask_row, n);
+  else
+    ahead.add(static_cast<const T*>(mask) + at, p.mask_row, n);
+  ahead.start(rows);
 }
 
 // -inf into B where the key ranges hide
