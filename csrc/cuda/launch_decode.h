@@ -9,8 +9,8 @@ namespace attnjourney {
 
 // What the kernel of a call works on at a time.
 struct DecodeTiling {
-  int rows, keys;  // of a tile
-  int smem_bytes;
+  int rows, keys;             // of a tile
+  int smem_bytes, blocks;     // blocks of a multiprocessor, as far as registers go
   int keys_of_rounds = 1024;  // that a block has at least where there are more blocks than run at once
 };
 
@@ -27,7 +27,8 @@ extern const CudaDecode sm80_decode_bf16, sm80_decode_fp16, sm80_decode_fp32, sm
 // least 128 keys each; or four rounds of blocks, for lengths that differ, with as many as the kernel says.
 inline int decode_splits(int64_t units, int64_t keys, const DecodeTiling& tiling, const Device& device) {
   const int per_sm = device.capability == 90 ? 227 << 10 : device.capability == 80 ? 163 << 10 : 99 << 10;
-  const int64_t slots = int64_t{device.multiprocessors} * std::max(1, per_sm / (tiling.smem_bytes + 1024));
+  const int64_t slots =
+      int64_t{device.multiprocessors} * std::clamp(per_sm / (tiling.smem_bytes + 1024), 1, tiling.blocks);
   const auto up = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t fill = std::min(slots / units, up(keys, 128));
   const int64_t rounds = std::min(up(4 * slots, units), keys / tiling.keys_of_rounds);

@@ -26,9 +26,9 @@ DecodeTiling decode_tiling(int head_dim, int v_head_dim, int rows, bool chunked)
   if constexpr (sizeof(T) == 2)
     if (chunked)
       return with_decode_mma<T>(head_dim, v_head_dim, rows,
-                                [&]<class K>() { return DecodeTiling{K::kRows, K::kKeys, K::kSmemBytes}; });
+                                [&]<class K>() { return DecodeTiling{K::kRows, K::kKeys, K::kSmemBytes, K::kBlocks}; });
   using Shape = DecodeFmaShape<T>;
-  return {Shape::kRows, Shape::kKeys, Shape(head_dim, v_head_dim).bytes()};
+  return {Shape::kRows, Shape::kKeys, Shape(head_dim, v_head_dim).bytes(), DecodeFma<T>::kBlocks};
 }
 
 template <class T>

@@ -33,6 +33,7 @@ struct DecodeFma {
   using Shape = DecodeFmaShape<T>;
   using C = ComputeOf<T>;
   static constexpr int kRows = Shape::kRows, kKeys = Shape::kKeys, kThreads = Shape::kThreads, kChunk = Shape::kChunk;
+  static constexpr int kBlocks = sizeof(C) == 8 ? 2 : 4;          // of a multiprocessor, as far as registers go
   static constexpr int kSlices = kThreads / kKeys, kColumns = 2;  // threads for a key; columns of a thread, Dv <= 256
   static_assert(kSlices == 8 || kSlices == 16);
 
@@ -244,7 +245,7 @@ struct DecodeFma {
 };
 
 template <class T>
-__global__ void __launch_bounds__(DecodeFma<T>::kThreads, sizeof(T) == 8 ? 2 : 4)
+__global__ void __launch_bounds__(DecodeFma<T>::kThreads, DecodeFma<T>::kBlocks)
     decode_fma(const DecodeTask p, bool chunked) {
   DecodeFma<T>::run(p, chunked);
 }

@@ -13,6 +13,7 @@ template <class T_, int D, int Warps, int Stages, bool Shared = false>
 struct DecodeMma {
   using T = T_;
   static constexpr int kD = D, kKeys = 16, kWarps = Warps, kStages = Stages, kThreads = 32 * Warps;
+  static constexpr int kBlocks = D == 64 ? 3 : 2;  // of a multiprocessor, as far as registers go
   static constexpr int kWarpRows = 16, kRows = Shared ? Warps * kWarpRows : kWarpRows;
   static constexpr int kTileBytes = kKeys * D * 2, kStageBytes = 2 * kTileBytes;
   static constexpr int kRing = Stages * kStageBytes;  // of a warp, or of the block
@@ -262,7 +263,7 @@ struct DecodeMma {
 };
 
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kD == 64 ? 3 : 2) decode_mma(const DecodeTask p) {
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks) decode_mma(const DecodeTask p) {
   Kernel::run(p);
 }
 
