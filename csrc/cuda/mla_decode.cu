@@ -27,7 +27,7 @@ const CudaDecode& latent_kernel(const DecodeCall& c, const DecodeInputs& in, boo
   int most = 0;
   cuda_check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.index),
              "cudaDeviceGetAttribute");
-  return rows > 32 && kernels.large.tiling(0, 0, true).smem_bytes <= most ? kernels.large : kernels.small;
+  return rows > 32 && kernels.large.tiling(0, 0, 0, true).smem_bytes <= most ? kernels.large : kernels.small;
 }
 
 }  // namespace

@@ -80,7 +80,7 @@ int main(int argc, char** argv) {
     run<Kernel>(a, p);
     if (p.splits > 1)
       emulator::launch(decode_merge<T>, dim3(static_cast<unsigned>(rows)), dim3(kMergeThreads),
-                       static_cast<size_t>(merge_smem<C>(p.splits)), a.options(), p, Kernel::kRows);
+                       static_cast<size_t>(merge_smem<C>(p.splits, p.v_head_dim)), a.options(), p, Kernel::kRows);
     driver::write(out);
     driver::write(lse);
   });

@@ -15,20 +15,22 @@ void launch_latent(Kernel kernel, const DecodeTask& p, int threads, int smem_byt
   const int64_t items = int64_t{p.batch} * p.kv_heads;
   launch(kernel, items * p.row_tiles * p.splits, threads, smem_bytes, stream, p);
   if (p.splits > 1)
-    launch(decode_merge<T>, items * p.rows, kMergeThreads, merge_smem<ComputeOf<T>>(p.splits), stream, p, tile_rows);
+    launch(decode_merge<T>, items * p.rows, kMergeThreads, merge_smem<ComputeOf<T>>(p.splits, p.v_head_dim), stream, p,
+           tile_rows);
 }
 
 template <class K>
 constexpr CudaDecode latent_mma_decode{
-    [](int, int, bool) { return DecodeTiling{K::kRows, K::kKeys, K::kSmemBytes, kRoundKeys}; },
+    [](int, int, int, bool) { return DecodeTiling{K::kRows, K::kKeys, K::kSmemBytes, K::kBlocks, kRoundKeys}; },
     [](const DecodeTask& p, bool, cudaStream_t stream) {
       launch_latent<typename K::T>(latent_mma<K>, p, K::kThreads, K::kSmemBytes, K::kRows, stream);
     }};
 
 template <class T>
 constexpr CudaDecode latent_fma_decode{
-    [](int head_dim, int, bool) {
-      return DecodeTiling{LatentFma<T>::kRows, LatentFma<T>::kKeys, LatentFma<T>::smem_bytes(head_dim), kRoundKeys};
+    [](int head_dim, int, int, bool) {
+      using K = LatentFma<T>;
+      return DecodeTiling{K::kRows, K::kKeys, K::smem_bytes(head_dim), K::kBlocks, kRoundKeys};
     },
     [](const DecodeTask& p, bool, cudaStream_t stream) {
       using K = LatentFma<T>;

@@ -7,8 +7,8 @@ namespace attnjourney {
 
 template <class T>
 constexpr CudaDecode sm90_latent_decode{
-    [](int, int, bool) {
-      return DecodeTiling{Sm90Latent<T>::kRows, Sm90Latent<T>::kKeys, Sm90Latent<T>::kSmemBytes, kRoundKeys};
+    [](int, int, int, bool) {
+      return DecodeTiling{Sm90Latent<T>::kRows, Sm90Latent<T>::kKeys, Sm90Latent<T>::kSmemBytes, 1, kRoundKeys};
     },
     [](const DecodeTask& p, bool, cudaStream_t stream) {
       using K = Sm90Latent<T>;

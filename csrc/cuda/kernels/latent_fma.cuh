@@ -14,6 +14,7 @@ struct LatentFma {
   static constexpr int kThreads = 128, kRows = sizeof(C) == 8 ? 8 : 16, kKeys = kRows;
   static constexpr int kSlices = kThreads * 4 / (kRows * kKeys);  // threads that share four products
   static constexpr int kColumns = kLatentValueDim / kThreads;
+  static constexpr int kBlocks = 3;  // of a multiprocessor: 168 registers a thread
 
   // numbers from one row to the next in shared memory: whole slices, and four more against bank conflicts
   static __host__ __device__ int pitch(int head_dim) {

@@ -14,6 +14,7 @@ struct LatentMma {
   using T = T_;
   static constexpr int kD = kLatentDim, kDv = kLatentValueDim, kRows = Rows, kKeys = Keys, kHalf = Keys / 2;
   static constexpr int kWarps = Rows / 16 * 2, kThreads = 32 * kWarps;
+  static constexpr int kBlocks = 8 / kWarps;  // of a multiprocessor: 202 registers a thread
   static constexpr int kTileBytes = Keys * kD * 2, kQueryBytes = Rows * kD * 2;
   static constexpr int kPitch = Keys * 2 + 16;  // of a row of weights: no two of 8 rows in the same banks
   static constexpr int kWeightsAt = kQueryBytes + 2 * kTileBytes, kStatsAt = kWeightsAt + Rows * kPitch;
