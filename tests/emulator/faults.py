@@ -94,7 +94,7 @@ SM90_FORWARD = [
     (
         "probabilities of the last reference",
         "sm90_forward.cuh",
-        "o[e] *= soft.alpha[e >> 1 & 1]",
+        "every o[e] *= soft.alpha[e >> 1 & 1]",
         "o[e] *= soft.alpha[e & 1]",
     ),
     (
@@ -273,12 +273,12 @@ BACKWARD_OPTIONS = [
         "p.delta[stats + Tiles::stat_position(row + 8 * h)]",
         "p.delta[stats + row + 8 * h]",
     ),
-    ("a key that is hidden leaks", "sm80_backward.cuh", "qd, l, guarded_mma<T>", "qd, l, pair_mma<T>"),
+    ("a key that is hidden leaks", "sm80_backward.cuh", "qd, fresh(), guarded_mma<T>", "qd, fresh(), pair_mma<T>"),
     (
         "a row that is not seen leaks into dV",
         "sm80_backward.cuh",
-        "sp, tdo, l, guarded_mma<T>",
-        "sp, tdo, l, pair_mma<T>",
+        "sp, tdo, fresh(), guarded_mma<T>",
+        "sp, tdo, fresh(), pair_mma<T>",
     ),
 ]
 FORWARD_BLOCKS = [
@@ -359,7 +359,7 @@ NAN_SM80_BACKWARD = [
         "sp, tdo, fresh(), guarded_mma<T>",
         "sp, tdo, fresh(), pair_mma<T>",
     ),
-
+]
 WIDE_FORWARD = [
     ("K read before its copy landed", "wide_forward.cuh", "ptx::cp_async_wait<0>();  // K (and Q)", "// K (and Q)"),
     ("V read before its copy landed", "wide_forward.cuh", "ptx::cp_async_wait<0>();  // V has landed", ""),
