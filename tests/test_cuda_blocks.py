@@ -6,7 +6,7 @@ from test_cuda_emulator_blocks import CASES, block_call
 from test_cuda_emulator_options import expected_of
 from test_cuda_emulator_weights import CASES as WEIGHTS
 from test_cuda_emulator_weights import TYPES, expected_weights, weights_bound
-from testing import GRADIENT_FACTOR, assert_close_to_reference, random_tensor
+from testing import GRADIENT_FACTOR, LSE_DTYPE, assert_close_to_reference, random_tensor
 
 import attnjourney
 
@@ -18,12 +18,13 @@ def on_device(arguments):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}")
-def test_blocks(case, head_dim, deterministic):
-    tensors, arguments, _, options = block_call(case, torch.bfloat16, head_dim, head_dim)
-    grad_out = random_tensor(tensors[0].shape, torch.bfloat16, 4, outliers=False)
-    grad_lse = random_tensor(tensors[0].shape[:3], torch.float32, 5, outliers=False)
+def test_blocks(case, head_dim, dtype, deterministic):
+    tensors, arguments, _, options = block_call(case, dtype, head_dim, head_dim)
+    grad_out = random_tensor(tensors[0].shape, dtype, 4, outliers=False)
+    grad_lse = random_tensor(tensors[0].shape[:3], LSE_DTYPE.get(dtype, torch.float32), 5, outliers=False)
     (plain, rounding), exact = expected_of(tensors, arguments, grad_out, grad_lse)
     given, device = on_device(arguments), [x.cuda().requires_grad_() for x in tensors]
     mask = options["attn_mask"].to("cuda")

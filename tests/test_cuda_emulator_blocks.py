@@ -6,7 +6,7 @@ import torch
 from block_patterns import PATTERNS, dense
 from emulator import build, faults, run
 from test_cuda_emulator_options import BACKWARD, FORWARD, as_given, call, check_all, expected_of
-from testing import GRADIENT_FACTOR, assert_close_to_reference, random_tensor
+from testing import GRADIENT_FACTOR, LSE_DTYPE, assert_close_to_reference, random_tensor
 
 from attnjourney import BlockMask
 
@@ -40,8 +40,8 @@ def block_call(case, dtype, head_dim, v_head_dim):
     return tensors, arguments, ranges, options
 
 
-def check_forward(program, name, case, order, rows_first=False):
-    _, dtype, head_dim, v_head_dim = FORWARD[name]
+def check_forward(program, kernel, case, order, rows_first=False):
+    _, dtype, head_dim, v_head_dim = kernel
     tensors, arguments, ranges, options = block_call(case, dtype, head_dim, v_head_dim)
     (out, lse), counts = run.forward(program, *tensors, ranges, order, rows_first, options)
     (plain, rounding), exact = expected_of(tensors, arguments, torch.zeros_like(out), torch.zeros_like(lse))
@@ -50,13 +50,13 @@ def check_forward(program, name, case, order, rows_first=False):
     return counts
 
 
-def check_backward(program, name, case, order, rows_first=False):
-    _, dtype, head_dim, deterministic = BACKWARD[name]
+def check_backward(program, kernel, case, order, rows_first=False):
+    _, dtype, head_dim, deterministic = kernel
     tensors, arguments, ranges, options = block_call(case, dtype, head_dim, head_dim)
     grad_out = random_tensor((*tensors[0].shape[:3], head_dim), dtype, 4, outliers=False)
-    grad_lse = random_tensor(tensors[0].shape[:3], torch.float32, 5, outliers=False)
+    grad_lse = random_tensor(tensors[0].shape[:3], LSE_DTYPE.get(dtype, torch.float32), 5, outliers=False)
     (plain, rounding), exact = expected_of(tensors, arguments, grad_out, grad_lse)
-    given = (exact[0].detach().to(dtype), exact[1].detach().float(), grad_out, grad_lse)
+    given = (exact[0].detach().to(dtype), exact[1].detach().to(grad_lse.dtype), grad_out, grad_lse)
     results = run.backward(program, tensors, *given, ranges, order, rows_first, options, deterministic=deterministic)
     trained = [n for n in ("sinks", "alibi_slopes") if n in options]
     for i, (what, x) in enumerate(zip(("query", "key", "value", *trained), results, strict=True), 2):
@@ -89,7 +89,7 @@ def test_backward(programs, name):
 
 
 def test_many_tiles(programs):
-    check_forward(build.program(*FORWARD["64-bf16"][0]), "64-bf16", FAR, "random")
+    check_forward(build.program(*FORWARD["64-bf16"][0]), FORWARD["64-bf16"], FAR, "random")
 
 
 def test_blocks_that_hide_everything_are_skipped(programs):
@@ -133,11 +133,11 @@ def test_lists_that_lead_nowhere_are_not_followed(programs, broken):
     run.backward(program, half, *given, ranges, "random", options=options)
 
 
-def find(check, program, name):
+def find(check, program, kernel):
     """What the first case that notices a fault says, or None."""
     for i, case in enumerate((*CASES, *[FAR] * 3) if check is check_forward else CASES):
         try:
-            check(program, name, case, run.ORDER_NAMES[i % len(run.ORDER_NAMES)])
+            check(program, kernel, case, run.ORDER_NAMES[i % len(run.ORDER_NAMES)])
         except (AssertionError, run.EmulatorError) as found:
             return f"{case}: {str(found)[:200]}"
 
@@ -145,7 +145,7 @@ def find(check, program, name):
 @pytest.mark.parametrize("name,what,file,old,new", FAULTY_FORWARD, ids=[f[1] for f in FAULTY_FORWARD])
 def test_faulty_forward_is_found(programs, name, what, file, old, new):
     program = build.program(*FORWARD[name][0], build.faulty_sources(file, old, new))
-    assert find(check_forward, program, name), f"nothing noticed: {what}"
+    assert find(check_forward, program, FORWARD[name]), f"nothing noticed: {what}"
 
 
 FAULTY_BACKWARD += FAULTY_DETERMINISTIC
@@ -154,4 +154,4 @@ FAULTY_BACKWARD += FAULTY_DETERMINISTIC
 @pytest.mark.parametrize("name,what,file,old,new", FAULTY_BACKWARD, ids=[f[1] for f in FAULTY_BACKWARD])
 def test_faulty_backward_is_found(programs, name, what, file, old, new):
     program = build.program(*BACKWARD[name][0], build.faulty_sources(file, old, new))
-    assert find(check_backward, program, name), f"nothing noticed: {what}"
+    assert find(check_backward, program, BACKWARD[name]), f"nothing noticed: {what}"

@@ -74,8 +74,9 @@ def test_what_is_not_served_is_refused_by_name(built):  # noqa: F811
 
 def test_a_mask_of_blocks_is_served(built):  # noqa: F811
     blocks = dict(block_offsets="offsets", block_index="index", block_partial="index", block_elements="elements")
-    wide, two = run([("_cuda_block_check", {**blocks, **more}) for more in ({"x": "wide"}, {"is_causal": True})])
-    assert two == "served" and REFUSED[1][1] in wide
+    calls = ({"x": "wide"}, {"is_causal": True}, {"x": "fp32"}, {"x": "fp64"})
+    wide, *served = run([("_cuda_block_check", {**blocks, **more}) for more in calls])
+    assert served == ["served"] * 3 and REFUSED[0][1] in wide
 
 
 def test_what_linear_attention_does_not_serve_is_refused_by_name(built):  # noqa: F811

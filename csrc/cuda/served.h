@@ -15,9 +15,6 @@ inline void check_served(const AttentionCall& c, const AttentionOptions& options
   (void)causal_alignment, (void)window, (void)prefix_length, (void)key_lengths, (void)query_lengths;
   (void)attn_mask, (void)dropout_p, (void)softcap, (void)sinks, (void)alibi_slopes, (void)cu_seqlens_q,
       (void)cu_seqlens_k, (void)blocks;
-  const bool wide = c.dtype != ScalarType::BFloat16 && c.dtype != ScalarType::Half;
-  check_runtime(!blocks || !wide, "attn_mask: expected None or a tensor in ", dtype_text(c.dtype),
-                " on CUDA, where no kernel of this dtype serves a BlockMask yet");
   const auto head_dim = static_cast<int>(std::min<int64_t>(c.params.head_dim, 1 << 20));
   const auto v_head_dim = static_cast<int>(std::min<int64_t>(c.params.v_head_dim, 1 << 20));
   check_value((backward ? backward_size : forward_size)(head_dim, v_head_dim) != 0,

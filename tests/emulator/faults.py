@@ -370,7 +370,7 @@ WIDE_FORWARD = [
         "//",
     ),
     ("a product of low halves left out", "wide_tiles.cuh", "ptx::mma_m16n8k8(small, a.low, high[0], high[1]);", ""),
-    ("a value that is hidden leaks", "wide_forward.cuh", "        guard(acc, s,", "        if (false) guard(acc, s,"),
+    ("a value that is hidden leaks", "wide_forward.cuh", "if (border) guard(acc, s,", "if (false) guard(acc, s,"),
     (
         "a value cleared while others look at it",
         "wide_forward.cuh",
@@ -392,6 +392,14 @@ WIDE_BACKWARD = [
     ("rows without a key not marked", "wide_passes.cuh", "lse == -INFINITY ? INFINITY", "false ? INFINITY"),
     ("gradient of lse forgotten", "wide_passes.cuh", "sum -= p.grad_lse[stat]", "sum -= 0"),
     ("tiles read before they landed", "wide_mask_gradient.cuh", "      ptx::cp_async_wait<0>();\n", ""),
+]
+WIDE_FORWARD_BLOCKS = [
+    ("partial tiles are not looked at", "wide_forward.cuh", "if (blocks && !window.whole(n))\n", "if (false)\n"),
+    ("what was found lies where the flags are", "wide_forward.cuh", "flags + kFlagBytes / 4", "flags"),
+]
+WIDE_BACKWARD_BLOCKS = [
+    ("partial tiles are not looked at", "wide_backward.cuh", "blocks() && !window.whole(it);", "false;"),
+    ("a turn is not passed on", "wide_backward.cuh", "it++, at.next()) pass_turn();", "it++, at.next());"),
 ]
 NAN_SM90_BACKWARD = [
     ("keys stay as they are", "sm90_backward.cuh", "if (Ranged) bad_keys = Guard::clean_keys(m, smem);", ""),

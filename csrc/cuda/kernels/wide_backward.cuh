@@ -18,7 +18,9 @@ struct WideBackward {
   static constexpr int kKeyBytes = Keys * D * sizeof(Real), kStage = Rows * D * sizeof(Real);
   static constexpr int kScoreBytes = Rows * Keys * sizeof(Real), kStats = 2 * Rows * sizeof(Real);
   static constexpr int kTileBytes = 2 * kKeyBytes + Stages * (2 * kStage + kStats) + kScoreBytes;
-  static constexpr int kSmemBytes = kTileBytes + 2 * kWarps * 4 + kWarps * static_cast<int>(sizeof(Real));
+  using Window = TileWindow<kThreads>;
+  static constexpr int kFlagBytes = 2 * kWarps * 4;
+  static constexpr int kSmemBytes = kTileBytes + kFlagBytes + kWarps * static_cast<int>(sizeof(Real)) + Window::kBytes;
   using Fragment = KeyFragment<1, Rows / 8>;
   using Scores = Real[Rows / 8][4];
   using Sums = Real[kOwn * kW][4];
@@ -28,6 +30,7 @@ struct WideBackward {
     unsigned char *key, *value, *query, *grad_out, *stats, *score;
     uint32_t* flags;
     Real* parts;
+    uint32_t* window;
     explicit __device__ __forceinline__ Tiles(unsigned char* smem)
         : key(smem),
           value(key + kKeyBytes),
@@ -36,7 +39,8 @@ struct WideBackward {
           stats(grad_out + Stages * kStage),
           score(stats + Stages * kStats),
           flags(reinterpret_cast<uint32_t*>(smem + kTileBytes)),
-          parts(reinterpret_cast<Real*>(smem + kTileBytes + 2 * kWarps * 4)) {}
+          parts(reinterpret_cast<Real*>(smem + kTileBytes + kFlagBytes)),
+          window(reinterpret_cast<uint32_t*>(parts + kWarps)) {}
   };
 
   static __device__ __forceinline__ void run(const BackwardTaskOf<Real>& p) {
@@ -52,7 +56,10 @@ struct WideBackward {
       return static_cast<const Real*>(base) + where.batch * s.batch + head * s.head + begin * s.row;
     };
     const Tiles tiles(ptx::dynamic_smem());
+    // once more where holding it would spill
+    const auto sequence_here = [&] { return sizeof(Real) == 4 ? sequence_of<true>(p, where.batch) : sequence; };
     const auto load = [&](int stage, int head, int tile) {
+      const Sequence sequence = sequence_here();
       wide_load<Real, D, Rows, kThreads>(ptx::smem_addr(tiles.query + stage * kStage),
                                          head_of(p.query, p.query_strides, head, sequence.q_begin), p.query_strides.row,
                                          tile * Rows, sequence.q_len, p.head_dim);
@@ -66,20 +73,49 @@ struct WideBackward {
       ptx::cp_async_commit();
     };
 
-    // Which of its scores of the tile to come a thread's rows see; tiles in which a boolean mask hides all are left
-    // out, unless others wait for this block's turn.
+    // Which of its scores of the tile to come a thread's rows see; tiles in which a boolean mask or one of
+    // blocks hides all are left out, but for passing on the turn that others wait for.
     uint32_t seen = 0;
     int flag = 0;
+    const auto blocks = [&] { return p.scores.mask_kind == MaskElement::blocks; };
+    Window window{tiles.window};
+    const auto pass_turn = [&] {
+      if (tid != 0) return;
+      int* turn = p.turn + 2 * (scratch_row(p, where.batch, at.head) / Rows + at.tile);
+      const int mine = at.turn(where, sequence_here());
+      ptx::turn_wait(turn, mine);
+      ptx::turn_pass(turn, mine + 1);
+    };
     const auto next_seen = [&](int it) {
+      const Sequence sequence = sequence_here();
       for (; it < total; it++, at.next()) {
+        if (blocks()) {
+          const int to = window.next(it, total, [&](int i) {
+            auto other = at;
+            other.go(i, where.first_head);
+            const HeadScoresOf<Real> scores(p, p.q_heads, where.batch, other.head);
+            return scores.blocks(p.scores).kind(other.tile * Rows, Rows, n0, min(Keys, p.kv_len - n0));
+          });
+          if (p.turn)
+            for (; it < to; it++, at.next()) pass_turn();
+          else if (to > it)
+            at.go(it = to, where.first_head);
+          if (it == total) break;
+        }
         const int m0 = at.tile * Rows, lane = ptx::opaque(held_lane);
         const int row = m0 + lane % 4 * 2, key = n0 + own_key + lane / 4;
         seen = at.whole(m0) && m0 + Rows <= sequence.rows ? kAllSeen<Fragment>
                                                           : seen_in_range<Fragment>(sequence, row, key);
-        if (p.scores.mask_kind != MaskElement::boolean) break;
+        const bool some_blocks = blocks() && !window.whole(it);
+        if (p.scores.mask_kind != MaskElement::boolean && !some_blocks) break;
         const HeadScoresOf<Real> scores(p, p.q_heads, where.batch, at.head);
+        if (some_blocks) {
+          seen = seen_in_blocks<Fragment>(scores.blocks(p.scores), row, key, lane, seen);
+          break;
+        }
         seen = seen_in_mask<Fragment>(p.scores, scores, row, key, seen);
-        if (p.turn || block_any(seen != 0, tiles.flags, flag, kWarps)) break;
+        if (block_any(seen != 0, tiles.flags, flag, kWarps)) break;
+        if (p.turn) pass_turn();
       }
       return it;
     };
@@ -102,8 +138,8 @@ struct WideBackward {
     for (int it = first, next; it < total; it = next) {
       const int m0 = at.tile * Rows, head = at.head, lane = ptx::opaque(held_lane);
       const int64_t tile = scratch_row(p, where.batch, head) / Rows + at.tile;
-      const int turn = p.turn ? at.turn(where, sequence) : 0;
-      const bool border = !at.whole(m0) || p.scores.mask_kind != MaskElement::none;
+      const int turn = p.turn ? at.turn(where, sequence_here()) : 0;
+      const bool border = !at.whole(m0) || p.scores.mask_kind > MaskElement::none || (blocks() && !window.whole(it));
       const uint32_t here = seen;
       ptx::cp_async_wait<0>();
       __syncthreads();  // this stage has landed; every warp is done with the other one and with dS
@@ -123,7 +159,7 @@ struct WideBackward {
       rows_product<Real, D>(s, rows_of(tiles.key), query, 0, p.head_dim, lane);
       rows_product<Real, D>(ds, rows_of(tiles.value), grad_out, 0, p.v_head_dim, lane);
       const HeadScoresOf<Real> scores(p, p.q_heads, where.batch, head);
-      weights(s, ds, p, scores, sequence, m0 + lane % 4 * 2, n0 + own_key + lane / 4, here,
+      weights(s, ds, p, scores, sequence_here(), m0 + lane % 4 * 2, n0 + own_key + lane / 4, here,
               tiles.stats + stage * kStats, slope_sum);
       if (warp % kParts == 0) write_scores(tiles.score, ds, own_key, lane);
       if (border) guard(dv, dk, s, ds, grad_out, query, first_group, tiles.flags, flag, lane);

@@ -17,7 +17,9 @@ struct WideForward {
   static constexpr int kOwn = kGroups<Real, D> / Parts;  // groups of columns
   static constexpr int kKeyBytes = Keys * D * sizeof(Real), kQueryBytes = kRows * D * sizeof(Real);
   static constexpr int kTileBytes = kQueryBytes + 2 * kKeyBytes;
-  static constexpr int kSmemBytes = kTileBytes + 2 * kThreads / 32 * 4;
+  static constexpr int kFlagBytes = 2 * kThreads / 32 * 4;
+  using Window = TileWindow<kThreads>;
+  static constexpr int kSmemBytes = kTileBytes + kFlagBytes + Window::kBytes;
   static constexpr bool kKeepQuery = D == 64 && sizeof(Real) == 4;  // in registers
   static constexpr int kBlocks = D == 256 ? 1 : 2;
   using Fragment = RowFragment<Keys / 8>;
@@ -45,16 +47,27 @@ struct WideForward {
       ptx::cp_async_commit();
     };
 
-    // Which of its scores of the tile to come a thread's rows see; tiles in which a boolean mask hides all are left
-    // out.
+    // Which of its scores of the tile to come a thread's rows see; tiles in which a boolean mask or one of
+    // blocks hides all are left out.
     const HeadScoresOf<Real> scores(p, p.q_heads, where.batch, where.head);
     uint32_t seen = 0;
     int turn = 0;
     const auto flags = reinterpret_cast<uint32_t*>(query_tile + kTileBytes);
+    const bool blocks = p.scores.mask_kind == MaskElement::blocks;
+    Window window{flags + kFlagBytes / 4};
     const auto next_seen = [&](int n) {
       for (; n < tiles.end; n = tiles.above(n)) {
+        if (blocks) {
+          n = window.next(n, tiles.end, [&](int i) {
+            if (i >= tiles.prefix && i < tiles.begin) return TileKind::hidden;
+            return scores.blocks(p.scores).kind(where.row, kRows, i * Keys, min(Keys, p.kv_len - i * Keys));
+          });
+          if (n >= tiles.end) break;
+        }
         seen = own.whole(n) && row - g + 16 <= sequence.rows ? kAllSeen<Fragment>
                                                              : seen_in_range<Fragment>(sequence, row, n * Keys + 2 * t);
+        if (blocks && !window.whole(n))
+          seen = seen_in_blocks<Fragment>(scores.blocks(p.scores), row, n * Keys + 2 * t, lane, seen);
         if (p.scores.mask_kind != MaskElement::boolean) break;
         seen = seen_in_mask<Fragment>(p.scores, scores, row, n * Keys + 2 * t, seen);
         if (block_any(seen != 0, flags, turn, kThreads / 32)) break;
@@ -116,10 +129,10 @@ struct WideForward {
 
       ptx::cp_async_wait<0>();  // V has landed
       __syncthreads();          // all warps are past K
+      const bool border = !tiles.whole(n) || p.scores.mask_kind > MaskElement::none || (blocks && !window.whole(n));
       next = next_seen(tiles.above(n));
       if (next < tiles.end) load(key_tile, key, p.key_strides, next, p.head_dim);
-      if (!tiles.whole(n) || p.scores.mask_kind != MaskElement::none)
-        guard(acc, s, value_tile, first_group, flags, turn, lane);
+      if (border) guard(acc, s, value_tile, first_group, flags, turn, lane);
       WideOperand<Real> weights[Keys / 8];
 #pragma unroll
       for (int k = 0; k < Keys / 8; k++) weight_operand(weights[k], s[k]);
