@@ -19,7 +19,7 @@ COMMON = ["-std=c++20", "-Wall", "-Wextra", "-Wno-terminate", "-Wno-unknown-prag
 # The kernel's file: accesses through the hooks of memory.cpp, arrays and alignment checked, registers start as noise.
 CHECKED = ["-O1", "-g1", "-fsanitize=thread,bounds,alignment", "-fno-sanitize-recover=bounds,alignment"]
 CHECKED += ["--param", "tsan-instrument-func-entry-exit=0", "-ftrivial-auto-var-init=pattern"]
-PARTS = ["scheduler", "memory", "warp", "tf32", "wide", "tma", "wgmma"]
+PARTS = ["scheduler", "memory", "warp", "wide", "tma", "wgmma"]
 
 
 def unsupported() -> str | None:

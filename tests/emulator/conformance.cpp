@@ -1,6 +1,5 @@
 // The conformance program run by the emulator: its answers are those of the host twins.
 #include "ptx_sm90.h"
-#include "ptx_tf32.h"
 #include "ptx_wide.h"
 //
 #include "conformance_wide.h"

@@ -4,7 +4,6 @@
 
 #include "cuda/kernels/forward_task.cuh"
 #include "cuda/ptx/sm90.cuh"
-#include "cuda/ptx/tf32.cuh"
 #include "cuda/tensor_map.h"
 //
 #include "conformance_wide.h"

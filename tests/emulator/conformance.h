@@ -109,21 +109,6 @@ struct Mma {
   }
 };
 
-struct MmaTf32 {
-  float* out;  // [16][8]; then numbers rounded: ties, infinity
-  __device__ void operator()() const {
-    if (threadIdx.x >= 32) return;
-    const int g = threadIdx.x / 4, t = threadIdx.x % 4;
-    float a[4], d[4] = {1, 1, 1, 1};
-    for (int i = 0; i < 4; i++) a[i] = static_cast<float>(small(g + 8 * (i & 1), t + 4 * (i >> 1)));
-    ptx::mma_m16n8k8_tf32(d, a, static_cast<float>(small(t, g)), static_cast<float>(small(t + 4, g)));
-    for (int i = 0; i < 4; i++) out[(g + 8 * (i >> 1)) * 8 + 2 * t + (i & 1)] = d[i];
-    if (threadIdx.x >= 4) return;
-    const float x[4] = {1.00048828125f, -1.00048828125f, 1.000487f, INFINITY};
-    out[128 + threadIdx.x] = ptx::round_tf32(x[threadIdx.x]);
-  }
-};
-
 struct Scalars {
   const float* in;
   float* out;
@@ -334,17 +319,6 @@ struct Program {
     }
     mma<Bf16>("mma bf16");
     mma<Half>("mma f16");
-    Host::launch(0, MmaTf32{out.data});
-    want.clear();
-    for (int i = 0; i < 16; i++)
-      for (int j = 0; j < 8; j++) {
-        int sum = 1;
-        for (int k = 0; k < 8; k++) sum += small(i, k) * small(k, j);
-        want.push_back(static_cast<float>(sum));
-      }
-    for (float x : {1.0009765625f, -1.0009765625f, 1.f, INFINITY}) want.push_back(x);
-    compare("mma tf32", out.data, want);
-
     std::vector<float> x;
     for (int i = 0; i < 128; i++) x.push_back((static_cast<float>(i) - 100.f) / 7.f);
     x[0] = 1.00390625f, x[1] = 1.01171875f, x[2] = 1.00048828125f, x[3] = 65520.f;  // ties; the end of fp16

@@ -10,13 +10,17 @@ struct Tf32 {
   __device__ void operator()() const {
     if (threadIdx.x >= 32) return;
     const int g = threadIdx.x / 4, t = threadIdx.x % 4;
-    uint32_t a[4], b[2], none;
-    for (int i = 0; i < 4; i++) ptx::split(static_cast<float>(small(g + 8 * (i & 1), t + 4 * (i >> 1))), a[i], none);
-    for (int i = 0; i < 2; i++) ptx::split(static_cast<float>(small(t + 4 * i, g)), b[i], none);
-    if (cut)
+    float x[4], y[2], d[4] = {1, 1, 1, 1};
+    for (int i = 0; i < 4; i++) x[i] = static_cast<float>(small(g + 8 * (i & 1), t + 4 * (i >> 1)));
+    for (int i = 0; i < 2; i++) y[i] = static_cast<float>(small(t + 4 * i, g));
+    if (cut) {
+      uint32_t a[4], b[2], none;
+      for (int i = 0; i < 4; i++) ptx::split(x[i], a[i], none), ptx::split(y[i / 2], b[i / 2], none);
       for (int i = 0; i < 4; i++) a[i] |= 0x1fffu, b[i / 2] |= 0x1fffu;
-    float d[4] = {1, 1, 1, 1};
-    ptx::mma_m16n8k8(d, a, b[0], b[1]);
+      ptx::mma_m16n8k8(d, a, b[0], b[1]);
+    } else {
+      ptx::mma_m16n8k8(d, x, y[0], y[1]);
+    }
     for (int i = 0; i < 4; i++) out[(g + 8 * (i >> 1)) * 8 + 2 * t + (i & 1)] = d[i];
   }
 };
@@ -49,6 +53,7 @@ struct WideScalars {
     out[384 + t] = static_cast<float>(ptx::tanh(x));
     out[512 + t] = static_cast<float>((ptx::shfl_xor(t + 1e-12, 5) - (t ^ 5)) * 1e12);
     ptx::reduce_add(sum, 1 + 1e-12);
+    out[640 + t] = ptx::round_tf32(t == 3 ? INFINITY : in[t]);
   }
 };
 
@@ -58,7 +63,7 @@ struct WideProgram {
   using Buffer = typename Host::template Buffer<T>;
 
   static void run() {
-    Buffer<float> out(std::vector<float>(640, -1.f), "out");
+    Buffer<float> out(std::vector<float>(768, -1.f), "out");
     for (bool cut : {false, true}) {
       Host::launch(0, Tf32{out.data, cut});
       std::vector<float> want;
@@ -87,6 +92,7 @@ struct WideProgram {
     Buffer<double> sum(std::vector<double>{0}, "sum");
     Host::launch(0, WideScalars{in.data, out.data, sum.data});
     compare("split, ties away from zero", out.data, {0x802, 0x802, 0x804});
+    compare("rounding to TF32", out.data + 640, {1.0009765625f, -1.0009765625f, 1.001953125f, INFINITY});
     checked++;
     for (int i = 0; i < 128; i++)
       if (std::fabs(static_cast<double>(out.data[128 + i])) > 0.01) failed++, printf("FAIL exp2, log2 of double\n");

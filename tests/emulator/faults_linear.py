@@ -67,7 +67,7 @@ LINEAR += [
         torch.float32,
         "a part of the product left out",
         _PRODUCTS,
-        "ptx::mma_m16n8k8_tf32(part, low, x.high, y.high);",
+        "ptx::mma_m16n8k8(part, low, x.high, y.high);",
         "",
     ),
     (torch.float64, "the further column of C left out", _PRODUCTS, "if (has_more) add(sums.more, more(k), C(0));", ""),

@@ -53,6 +53,14 @@ void mma_m16n8k8(float* d, const uint32_t* a, const uint32_t* b, Site s) {
   });
 }
 
+void rounded_bits(uint32_t (&bits)[6], std::initializer_list<float> numbers, Site s) {
+  uint32_t* to = bits;
+  for (float x : numbers) {
+    *to = bits_of(x);
+    if (*to++ & 0x1fff && x == x) fail("mma.tf32 reads a number that is not rounded, " + who() + " at " + at(s));
+  }
+}
+
 void mma_m8n8k4(double* d, double a, double b, Site s) {
   struct Args {
     double *d, a, b;

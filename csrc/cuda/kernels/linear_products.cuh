@@ -56,9 +56,9 @@ struct LinearProducts {
                                                         float b0, float b1) {
     const Parts x = split(b0), y = split(b1);
     float part[4] = {};
-    ptx::mma_m16n8k8_tf32(part, low, x.high, y.high);
-    ptx::mma_m16n8k8_tf32(part, high, x.low, y.low);
-    ptx::mma_m16n8k8_tf32(part, high, x.high, y.high);
+    ptx::mma_m16n8k8(part, low, x.high, y.high);
+    ptx::mma_m16n8k8(part, high, x.low, y.low);
+    ptx::mma_m16n8k8(part, high, x.high, y.high);
 #pragma unroll
     for (int e = 0; e < 4; e++) d[e] += part[e];
   }
@@ -87,7 +87,7 @@ struct LinearProducts {
           multiply_parts(d, x, low, b0, b1);
         } else {
           if constexpr (RoundB) b0 = ptx::round_tf32(b0), b1 = ptx::round_tf32(b1);
-          ptx::mma_m16n8k8_tf32(d, x, b0, b1);
+          ptx::mma_m16n8k8(d, x, b0, b1);
         }
       };
 #pragma unroll

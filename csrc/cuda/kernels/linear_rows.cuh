@@ -1,7 +1,7 @@
 // Rows between memory and the tiles of linear attention: feature maps, 16-byte chunks, single elements where rows do
 // not lie in chunks.
 #pragma once
-#include "../ptx/tf32.cuh"
+#include "../ptx/sm80.cuh"
 #include "linear_task.cuh"
 
 namespace attnjourney {
