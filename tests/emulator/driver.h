@@ -107,7 +107,7 @@ struct Options {
     const auto thousandth = [&](const char* name) { return a[name] / 1000.0; };
     const double scale = a["scale"] ? thousandth("scale") : 1 / std::sqrt(static_cast<double>(a["head_dim"]));
     if constexpr (requires { p.scale_log2; }) p.scale_log2 = static_cast<Real>(scale * kLog2E);
-    if constexpr (requires { p.scale; }) p.scale = static_cast<Real>(scale);
+    if constexpr (requires { p.scale; }) p.scale = static_cast<decltype(p.scale)>(scale);
     auto& s = p.scores;
     if (a["softcap"]) {
       s.cap_log2 = static_cast<Real>(thousandth("softcap") * kLog2E);

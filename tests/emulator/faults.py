@@ -110,7 +110,6 @@ SM90_FORWARD = [
         "",
     ),
     ("window not masked on the left", "sm90_forward_softmax.cuh", "x < begin && x >= prefix", "false"),
-    ("V that is hidden leaks", "sm90_rows.cuh", "if (end >= min(row + Rows, length))", "if (true)"),
     (
         "a lane still waits for a phase that comes again",
         "sm90_forward.cuh",
@@ -156,7 +155,6 @@ SM90_BACKWARD = [
     ),
     ("one dS tile instead of two", "sm90_backward.cuh", "m.ds + (it & 1) * S::kScoreBytes", "m.ds"),
     ("mask off by one", "sm90_backward.cuh", "if (x < begin ||", "if (x + 1 < begin ||"),
-    ("hidden rows not cleared", "sm90_rows.cuh", "if (end >= min(row + Rows, length))", "if (true)"),
     ("K and V used before they landed", "sm90_backward.cuh", "ptx::mbarrier_wait(m.kv_full, 0);", ""),
     ("rows without a key not marked", "backward_passes.cuh", "lse == -INFINITY ? INFINITY", "false ? INFINITY"),
     (

@@ -70,9 +70,10 @@ def _statistics(query):
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
-def _options(query, options, batch):
+def _options(query, options, batch, statistics=None):
     """Arguments and tensors for what attention's options do to scores: softcap, scale, dropout_p and seed, sinks and
-    alibi_slopes (heads,) or (batch, heads), attn_mask of four dimensions, read through its strides, or a BlockMask."""
+    alibi_slopes (heads,) or (batch, heads), both as `statistics`, attn_mask of four dimensions, read through its
+    strides, or a BlockMask."""
     heads = query.shape[1]
     arguments = {name: round(1000 * options.get(name, 0)) for name in ("softcap", "scale")}
     arguments |= {"dropout": round(1000 * options.get("dropout_p", 0)), "per_item": 0, "mask": 0, "mask_count": 0}
@@ -83,7 +84,7 @@ def _options(query, options, batch):
         arguments[argument] = given is not None
         if given is not None:
             arguments["per_item"] = given.dim() == 2
-            tensors.append(given.to(_statistics(query)).expand(batch, heads))
+            tensors.append(given.to(statistics or _statistics(query)).expand(batch, heads))
     mask = options.get("attn_mask")
     strides = (0,) * 4
     if isinstance(mask, BlockMask):
@@ -129,7 +130,7 @@ def backward(
 def weights(program, query, key, lse, rows, heads, ranges, order="forward", rows_first=False, options=None):
     """(batch, heads, rows, S) in query's dtype."""
     arguments, lengths = _arguments(query, key, key, ranges, order)
-    more, given = _options(query, options or {}, arguments["batch"])
+    more, given = _options(query, options or {}, arguments["batch"], torch.float32)
     arguments |= {"n_rows": len(rows), "n_heads": len(heads), **more}
     outputs = [((query.shape[0] * len(heads), len(rows), key.shape[2]), query.dtype)]
     chosen = [torch.tensor(x, dtype=torch.int64) for x in (rows, heads)]
