@@ -58,7 +58,7 @@ MMA = [
 ]
 FMA = [
     ("a tile refilled while others read it", "      __syncthreads();  // every thread", "      // every thread"),
-    ("one slice's products", "product += lane_xor(product, w)", "product += C(0)"),
+    ("one slice's products", "product += ptx::shfl_xor(product, w)", "product += C(0)"),
     ("rows exchanged", "const DecodeRow<C>& r = rows[i / 2];", "const DecodeRow<C>& r = rows[i % 2];"),
     ("a hidden value leaks", "guarded && weight == C(0)", "false && weight == C(0)"),
 ]

@@ -25,7 +25,12 @@ FAULTS = [
     ("the first sequence's table for all", "rotary.cuh", "every  + batch * p.table_batch", ""),
     ("what does not turn is left out", "rotary.cuh", "(dim - 2 * half) / v : 0", "0 : 0"),
     ("always forward", "rotary.cuh", "p.inverse ? -s[i] : s[i]", "s[i]"),
-    ("a lane's own sum", "numbers.cuh", "x += from_lane(x, mask)", "x += mask > 8 ? C(0) : from_lane(x, mask)"),
+    (
+        "a lane's own sum",
+        "numbers.cuh",
+        "x += ptx::shfl_xor(x, mask)",
+        "x += mask > 8 ? C(0) : ptx::shfl_xor(x, mask)",
+    ),
     ("rows past the end", "rms_norm.cuh", "every   if (row >= p.rows) return;\n", ""),
     (
         "the sum in place of the mean",

@@ -1,14 +1,11 @@
 // The device-neutral half of attention, once more: the libraries share no symbols. Its schemas are the CPU library's.
-#include <torch/csrc/stable/library.h>
-#pragma push_macro("STABLE_TORCH_LIBRARY")
-#undef STABLE_TORCH_LIBRARY
-#define STABLE_TORCH_LIBRARY(name, m) \
-  template <class Library>            \
-  [[maybe_unused]] static void schemas_of_the_cpu_library(Library& m)
+#include "schemas_off.h"
+//
 #include "../attention.cpp"
 #include "../attention_operators.cpp"
 #include "../block_mask.cpp"
-#pragma pop_macro("STABLE_TORCH_LIBRARY")
+//
+#include "schemas_on.h"
 
 #include "../block_attention_boxed.h"
 #include "served.h"

@@ -11,14 +11,9 @@
 
 namespace attnjourney {
 
-inline int64_t item_bytes(const Tensor& t) {
-  const ScalarType s = t.scalar_type();
-  return s == ScalarType::Double ? 8 : s == ScalarType::Float ? 4 : 2;
-}
-
 // the largest piece, of 16 bytes at most, in which rows of (outer, heads, slots, dim) can be copied
 inline int unit_of(const Tensor& t) {
-  const int64_t item = item_bytes(t);
+  const int64_t item = t.element_size();
   int64_t all = static_cast<int64_t>(reinterpret_cast<uintptr_t>(t.data_ptr())) | t.size(3) * item | 16;
   for (int64_t d = 0; d < 3; d++)
     if (t.size(d) > 1) all |= t.stride(d) * item;
@@ -26,7 +21,7 @@ inline int unit_of(const Tensor& t) {
 }
 
 inline CacheRows rows_of(const Tensor& t) {
-  const int64_t item = item_bytes(t);
+  const int64_t item = t.element_size();
   return {static_cast<unsigned char*>(t.data_ptr()), t.stride(0) * item, t.stride(1) * item, t.stride(2) * item};
 }
 
@@ -40,7 +35,7 @@ inline CacheTensors cache_tensors(const Tensor& key, const OptionalTensor& value
   c.count = value ? 2 : 1;
   for (int i = 0; i < c.count; i++) {
     const Tensor& t = i ? *value : key;
-    c.cache[i] = rows_of(t), c.units[i] = static_cast<int>(t.size(3) * item_bytes(t) / unit);
+    c.cache[i] = rows_of(t), c.units[i] = static_cast<int>(t.size(3) * t.element_size() / unit);
   }
   return c;
 }

@@ -56,7 +56,7 @@ void describe(DecodeTask& p, const DecodeCall& c, const DecodeInputs& in) {
   p.mask_kind = c.mask == MaskKind::boolean ? MaskElement::boolean
                 : c.mask_fp32               ? MaskElement::fp32
                                             : MaskElement::same;
-  p.mask_bytes = c.mask == MaskKind::boolean ? 1 : static_cast<int>(item_bytes(*in.attn_mask));
+  p.mask_bytes = static_cast<int>(in.attn_mask->element_size());
   p.mask_batch = c.mask_batch, p.mask_head = c.mask_head, p.mask_row = c.mask_row, p.mask_col = c.mask_col;
 }
 
@@ -100,7 +100,7 @@ void decode_split(const CudaDecode& kernel, bool chunked, const DecodeCall& c, c
     const int64_t rows = units * p.splits * tiling.rows;
     parts = aten::empty(query, {rows * (2 + c.v_head_dim)}, lse.scalar_type());
     p.part_stats = parts->data_ptr();
-    p.part_out = static_cast<char*>(p.part_stats) + rows * 2 * item_bytes(lse);
+    p.part_out = static_cast<char*>(p.part_stats) + rows * 2 * lse.element_size();
   }
   kernel.launch(p, chunked, current_stream(device.index));
 }

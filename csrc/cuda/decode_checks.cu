@@ -1,16 +1,11 @@
-// The device-neutral half of decoding and of the caches, once more (see attention_checks.cu), and the checks of a CUDA
+// The device-neutral half of decoding and of the caches, once more, and the checks of a CUDA
 // call alone, for tensors anywhere.
-#include <torch/csrc/stable/library.h>
-#pragma push_macro("STABLE_TORCH_LIBRARY_FRAGMENT")
-#undef STABLE_TORCH_LIBRARY_FRAGMENT
-#define SCHEMAS_OF(name, line) name##line
-#define SCHEMAS_AT(name, line) SCHEMAS_OF(name, line)
-#define STABLE_TORCH_LIBRARY_FRAGMENT(name, m) \
-  template <class Library>                     \
-  [[maybe_unused]] static void SCHEMAS_AT(schemas_of_the_cpu_library_, __COUNTER__)(Library & m)
+#include "schemas_off.h"
+//
 #include "../decode.cpp"
 #include "../kv_cache.cpp"
-#pragma pop_macro("STABLE_TORCH_LIBRARY_FRAGMENT")
+//
+#include "schemas_on.h"
 
 #include "../decode_boxed.h"
 #include "decode_cuda.h"

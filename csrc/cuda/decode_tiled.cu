@@ -31,7 +31,7 @@ Tensor part(const Tensor& t, int64_t first, int64_t n) { return *cut(t, t.dim(),
 void in_pieces(const DecodeCall& c, const DecodeInputs& in, const Tensor& query, const DecodeTask& cache, int64_t keys,
                const Tensor& out, const Tensor& lse) {
   const int64_t numbers_each = c.kv_heads * keys,
-                bytes = numbers_each * (c.head_dim + c.v_head_dim) * item_bytes(in.key);
+                bytes = numbers_each * (c.head_dim + c.v_head_dim) * in.key.element_size();
   const int64_t most = std::clamp<int64_t>(piece_bytes / std::max<int64_t>(1, bytes), 1, c.batch);
   GatherTask g{};
   int unit = 0;

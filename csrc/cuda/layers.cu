@@ -1,13 +1,7 @@
 // The layer operators and rope on CUDA: their device-neutral halves once more, since the libraries share no symbols,
 // over this library's attention and row kernels. Schemas are the CPU library's; products go to ATen.
-#include <torch/csrc/stable/library.h>
-#pragma push_macro("STABLE_TORCH_LIBRARY_FRAGMENT")
-#undef STABLE_TORCH_LIBRARY_FRAGMENT
-#define STABLE_TORCH_LIBRARY_FRAGMENT(name, m) ATTNJOURNEY_SCHEMAS(m, __COUNTER__)
-#define ATTNJOURNEY_SCHEMAS(m, number) ATTNJOURNEY_NUMBERED_SCHEMAS(m, number)
-#define ATTNJOURNEY_NUMBERED_SCHEMAS(m, number) \
-  template <class Library>                      \
-  [[maybe_unused]] static void schemas_of_the_cpu_library_##number(Library& m)
+#include "schemas_off.h"
+//
 #include "../gpt_attention.cpp"
 #include "../gqa.cpp"
 #include "../mha.cpp"
@@ -15,7 +9,8 @@
 #include "../mla_backward.cpp"
 #include "../rope.cpp"
 #include "../rotary.cpp"
-#pragma pop_macro("STABLE_TORCH_LIBRARY_FRAGMENT")
+//
+#include "schemas_on.h"
 
 #include "../rope_boxed.h"
 #include "attention_cuda.h"

@@ -9,8 +9,6 @@
 namespace attnjourney {
 namespace {
 
-int64_t item_size(ScalarType t) { return t == ScalarType::Double ? 8 : t == ScalarType::Float ? 4 : 2; }
-
 // Tensors as the kernels read them, kept alive until the launches are made.
 class Operands {
  public:
@@ -18,7 +16,7 @@ class Operands {
   LinearRows rows(const Tensor& t, FeatureMap map = FeatureMap::identity, double factor = 1,
                   const uint8_t* blocked = nullptr) {
     const Tensor x = keep(aten::rows_contiguous(t));
-    const int64_t per_chunk = 16 / item_size(x.scalar_type());
+    const int64_t per_chunk = 16 / x.element_size();
     bool chunks = reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0 && x.size(3) % per_chunk == 0;
     for (int d = 0; d < 3; d++) chunks = chunks && (x.size(d) <= 1 || x.stride(d) % per_chunk == 0);
     return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2), static_cast<int>(x.size(3)),
@@ -44,7 +42,7 @@ LinearProblem describe(const LinearCall& c, const LinearInputs& in, const Device
   p.q_len = static_cast<int>(s.q_len), p.kv_len = static_cast<int>(s.kv_len);
   p.head_dim = static_cast<int>(s.head_dim), p.v_head_dim = static_cast<int>(s.v_head_dim);
   p.causal = s.causal, p.normalize = s.normalize, p.eps = s.eps;
-  p.number_size = static_cast<int>(item_size(c.state_dtype));
+  p.number_size = c.state_dtype == ScalarType::Double ? 8 : 4;
   const auto* blocked = static_cast<const uint8_t*>(operands.dense(in.key_padding_mask));
   p.query = operands.rows(in.query, s.feature_map, s.scale);
   p.key = operands.rows(in.key, s.feature_map, 1, blocked);

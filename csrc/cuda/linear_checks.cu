@@ -1,13 +1,10 @@
 // The device-neutral half of linear attention, once more: the libraries share no symbols. Its schemas are the CPU
 // library's.
-#include <torch/csrc/stable/library.h>
-#pragma push_macro("STABLE_TORCH_LIBRARY_FRAGMENT")
-#undef STABLE_TORCH_LIBRARY_FRAGMENT
-#define STABLE_TORCH_LIBRARY_FRAGMENT(name, m) \
-  template <class Library>                     \
-  [[maybe_unused]] static void schemas_of_the_cpu_library(Library& m)
+#include "schemas_off.h"
+//
 #include "../linear_attention.cpp"
-#pragma pop_macro("STABLE_TORCH_LIBRARY_FRAGMENT")
+//
+#include "schemas_on.h"
 
 #include "../linear_attention_boxed.h"
 #include "linear_served.h"

@@ -37,7 +37,7 @@ void cuda_decode_latents(const DecodeCall& c, const DecodeInputs& in, const Tens
   if (c.batch * c.q_heads * c.q_len == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(in.query.get_device_index());
   const Tensor query = aten::rows_contiguous(in.query);
-  const bool chunked = in_chunks(in.key) && in_chunks(in.value) && item_bytes(in.query) == 2;
+  const bool chunked = in_chunks(in.key) && in_chunks(in.value) && in.query.element_size() == 2;
   const CudaDecode& kernel = latent_kernel(c, in, chunked, current_device(in.query));
   decode_split(kernel, chunked, c, in, describe_cache(c, in), query, out, lse);
 }
@@ -79,14 +79,11 @@ const MlaDecodeBackend cuda_mla_decode{cuda_decode_latents, cuda_decode, aten_he
 
 }  // namespace attnjourney
 
-#include <torch/csrc/stable/library.h>
-#pragma push_macro("STABLE_TORCH_LIBRARY_FRAGMENT")
-#undef STABLE_TORCH_LIBRARY_FRAGMENT
-#define STABLE_TORCH_LIBRARY_FRAGMENT(name, m) \
-  template <class Library>                     \
-  [[maybe_unused]] static void schemas_of_the_cpu_library(Library& m)
+#include "schemas_off.h"
+//
 #include "../mla_decode.cpp"
-#pragma pop_macro("STABLE_TORCH_LIBRARY_FRAGMENT")
+//
+#include "schemas_on.h"
 
 #include "../mla_decode_boxed.h"
 

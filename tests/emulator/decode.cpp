@@ -15,7 +15,7 @@ constexpr int kTileRows = KERNEL::kRows;
 using T = NUMBER;
 constexpr int kTileRows = DecodeFma<T>::kRows;
 #endif
-using C = ComputeOf<T>;
+using C = Compute<T>;
 
 int main(int argc, char** argv) {
   return driver::run(argc, argv, [](const driver::Arguments& a) {

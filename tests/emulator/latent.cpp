@@ -11,7 +11,7 @@
 using namespace attnjourney;
 using Kernel = KERNEL;
 using T = Kernel::T;
-using C = ComputeOf<T>;
+using C = Compute<T>;
 
 template <class X>
 struct Optional {  // of stdin

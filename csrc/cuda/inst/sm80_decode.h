@@ -44,7 +44,7 @@ void launch_sm80_decode(const DecodeTask& p, bool chunked, cudaStream_t stream) 
     }
   if (!done) launch(decode_fma<T>, blocks, DecodeFma<T>::kThreads, tiling.smem_bytes, stream, p, chunked);
   if (p.splits > 1)
-    launch(decode_merge<T>, pairs * p.rows, kMergeThreads, merge_smem<ComputeOf<T>>(p.splits, p.v_head_dim), stream, p,
+    launch(decode_merge<T>, pairs * p.rows, kMergeThreads, merge_smem<Compute<T>>(p.splits, p.v_head_dim), stream, p,
            tiling.rows);
 }
 

@@ -15,7 +15,7 @@ void launch_latent(Kernel kernel, const DecodeTask& p, int threads, int smem_byt
   const int64_t items = int64_t{p.batch} * p.kv_heads;
   launch(kernel, items * p.row_tiles * p.splits, threads, smem_bytes, stream, p);
   if (p.splits > 1)
-    launch(decode_merge<T>, items * p.rows, kMergeThreads, merge_smem<ComputeOf<T>>(p.splits, p.v_head_dim), stream, p,
+    launch(decode_merge<T>, items * p.rows, kMergeThreads, merge_smem<Compute<T>>(p.splits, p.v_head_dim), stream, p,
            tile_rows);
 }
 

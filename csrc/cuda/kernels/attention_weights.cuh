@@ -2,6 +2,7 @@
 // double, without tensor cores, since writing the weights takes longer. One block of 256 threads: 64 rows by 64 keys of
 // one head, 4 by 4 a thread.
 #pragma once
+#include "numbers.cuh"
 #include "scores.cuh"
 
 namespace attnjourney {
@@ -31,14 +32,6 @@ struct AttentionWeights {
   static constexpr int kTile = 64, kDepth = 32, kThreads = 256, kStride = kTile + 1, kWarps = kThreads / 32;
   static constexpr int kOperandBytes = kDepth * kStride * sizeof(C);
   static constexpr int kSmemBytes = 2 * kOperandBytes + kTile * 4 + 2 * kWarps * 4;
-  static constexpr bool kSixteen = sizeof(T) == 2;
-
-  static __device__ __forceinline__ C number(T x) {
-    if constexpr (kSixteen)
-      return ptx::to_float(x);
-    else
-      return x;
-  }
 
   // Row r of `rows` at depth d goes to [d][r]: a warp reads 32 numbers of a row.
   template <class RowOf>
@@ -48,7 +41,7 @@ struct AttentionWeights {
 #pragma unroll 4
     for (int r = threadIdx.x / 32; r < kTile; r += kWarps) {
       const int row = row_of(r);
-      to[d * kStride + r] = row >= 0 && depth + d < head_dim ? number(base[row * x.row + depth + d]) : C(0);
+      to[d * kStride + r] = row >= 0 && depth + d < head_dim ? ptx::to_float(base[row * x.row + depth + d]) : C(0);
     }
   }
 
@@ -56,7 +49,7 @@ struct AttentionWeights {
   static __device__ __forceinline__ C mask_value(const Scores& s, const HeadScores& h, int row, int key) {
     const int64_t at = row * s.mask_row + key * s.mask_col;
     const C x = s.mask_kind == MaskElement::fp32 ? C(reinterpret_cast<const float*>(h.mask)[at])
-                                                 : number(reinterpret_cast<const T*>(h.mask)[at]);
+                                                 : ptx::to_float(reinterpret_cast<const T*>(h.mask)[at]);
     const C lowest = sizeof(C) == 4 ? C(kLowest / kLog2E) : C(-5.5e307);
     return x == -C(INFINITY) || x >= lowest ? x : lowest;
   }
@@ -173,10 +166,7 @@ struct AttentionWeights {
           weight = hidden ? C(0) : std::exp(above > C(0.7) ? C(0.7) : above);
         }
         const int64_t at = (row0 + first + ty + 16 * r) * p.kv_len + key;
-        if constexpr (kSixteen)
-          static_cast<uint16_t*>(p.out)[at] = static_cast<uint16_t>(ptx::pack2<T>(weight, 0.f));
-        else
-          static_cast<T*>(p.out)[at] = weight;
+        store_one(static_cast<T*>(p.out) + at, weight);
       }
     }
   }

@@ -9,7 +9,7 @@ namespace attnjourney {
 // Sizes that depend on the call: rows of tiles in bytes, whole chunks, zeros behind the last element.
 template <class T>
 struct DecodeFmaShape {
-  using C = ComputeOf<T>;
+  using C = Compute<T>;
   static constexpr int kRows = 8, kThreads = 128, kKeys = sizeof(C) == 8 ? 8 : 16, kChunk = 16 / sizeof(T);
   int q_pitch, k_pitch, v_pitch, stages;  // q_pitch in numbers of C
   __host__ __device__ DecodeFmaShape(int head_dim, int v_head_dim) {
@@ -31,7 +31,7 @@ template <class T_>
 struct DecodeFma {
   using T = T_;
   using Shape = DecodeFmaShape<T>;
-  using C = ComputeOf<T>;
+  using C = Compute<T>;
   static constexpr int kRows = Shape::kRows, kKeys = Shape::kKeys, kThreads = Shape::kThreads, kChunk = Shape::kChunk;
   static constexpr int kBlocks = sizeof(C) == 8 ? 2 : 4;          // of a multiprocessor, as far as registers go
   static constexpr int kSlices = kThreads / kKeys, kColumns = 2;  // threads for a key; columns of a thread, Dv <= 256
@@ -59,7 +59,7 @@ struct DecodeFma {
       if (at.outer >= 0 && d < dim)
         *to = base[at.outer * s.outer + at.slot * s.row + d];
       else
-        store_number<T>(to, C(0));
+        store_one<T>(to, C(0));
     }
   }
 
@@ -81,7 +81,7 @@ struct DecodeFma {
         if (r >= live) break;
         const auto y = Together<C, kChunk>::at(q + r * shape.q_pitch + c * kChunk);
 #pragma unroll
-        for (int e = 0; e < kChunk; e++) sum[r] += y.x[e] * number(x.x[e]);
+        for (int e = 0; e < kChunk; e++) sum[r] += y.x[e] * ptx::to_float(x.x[e]);
       }
     }
 #pragma unroll
@@ -90,10 +90,10 @@ struct DecodeFma {
 #pragma unroll
       for (int r = 0; r < w; r++) {
         const C keep = upper ? sum[r + w] : sum[r], send = upper ? sum[r] : sum[r + w];
-        sum[r] = keep + lane_xor(send, w);
+        sum[r] = keep + ptx::shfl_xor(send, w);
       }
     }
-    return kSlices == 16 ? sum[0] + lane_xor(sum[0], 8) : sum[0];
+    return kSlices == 16 ? sum[0] + ptx::shfl_xor(sum[0], 8) : sum[0];
   }
 
   static __device__ __forceinline__ void run(const DecodeTask& p, bool chunked) {
@@ -127,7 +127,7 @@ struct DecodeFma {
       const int r = i / shape.q_pitch, d = i - r * shape.q_pitch, row = part.row0 + r;
       C x = 0;
       if (r < live && d < p.head_dim)
-        x = number(
+        x = ptx::to_float(
             static_cast<const T*>(p.query)[part.batch * p.q_batch + (part.head * p.group + row / p.q_len) * p.q_head +
                                            row % p.q_len * p.q_row + d]);
       q[i] = x;
@@ -163,7 +163,7 @@ struct DecodeFma {
         C top = x;
 #pragma unroll
         for (int w = 1; w < kKeys; w *= 2) {
-          const C other = lane_xor(top, w);
+          const C other = ptx::shfl_xor(top, w);
           top = other > top || !(top == top) ? other : top;
         }
         top = row.top > top || !(top == top) ? row.top : top;
@@ -182,7 +182,7 @@ struct DecodeFma {
 
     if (weight_row < kRows) {
 #pragma unroll
-      for (int w = 1; w < kKeys; w *= 2) row.sum += lane_xor(row.sum, w);
+      for (int w = 1; w < kKeys; w *= 2) row.sum += ptx::shfl_xor(row.sum, w);
       if (weight_key == 0) stats[2 * weight_row] = row.top, stats[2 * weight_row + 1] = row.sum;
     }
     __syncthreads();
@@ -201,7 +201,7 @@ struct DecodeFma {
       C part[kRows] = {};
 #pragma unroll 4
       for (int k = 0; k < kKeys; k++) {
-        const C x = number(reinterpret_cast<const T*>(v_tile + k * pitch)[column]);
+        const C x = ptx::to_float(reinterpret_cast<const T*>(v_tile + k * pitch)[column]);
         const auto w = Together<C, kRows>::at(weights + k * kRows);
 #pragma unroll
         for (int r = 0; r < kRows; r++) part[r] += guarded && w.x[r] == C(0) ? C(0) : w.x[r] * x;
@@ -238,7 +238,7 @@ struct DecodeFma {
       for (int c = 0; c < kColumns; c++) {
         const int column = c * kThreads + threadIdx.x;
         if (column < p.v_head_dim)
-          store_number<T>(static_cast<T*>(p.out) + to * p.v_head_dim + column, acc[c][r] * factor);
+          store_one<T>(static_cast<T*>(p.out) + to * p.v_head_dim + column, acc[c][r] * factor);
       }
     }
   }

@@ -14,7 +14,7 @@ constexpr int merge_smem(int splits, int v_head_dim) {
 // grid: batch * kv_heads * rows; tile_rows: those of the kernel before. Each warp adds up every kMergeWarps-th split.
 template <class T>
 __global__ void __launch_bounds__(kMergeThreads) decode_merge(const DecodeTask p, int tile_rows) {
-  using C = ComputeOf<T>;
+  using C = Compute<T>;
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, i = blockIdx.x % p.rows, pair = blockIdx.x / p.rows;
   const int batch = pair / p.kv_heads, head = pair % p.kv_heads * p.group + i / p.q_len;
   const int64_t unit = static_cast<int64_t>(pair) * p.row_tiles + i / tile_rows;
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kMergeThreads) decode_merge(const DecodeTask p
   }
 #pragma unroll
   for (int w = 16; w > 0; w /= 2) {
-    const C other = lane_xor(top, w);
+    const C other = ptx::shfl_xor(top, w);
     top = other > top ? other : top;
   }
   if (lane == 0) tops[warp] = top;
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kMergeThreads) decode_merge(const DecodeTask p
     weights[s] = own == C(0) ? C(-1) : weight;  // -1: there is no output
   }
 #pragma unroll
-  for (int w = 16; w > 0; w /= 2) sum += lane_xor(sum, w);
+  for (int w = 16; w > 0; w /= 2) sum += ptx::shfl_xor(sum, w);
   if (lane == 0) sums[warp] = sum;
   __syncthreads();
 
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kMergeThreads) decode_merge(const DecodeTask p
     C x = 0;
 #pragma unroll
     for (int w = 0; w < kMergeWarps; w++) x += outputs[w * p.v_head_dim + c];
-    store_number<T>(out + c, x * factor);
+    store_one<T>(out + c, x * factor);
   }
 }
 

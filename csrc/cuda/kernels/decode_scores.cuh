@@ -1,39 +1,10 @@
 // Scores and results of decoding, for any type of number: C is what a kernel computes in.
 #pragma once
 #include "decode_task.cuh"
+#include "numbers.cuh"
 #include "scores.cuh"
 
 namespace attnjourney {
-
-template <class T>
-using ComputeOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
-
-__device__ __forceinline__ float number(Bf16 x) { return ptx::to_float(x); }
-__device__ __forceinline__ float number(Half x) { return ptx::to_float(x); }
-__device__ __forceinline__ float number(float x) { return x; }
-__device__ __forceinline__ double number(double x) { return x; }
-template <class T>
-__device__ __forceinline__ void store_number(T* to, ComputeOf<T> x) {
-  if constexpr (sizeof(T) == 2)
-    *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(ptx::pack2<T>(x, x));
-  else
-    *to = x;
-}
-
-__device__ __forceinline__ float weight_of(float x) { return ptx::exp2(x); }
-__device__ __forceinline__ double weight_of(double x) { return ::exp2(x); }
-__device__ __forceinline__ float tanh_of(float x) { return ::tanhf(x); }
-__device__ __forceinline__ double tanh_of(double x) { return ::tanh(x); }
-
-// A value that all lanes of a group exchange.
-__device__ __forceinline__ float lane_xor(float x, int mask) { return ptx::shfl_xor(x, mask); }
-__device__ __forceinline__ double lane_xor(double x, int mask) {
-  uint32_t w[2];
-  memcpy(w, &x, 8);
-  w[0] = ptx::shfl_xor(w[0], mask), w[1] = ptx::shfl_xor(w[1], mask);
-  memcpy(&x, w, 8);
-  return x;
-}
 
 // Row `number` of those that read one key head: query row number % q_len of head number / q_len of the group.
 template <class C>
@@ -54,16 +25,17 @@ struct DecodeRow {
 };
 
 // A score in log2 units from q . k, -inf where the mask hides it; the row's own range of keys is not looked at.
-template <class T, class C = ComputeOf<T>>
+template <class T, class C = Compute<T>>
 __device__ __forceinline__ C decode_score(const DecodeTask& p, const DecodeRow<C>& r, int offset, int key, C product) {
   constexpr double kLog2 = 1.4426950408889634;
-  C x = p.softcap > 0 ? C(p.softcap * kLog2) * tanh_of(product * C(p.scale / p.softcap)) : product * C(p.scale * kLog2);
+  C x =
+      p.softcap > 0 ? C(p.softcap * kLog2) * ptx::tanh(product * C(p.scale / p.softcap)) : product * C(p.scale * kLog2);
   if (p.slopes) x -= r.slope * static_cast<C>(abs(r.row + offset - key));
   if (p.mask_kind == MaskElement::none || !r.mask) return x;
   const int64_t at = key * p.mask_col;
   if (p.mask_kind == MaskElement::boolean) return r.mask[at] ? x : -C(INFINITY);
   const C bias = p.mask_kind == MaskElement::fp32 ? C(reinterpret_cast<const float*>(r.mask)[at])
-                                                  : C(number(reinterpret_cast<const T*>(r.mask)[at]));
+                                                  : C(ptx::to_float(reinterpret_cast<const T*>(r.mask)[at]));
   if (bias == -C(INFINITY)) return bias;
   constexpr C kLeast = sizeof(C) == 8 ? C(-8.5e307) : C(kLowest);
   const C scaled = bias * C(kLog2);
@@ -79,7 +51,7 @@ struct RowSum {
 // What brings a part with its own reference to `top`.
 template <class C>
 __device__ __forceinline__ C part_weight(C own, C top) {
-  return weight_of(own - (top == -C(INFINITY) ? C(0) : top));
+  return ptx::exp2(own - (top == -C(INFINITY) ? C(0) : top));
 }
 
 // The factor that ends an output, and lse, with the sink of the row's head.

@@ -10,7 +10,7 @@ namespace attnjourney {
 template <class T_>
 struct LatentFma {
   using T = T_;
-  using C = ComputeOf<T>;
+  using C = Compute<T>;
   static constexpr int kThreads = 128, kRows = sizeof(C) == 8 ? 8 : 16, kKeys = kRows;
   static constexpr int kSlices = kThreads * 4 / (kRows * kKeys);  // threads that share four products
   static constexpr int kColumns = kLatentValueDim / kThreads;
@@ -30,7 +30,7 @@ struct LatentFma {
   };
   // One row by one warp, zeros behind it; from null: zeros.
   static __device__ __forceinline__ void load_row(C* to, const T* from, int dim, int width) {
-    for (int d = threadIdx.x % 32; d < width; d += 32) to[d] = from && d < dim ? C(number(from[d])) : C(0);
+    for (int d = threadIdx.x % 32; d < width; d += 32) to[d] = from && d < dim ? C(ptx::to_float(from[d])) : C(0);
   }
 
   static __device__ __forceinline__ void run(const DecodeTask& p) {
@@ -82,7 +82,7 @@ struct LatentFma {
       for (int i = 0; i < 4; i++) {
         C product = x[i / 2][i % 2];
 #pragma unroll
-        for (int w = kSlices / 2; w > 0; w /= 2) product += lane_xor(product, w);
+        for (int w = kSlices / 2; w > 0; w /= 2) product += ptx::shfl_xor(product, w);
         if (i % kSlices != slice) continue;
         const int k = 2 * b + i % 2, key = s.key(tile * kKeys + k);
         const DecodeRow<C>& r = rows[i / 2];
@@ -162,7 +162,7 @@ struct LatentFma {
         if (p.splits > 1)
           static_cast<C*>(p.part_out)[at * p.v_head_dim + column] = acc[c][r];
         else
-          store_number<T>(static_cast<T*>(p.out) + to * p.v_head_dim + column, acc[c][r] * factor);
+          store_one<T>(static_cast<T*>(p.out) + to * p.v_head_dim + column, acc[c][r] * factor);
       }
     }
   }

@@ -1,6 +1,7 @@
 // The passes around the walk of linear attention; 256 threads a block.
 #pragma once
 #include "linear_rows.cuh"
+#include "numbers.cuh"
 
 namespace attnjourney {
 
@@ -45,14 +46,6 @@ __global__ void __launch_bounds__(kLinearPassThreads) linear_scan(const LinearSc
   if (last) *last = sum;
 }
 
-__device__ __forceinline__ float from_lane(float x, int lane_mask) { return ptx::shfl_xor(x, lane_mask); }
-__device__ __forceinline__ double from_lane(double x, int lane_mask) {
-  alignas(8) uint32_t words[2];
-  *reinterpret_cast<double*>(words) = x;
-  words[0] = ptx::shfl_xor(words[0], lane_mask), words[1] = ptx::shfl_xor(words[1], lane_mask);
-  return *reinterpret_cast<double*>(words);
-}
-
 // One warp for each row.
 template <class T>
 __global__ void __launch_bounds__(kLinearPassThreads) linear_prepare(const LinearPrepare p) {
@@ -68,8 +61,7 @@ __global__ void __launch_bounds__(kLinearPassThreads) linear_prepare(const Linea
   C sum = 0;
   for (int e = lane; e < p.cols; e += 32)
     sum += LinearElement<T>::load(grad_out, e) * inverse * LinearElement<T>::load(p.out, row * p.cols + e);
-#pragma unroll
-  for (int m = 16; m > 0; m /= 2) sum += from_lane(sum, m);
+  sum = warp_sum(sum);
   if (lane) return;
   if (p.grad_denominator) sum -= static_cast<const C*>(p.grad_denominator)[row];
   static_cast<C*>(p.inverse)[row] = inverse;

@@ -16,13 +16,6 @@ template <class T>
 inline constexpr int kVector = 16 / sizeof(T);  // numbers in 16 bytes
 
 template <class T>
-__device__ __forceinline__ Compute<T> load_one(const T* p) {
-  if constexpr (sizeof(T) == 2)
-    return ptx::to_float(*p);
-  else
-    return *p;
-}
-template <class T>
 __device__ __forceinline__ void store_one(T* p, Compute<T> x) {
   if constexpr (sizeof(T) == 2)
     *reinterpret_cast<uint16_t*>(p) = static_cast<uint16_t>(ptx::pack2<T>(x, 0.f));
@@ -39,7 +32,7 @@ struct alignas(16) Chunk {
 template <class T, int V>
 __device__ __forceinline__ void load_numbers(Compute<T> (&x)[V], const T* p) {
   if constexpr (V == 1) {
-    x[0] = load_one(p);
+    x[0] = ptx::to_float(*p);
   } else {
     static_assert(V % kVector<T> == 0);
 #pragma unroll
@@ -83,21 +76,11 @@ __device__ __forceinline__ void store_numbers(T* p, const Compute<T> (&x)[V]) {
   }
 }
 
-__device__ __forceinline__ float from_lane(float x, int lane_mask) { return ptx::shfl_xor(x, lane_mask); }
-__device__ __forceinline__ double from_lane(double x, int lane_mask) {
-  union {
-    double value;
-    uint32_t half[2];
-  } bits{x};
-  bits.half[0] = ptx::shfl_xor(bits.half[0], lane_mask);
-  bits.half[1] = ptx::shfl_xor(bits.half[1], lane_mask);
-  return bits.value;
-}
 // of all 32 lanes, the same bits in each
 template <class C>
 __device__ __forceinline__ C warp_sum(C x) {
 #pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) x += from_lane(x, mask);
+  for (int mask = 16; mask > 0; mask /= 2) x += ptx::shfl_xor(x, mask);
   return x;
 }
 

@@ -96,8 +96,8 @@ __global__ void __launch_bounds__(kRmsThreads) rms_grad_weight_parts(const RmsTa
   const int64_t begin = int64_t(span) * p.span, end = min(begin + p.span, p.rows);
   C sum = 0;
   for (int64_t row = begin; row < end; row++)
-    sum += load_one(static_cast<const T*>(p.grad_y) + row * p.width + j) *
-           load_one(static_cast<const T*>(p.x) + row * p.x_row + j) * static_cast<const C*>(p.rstd)[row];
+    sum += ptx::to_float(static_cast<const T*>(p.grad_y)[row * p.width + j]) *
+           ptx::to_float(static_cast<const T*>(p.x)[row * p.x_row + j]) * static_cast<const C*>(p.rstd)[row];
   static_cast<C*>(p.parts)[int64_t(span) * p.width + j] = sum;
 }
 

@@ -37,7 +37,7 @@ __device__ __forceinline__ void rotate_pairs(T* to, const T* from, const Compute
   if (p.interleaved) {
     C both[2 * V];
     if constexpr (V == 1) {
-      both[0] = load_one(from + 2 * j), both[1] = load_one(from + 2 * j + 1);
+      both[0] = ptx::to_float(from[2 * j]), both[1] = ptx::to_float(from[2 * j + 1]);
     } else {
       load_numbers<T, 2 * V>(both, from + 2 * j);
     }
