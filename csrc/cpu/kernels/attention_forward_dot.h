@@ -43,12 +43,16 @@ struct ForwardWork : DotWork {
   static constexpr int64_t tile = DotTiles::tile;
   static constexpr bool matrix = DotTiles::matrix, softens = true;
   DotProduct terms[1];
-  const float* reference;     // [tile], log2 units, negated
-  const float* bias;          // [key][tile]
-  uint32_t* P;                // [key / 2][tile]
-  Vf *top, *total, *rounded;  // running maximum relative to the reference, sum, sum of the rounded weights
-  Vf scale, factor;           // scale * log2(e); with softcap 1 and query_factor
-  float* S;                   // of the matrix unit: [group][tile], scores of the keys from `S_key` on
+  struct Queries {  // W of them
+    Vf reference;   // log2 units, negated
+    Vf top, total;  // running maximum relative to the reference, sum of the weights
+    Vf rounded;     // and of the rounded ones
+  };
+  Queries* queries;   // [tile / W]
+  const float* bias;  // [key][tile]
+  uint32_t* P;        // [key / 2][tile]
+  Vf scale, factor;   // scale * log2(e); with softcap 1 and query_factor
+  float* S;           // of the matrix unit: [group][tile], scores of the keys from `S_key` on
   int64_t S_key;
 
   ATTN_INLINE void clear(int64_t at) const { store_pairs(P + at, Pairs{}); }
@@ -57,17 +61,27 @@ struct ForwardWork : DotWork {
     ATTN_UNROLL for (int r = 0; r < M; r++) ATTN_UNROLL for (int j = 0; j < N; j++) t[r][j] =
         load(S + (k - S_key + r) * tile + lane0 + W * j);
   }
+  struct Cursor {
+    Queries* queries;
+    uint32_t* P;
+    int64_t lane;
+    ATTN_INLINE void next_vector() { queries++, P += W, lane += W; }
+    ATTN_INLINE void next_keys(int n) { queries -= n, P += tile - n * W, lane -= n * W; }
+  };
+  ATTN_INLINE Cursor cursor(int64_t lane, int64_t key, Queries* at) const {
+    return {at, P + key / 2 * tile + lane, lane};
+  }
   template <Hidden H>
-  ATTN_INLINE void weigh(const Pending& w, int64_t lane) const {
+  ATTN_INLINE void weigh(const Pending& w, const Vf (&scores)[2], const Cursor& at) const {
     constexpr bool guard = H == Hidden::by_range || H == Hidden::by_bias;
-    const int64_t j = lane / W;
-    const Vf ref = load(reference + lane), zero = Vf::zero(), hidden = Vf::set(-__builtin_inff());
-    Vf high = top[j], p[2] = {zero, zero};
+    const int64_t lane = at.lane;
+    Queries& mine = *at.queries;
+    const Vf ref = mine.reference, zero = Vf::zero(), hidden = Vf::set(-__builtin_inff());
+    Vf p[2] = {zero, zero};
     ATTN_UNROLL for (int r = 0; r < 2; r++) {
       if (guard && w.key + r >= w.end) break;  // a last single key is paired with weight 0
-      Vf x = load(w.x + r * W);
       // rounded twice, as the maximum that the reference came from: a fused sum would show the product's rounding
-      x = x * scale + ref;
+      Vf x = scores[r] * scale + ref;
       const float* b = bias + (w.key + r) * tile + lane;
       if constexpr (H == Hidden::by_sum) x = x + load(b);
       if (H == Hidden::by_alibi || (H == Hidden::by_range && alibi.on))
@@ -84,13 +98,12 @@ struct ForwardWork : DotWork {
       } else {
         p[r] = H == Hidden::by_alibi ? exp2_short(x, least_of_rising<float>) : exp2_short(x);
       }
-      high = max(high, x);
+      mine.top = max(mine.top, x);
     }
     const Pairs pair = round_pairs(p[0], p[1]);
-    top[j] = high;
-    total[j] = total[j] + (p[0] + p[1]);
-    rounded[j] = add_pairs(rounded[j], pair);
-    store_pairs(P + w.key / 2 * tile + lane, pair);
+    mine.total = mine.total + (p[0] + p[1]);
+    mine.rounded = add_pairs(mine.rounded, pair);
+    store_pairs(at.P, pair);
   }
   // x -> softcap of it, in log2 units
   ATTN_NOINLINE void soften(float* x, const float*, int n) const {
@@ -206,7 +219,7 @@ struct ForwardDot : DotTiles {
         if (seen.empty() && !last) continue;
 
         float *ref = reference + t * tile, *O = output + t * tile * at.ldv;
-        Vf tops[tile / W], totals[tile / W], rounds[tile / W];
+        ForwardWork::Queries queries[tile / W];
         MaskBlock masked = MaskBlock::all_visible;
         if ((p.mask != MaskKind::none || p.alibi) && !seen.empty()) {
           masked = load_bias<bf16, true>(p, h, row, n, k0, seen, bias, tile);
@@ -222,21 +235,18 @@ struct ForwardDot : DotTiles {
         ForwardWork s{
             {pairs, used, &p.keys, row, k0, float(p.softcap * log2_e), alibi_of<float>(p, h, row, k0, masked), &ahead},
             {{Kb, ldk, query + t * tile * pairs}},
-            ref,
+            queries,
             bias,
             P,
-            tops,
-            totals,
-            rounds,
             Vf::set(p.softcap > 0 ? 1 : float(p.scale * log2_e)),
             Vf::set(query_factor<float>(p)),
             reinterpret_cast<float*>(space + at.scores),
             -1};
         for (int tries = 0; !seen.empty(); tries++) {
           for (int64_t j = 0; j < used; j++) {
-            tops[j] = load(top + t * tile + j * W) + load(ref + j * W);
-            totals[j] = load(total + t * tile + j * W);
-            rounds[j] = load(rounded + t * tile + j * W);
+            const Vf r = load(ref + j * W);
+            queries[j] = {r, load(top + t * tile + j * W) + r, load(total + t * tile + j * W),
+                          load(rounded + t * tile + j * W)};
           }
           const auto border = [&](int64_t begin, int64_t end) { Stream::border(s, begin, end, n, biased); };
           by_groups(s, seen.begin, seen.all_begin, border);
@@ -246,8 +256,8 @@ struct ForwardDot : DotTiles {
           });
           by_groups(s, seen.all_end, seen.end, border);
           if (tries == 2) break;
-          Vf factor[tile / W];  // what a lane that moves is scaled by
-          for (int64_t j = 0; j < used; j++) factor[j] = Vf::set(1);
+          Vf tops[tile / W], factor[tile / W];  // what a lane that moves is scaled by
+          for (int64_t j = 0; j < used; j++) tops[j] = queries[j].top, factor[j] = Vf::set(1);
           if (!Forward<float>::move_reference(used, tops, factor, ref, O, at.ldv, started[t], rising)) break;
           for (int64_t j = 0; j < used; j++) {
             float *a = total + t * tile + j * W, *b = rounded + t * tile + j * W;
@@ -257,9 +267,9 @@ struct ForwardDot : DotTiles {
         }
         if (!seen.empty())
           for (int64_t j = 0; j < used; j++) {
-            store(top + t * tile + j * W, tops[j] - load(ref + j * W));
-            store(total + t * tile + j * W, totals[j]);
-            store(rounded + t * tile + j * W, rounds[j]);
+            store(top + t * tile + j * W, queries[j].top - load(ref + j * W));
+            store(total + t * tile + j * W, queries[j].total);
+            store(rounded + t * tile + j * W, queries[j].rounded);
           }
         if (p.dropout.on() && !seen.empty()) drop(p.dropout, h.index, row, n, k0, seen.begin, seen.end, P);
         if (last)

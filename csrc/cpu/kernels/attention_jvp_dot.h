@@ -38,15 +38,23 @@ struct JvpWork : DotWork {
     store(low_at, load(low_at) + ((sum - (next - part)) + (x - part)));
     store(sum_at, next);
   }
+  struct Queries {};
+  static constexpr Queries* queries = nullptr;
+  struct Cursor {
+    int64_t lane;
+    ATTN_INLINE void next_vector() { lane += W; }
+    ATTN_INLINE void next_keys(int n) { lane -= n * W; }
+  };
+  ATTN_INLINE Cursor cursor(int64_t lane, int64_t, Queries*) const { return {lane}; }
   template <Hidden H>
-  ATTN_INLINE void weigh(const Pending& w, int64_t lane) const {
+  ATTN_INLINE void weigh(const Pending& w, const Vf (&scores)[2], const Cursor& cursor) const {
     constexpr bool guard = H == Hidden::by_range || H == Hidden::by_bias;
-    const int64_t at = w.key / 2 * tile + lane;
+    const int64_t lane = cursor.lane, at = w.key / 2 * tile + lane;
     const Vf lse = load(sums->minus_lse + lane), low = load(sums->minus_lse_low + lane), zero = Vf::zero();
     Vf p[2] = {zero, zero}, pa[2] = {zero, zero};
     ATTN_UNROLL for (int r = 0; r < 2; r++) {
       if (guard && w.key + r >= w.end) break;  // a last single key is paired with weight 0
-      const Vf x = load(w.x + r * W);
+      const Vf x = scores[r];
       if constexpr (H == Hidden::by_bias || H == Hidden::by_sum) {
         const Vf b = load(bias + (w.key + r) * tile + lane);
         p[r] = exp2((fma(x, scale, b) + lse) + low);
