@@ -18,11 +18,20 @@ ATTN_NOINLINE TileKeys within_blocks(const BlockRows& b, int64_t first, int64_t 
   if (t.all_begin >= t.all_end) t.all_begin = t.all_end = to;
   return t;
 }
+// Borders moved so that what every row sees are whole groups of keys, as causal borders then are.
+ATTN_INLINE TileKeys in_groups(TileKeys t) {
+  constexpr int64_t rows = Tuning::rows;
+  if (t.all_begin > t.begin) t.all_begin = min_of(t.all_end, t.begin + round_up(t.all_begin - t.begin, rows));
+  if (t.all_end < t.end) t.all_end -= (t.all_end - t.all_begin) % rows;
+  if (t.all_begin >= t.all_end) t.all_begin = t.all_end = t.end;
+  return t;
+}
 ATTN_INLINE TileKeys seen_keys(const AttentionParams& p, const HeadPointers& h, int64_t first, int64_t last, int64_t k0,
                                int64_t n) {
-  const TileKeys t = tile_keys(p.keys, first, last, k0, n);
-  if (p.mask != MaskKind::blocks || t.empty()) return t;
-  return within_blocks(*static_cast<const BlockRows*>(h.mask), first, last, k0, t);
+  TileKeys t = tile_keys(p.keys, first, last, k0, n);
+  if (p.mask == MaskKind::blocks && !t.empty())
+    t = within_blocks(*static_cast<const BlockRows*>(h.mask), first, last, k0, t);
+  return in_groups(t);
 }
 
 // The keys [k0, k0 + block) of every step for rows first .. first + count - 1, at most `most`, in order; k0 and `most`
