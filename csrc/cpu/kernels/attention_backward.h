@@ -41,10 +41,12 @@ struct Backward : Stages<C> {
   };
 
   struct QueryTile : QueryRows {
-    C* grad_t;        // panels [dim][panel]: dO / (1 - dropout_p)
-    C *query, *grad;  // [tile][ld]
-    C* grad_query;    // [tile][ld], sum of dS K
-    C* minus_delta;   // [tile]
+    C* grad_t;              // panels [dim][panel]: dO / (1 - dropout_p)
+    const C *query, *grad;  // [tile][ld]
+    int64_t query_ld, grad_ld;
+    C *query_copy, *grad_copy;
+    C* grad_query;   // [tile][ld], sum of dS K
+    C* minus_delta;  // [tile]
     bool query_finite, grad_finite;
   };
 
@@ -52,13 +54,22 @@ struct Backward : Stages<C> {
     QueryTile t;
     t.query_t = at;
     t.grad_t = t.query_t + tile * round_up(p.head_dim, line);
-    t.query = t.grad_t + tile * round_up(p.v_head_dim, line);
-    t.grad = t.query + tile * key_ld(p);
-    t.grad_query = t.grad + tile * value_ld(p);
+    t.grad_query = t.grad_t + tile * round_up(p.v_head_dim, line);
     t.minus_lse = t.grad_query + tile * key_ld(p);
     t.minus_lse_low = t.minus_lse + tile;
     t.minus_delta = t.minus_lse_low + tile;
+    t.query_copy = t.minus_delta + tile;
+    t.grad_copy = t.query_copy + tile * key_ld(p);
     return t;
+  }
+
+  // Rows of X in compute precision: in place where they are dense, else copied to Y
+  template <class T>
+  static ATTN_INLINE const C* rows_of(const T* X, int64_t ld, int64_t rows, int64_t dim, C* Y, int64_t ldy,
+                                      int64_t& ld_of_rows) {
+    if (sizeof(T) == sizeof(C) && ld == dim && dim % W == 0) return ld_of_rows = ld, reinterpret_cast<const C*>(X);
+    pack_rows(X, ld, rows, dim, Y, ldy, round_up(dim, W));
+    return ld_of_rows = ldy, Y;
   }
 
   template <class T>
@@ -70,14 +81,14 @@ struct Backward : Stages<C> {
     const T* o = static_cast<const T*>(h.out) + first * p.out_row;
     const C* lse = static_cast<const C*>(h.lse) + first;
     S::begin(h, first, count, t);
-    S::template pack_panels<T>(h.query, p.q_row, t, D, query_factor<C>(p), t.query_t);
-    S::template pack_panels<T>(h.grad_out, p.grad_out_row, t, Dv, C(p.dropout.keep_scale), t.grad_t);
-    t.query_finite = pack_rows(q, p.q_row, count, D, t.query, key_ld(p), round_up(D, W));
-    t.grad_finite = pack_rows(g, p.grad_out_row, count, Dv, t.grad, value_ld(p), round_up(Dv, W));
+    t.query_finite = S::template pack_panels<T>(h.query, p.q_row, t, D, query_factor<C>(p), t.query_t);
+    t.grad_finite = S::template pack_panels<T>(h.grad_out, p.grad_out_row, t, Dv, C(p.dropout.keep_scale), t.grad_t);
+    t.query = rows_of(q, p.q_row, count, D, t.query_copy, key_ld(p), t.query_ld);
+    t.grad = rows_of(g, p.grad_out_row, count, Dv, t.grad_copy, value_ld(p), t.grad_ld);
     for (int64_t r = 0; r < tile; r++) {
       C delta = 0;
       if (r < count) {
-        delta = S::dot(o + r * p.out_row, t.grad + r * value_ld(p), Dv);
+        delta = S::dot(o + r * p.out_row, t.grad + r * t.grad_ld, Dv);
         if (h.grad_lse) delta -= static_cast<const C*>(h.grad_lse)[first + r];
       }
       split_lse(r < count ? lse[r] : C(0), t.minus_lse[r], t.minus_lse_low[r]);
@@ -147,11 +158,11 @@ struct Backward : Stages<C> {
 
     const bool hidden = weighed.some_hidden();
     if (w.value)
-      S::sum_queries(p, t, P, t.grad, value_ld(p), hidden && !t.grad_finite, k0, seen, p.v_head_dim, grad_value);
+      S::sum_queries(p, t, P, t.grad, t.grad_ld, hidden && !t.grad_finite, k0, seen, p.v_head_dim, grad_value);
     if (w.slope) *w.slope += S::slope_gradient(p, t, dS, k0, seen);
     if (w.mask) S::template mask_gradient<T>(t, w, dS, k0, seen, P);  // P has served
     if (p.softcap > 0 && (w.key || w.query)) through_softcap(t, cap_tanh, seen, dS);
-    if (w.key) S::sum_queries(p, t, dS, t.query, key_ld(p), hidden && !t.query_finite, k0, seen, p.head_dim, grad_key);
+    if (w.key) S::sum_queries(p, t, dS, t.query, t.query_ld, hidden && !t.query_finite, k0, seen, p.head_dim, grad_key);
     if (w.query) S::sum_keys(p, t, dS, K, key_ld(p), p.head_dim, hidden && !key_finite, k0, seen, block, t.grad_query);
   }
 

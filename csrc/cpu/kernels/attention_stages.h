@@ -52,9 +52,10 @@ struct Stages {
     t.ahead = nullptr;
   }
   template <class T>
-  static void pack_panels(const void* X, int64_t ld, const QueryRows& t, int64_t dim, C factor, C* Y) {
-    pack_transposed(static_cast<const T*>(X) + t.first * ld, ld, t.count, dim, Times<C>{factor}, Y, panel, panel * dim,
-                    panel);
+  static bool pack_panels(const void* X, int64_t ld, const QueryRows& t, int64_t dim, C factor, C* Y) {
+    return pack_transposed_by(static_cast<const T*>(X) + t.first * ld, ld, t.count, dim, TimesFinite<C>{{factor}}, Y,
+                              panel, panel * dim, panel)
+        .finite();
   }
 
   // sum over n numbers of x y

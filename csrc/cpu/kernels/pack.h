@@ -13,6 +13,22 @@ struct Times {
   ATTN_INLINE C operator()(C x) const { return x * factor; }
 };
 
+// the same, and whether all numbers were finite
+template <class C>
+struct TimesFinite : Times<C> {
+  Vec<C> bad = Vec<C>::zero();  // x - x is 0 for a finite x, else NaN
+  C bad_tail = 0;
+  ATTN_INLINE Vec<C> operator()(Vec<C> x) {
+    bad = bad + (x - x);
+    return Times<C>::operator()(x);
+  }
+  ATTN_INLINE C operator()(C x) {
+    bad_tail += x - x;
+    return Times<C>::operator()(x);
+  }
+  ATTN_INLINE bool finite() const { return finite_bits(bad) && bad_tail == C(0); }
+};
+
 struct Unchanged {
   template <class X>
   ATTN_INLINE X operator()(X x) const {
