@@ -32,6 +32,15 @@ from .peers import OURS, PEERS, Peer, Skip
 UNMEASURED = {"flex", "jax", "onnxruntime", "zentorch"}
 
 
+def keep_freed_pages() -> None:
+    """Makes glibc keep what is freed, as it does in any process that has once freed a tensor of 32 MB.
+
+    Until then it returns the pages of every result to the kernel, and a call's time is for a third that of page faults,
+    for whoever happens to come before the first large block.
+    """
+    torch.empty(31 << 20, dtype=torch.uint8)  # of its own pages, and below the 32 MiB up to which thresholds follow
+
+
 class Server:
     """Answers `extra`; the process behind it starts with the first question and ends with the with statement."""
 
