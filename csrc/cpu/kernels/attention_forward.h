@@ -356,7 +356,7 @@ struct Forward {
             }
           }
         }
-        const bool border = bias || seen.all_begin > seen.begin || seen.all_end < seen.end;
+        const bool border = may_hide(masked) || seen.all_begin > seen.begin || seen.all_end < seen.end;
         if (border && !value_checked) {
           value_checked = true;
           value_finite = all_finite(Vb, ldv, block, Dv);

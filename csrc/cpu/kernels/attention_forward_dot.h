@@ -64,12 +64,13 @@ struct ForwardWork : DotWork {
   struct Cursor {
     Queries* queries;
     uint32_t* P;
+    const float* bias;
     int64_t lane;
-    ATTN_INLINE void next_vector() { queries++, P += W, lane += W; }
-    ATTN_INLINE void next_keys(int n) { queries -= n, P += tile - n * W, lane -= n * W; }
+    ATTN_INLINE void next_vector() { queries++, P += W, bias += W, lane += W; }
+    ATTN_INLINE void next_keys(int n) { queries -= n, P += tile - n * W, bias += 2 * tile - n * W, lane -= n * W; }
   };
   ATTN_INLINE Cursor cursor(int64_t lane, int64_t key, Queries* at) const {
-    return {at, P + key / 2 * tile + lane, lane};
+    return {at, P + key / 2 * tile + lane, bias + key * tile + lane, lane};
   }
   template <Hidden H>
   ATTN_INLINE void weigh(const Pending& w, const Vf (&scores)[2], const Cursor& at) const {
@@ -82,7 +83,7 @@ struct ForwardWork : DotWork {
       if (guard && w.key + r >= w.end) break;  // a last single key is paired with weight 0
       // rounded twice, as the maximum that the reference came from: a fused sum would show the product's rounding
       Vf x = scores[r] * scale + ref;
-      const float* b = bias + (w.key + r) * tile + lane;
+      const float* b = at.bias + r * tile;
       if constexpr (H == Hidden::by_sum) x = x + load(b);
       if (H == Hidden::by_alibi || (H == Hidden::by_range && alibi.on))
         x = alibi.add(x, alibi.distance(Vf::iota(), lane, w.key + r));
@@ -287,7 +288,7 @@ struct ForwardDot : DotTiles {
             inverse[i] *= exp2_unit;
           }
         const bool beyond = (matrix || seen.end % 2) && seen.end < block;  // products reach keys that no row sees
-        const bool border = biased || beyond || seen.all_begin > seen.begin || seen.all_end < seen.end;
+        const bool border = may_hide(masked) || beyond || seen.all_begin > seen.begin || seen.all_end < seen.end;
         const bool guarded = border && !value_finite;
         Values v{at.ldv, at.ldv, O, !started[t], nullptr, p.out_row, inverse};
         if (last && Dv % W == 0 && !guarded) v.out = out + row * p.out_row;

@@ -139,6 +139,8 @@ enum class MaskBlock { all_visible, some_hidden, all_hidden, added, summed, alib
 ATTN_INLINE bool has_block(MaskBlock b) {
   return b == MaskBlock::some_hidden || b == MaskBlock::added || b == MaskBlock::summed;
 }
+// whether the block's -inf hide keys
+ATTN_INLINE bool may_hide(MaskBlock b) { return has_block(b) && b != MaskBlock::summed; }
 ATTN_INLINE Hidden inside(MaskBlock b) {
   if (b == MaskBlock::summed) return Hidden::by_sum;
   if (b == MaskBlock::alibi) return Hidden::by_alibi;
