@@ -271,12 +271,12 @@ BACKWARD_OPTIONS = [
         "p.delta[stats + Tiles::stat_position(row + 8 * h)]",
         "p.delta[stats + row + 8 * h]",
     ),
-    ("a key that is hidden leaks", "sm80_backward.cuh", "qd, fresh(), guarded_mma<T>", "qd, fresh(), pair_mma<T>"),
+    ("a key that is hidden leaks", "sm80_backward.cuh", "query_product<true>(", "query_product<false>("),
     (
         "a row that is not seen leaks into dV",
         "sm80_backward.cuh",
-        "sp, tdo, fresh(), guarded_mma<T>",
-        "sp, tdo, fresh(), pair_mma<T>",
+        "accumulate_guarded(dv, sp,",
+        "accumulate(dv, pf, sp,",
     ),
 ]
 FORWARD_BLOCKS = [
@@ -354,8 +354,8 @@ NAN_SM80_BACKWARD = [
     (
         "a gradient that a hidden pair brings",
         "sm80_backward.cuh",
-        "sp, tdo, fresh(), guarded_mma<T>",
-        "sp, tdo, fresh(), pair_mma<T>",
+        "accumulate_guarded(dv, sp,",
+        "accumulate(dv, pf, sp,",
     ),
 ]
 WIDE_FORWARD = [

@@ -103,9 +103,8 @@ struct Sm80Backward {
   }
 
   // acc += A B over this warp's half of the queries (A in registers), then over the other half (A from shared memory).
-  template <class Mma>
   static __device__ __forceinline__ void accumulate(KeySums& acc, const Fragments& own, uint32_t other, uint32_t b_tile,
-                                                    const Lane& l, Mma&& mma) {
+                                                    const Lane& l) {
 #pragma unroll
     for (int half = 0; half < 2; half++)
 #pragma unroll
@@ -125,9 +124,27 @@ struct Sm80Backward {
           uint32_t b[4];
           ptx::ldmatrix_x4_trans(b, at_row(b_tile, k0 + l.l16, l.wm * (D / 16) + j * 2 + l.lh));
 #pragma unroll
-          for (int i = 0; i < kNT; i++) mma(acc[i][2 * j], acc[i][2 * j + 1], a[i], b);
+          for (int i = 0; i < kNT; i++) pair_mma<T>(acc[i][2 * j], acc[i][2 * j + 1], a[i], b);
         }
       }
+  }
+  // The same where B may hold numbers that are not finite: rare, so all of A from shared memory, a step at a time.
+  static __device__ __forceinline__ void accumulate_guarded(KeySums& acc, uint32_t a_tile, uint32_t b_tile,
+                                                            const Lane& l) {
+#pragma unroll 1
+    for (int k0 = 0; k0 < Rows; k0 += 16) {
+      uint32_t a[kNT][4];
+#pragma unroll
+      for (int i = 0; i < kNT; i++)
+        ptx::ldmatrix_x4(a[i], at_col(a_tile, l.wn * (Keys / 4) + i * 16 + l.l16, k0 / 8 + l.lh));
+#pragma unroll
+      for (int j = 0; j < kDT / 2; j++) {
+        uint32_t b[4];
+        ptx::ldmatrix_x4_trans(b, at_row(b_tile, k0 + l.l16, l.wm * (D / 16) + j * 2 + l.lh));
+#pragma unroll
+        for (int i = 0; i < kNT; i++) guarded_mma<T>(acc[i][2 * j], acc[i][2 * j + 1], a[i], b);
+      }
+    }
   }
   // Are all numbers finite that the products with rows [0, Count) of a tile, columns of chunks [chunk, chunk + Chunks),
   // read? The whole warp.
@@ -142,10 +159,10 @@ struct Sm80Backward {
     }
     return !ptx::any(!good);
   }
-  template <class Mma>
+  template <bool Guarded>
   static __device__ __forceinline__ void query_product(float (&dq)[2][4][4], uint32_t sds, uint32_t sk, int qm, int qd,
-                                                       const Lane& l, Mma&& mma) {
-#pragma unroll
+                                                       const Lane& l) {
+#pragma unroll(Guarded ? 1 : Keys / 16)
     for (int kk = 0; kk < Keys / 16; kk++) {
       uint32_t a[2][4], b[4];
 #pragma unroll
@@ -155,7 +172,10 @@ struct Sm80Backward {
       for (int j = 0; j < 2; j++) {
         ptx::ldmatrix_x4_trans(b, at_row(sk, kk * 16 + l.l16, qd + j * 2 + l.lh));
 #pragma unroll
-        for (int i = 0; i < 2; i++) mma(dq[i][2 * j], dq[i][2 * j + 1], a[i], b);
+        for (int i = 0; i < 2; i++) {
+          const auto mma = Guarded ? guarded_mma<T> : pair_mma<T>;
+          mma(dq[i][2 * j], dq[i][2 * j + 1], a[i], b);
+        }
       }
     }
   }
@@ -185,9 +205,9 @@ struct Sm80Backward {
                       sequence.q_len, p.query_strides.row, p.head_dim);
       load_tile<Rows>(sdo + stage * kStage, head_of(p.grad_out, p.grad_out_strides, head, sequence.q_begin),
                       tile * Rows, sequence.q_len, p.grad_out_strides.row, p.v_head_dim);
-      if (tid < Rows / 2) {  // Rows / 4 chunks each of lse2 and delta
-        const float* src = (tid < Rows / 4 ? p.lse2 : p.delta) + scratch_of(head) + tile * Rows + tid % (Rows / 4) * 4;
-        ptx::cp_async_16(stats + stage * kStats + tid * 16, src, true);
+      if (const int i = ptx::opaque(threadIdx.x); i < Rows / 2) {  // Rows / 4 chunks each of lse2 and delta
+        const float* src = (i < Rows / 4 ? p.lse2 : p.delta) + scratch_of(head) + tile * Rows + i % (Rows / 4) * 4;
+        ptx::cp_async_16(stats + stage * kStats + i * 16, src, true);
       }
       ptx::cp_async_commit();
     };
@@ -343,20 +363,20 @@ struct Sm80Backward {
         weigh(std::false_type{});
       __syncthreads();  // P and dS are complete
       if (!Ranged || !border || finite<Rows, D / 16>(tdo, l.wm * (D / 16), fresh()))
-        accumulate(dv, pf, sp, tdo, l, pair_mma<T>);
+        accumulate(dv, pf, sp, tdo, l);
       else
-        accumulate(dv, pf, sp, tdo, fresh(), guarded_mma<T>);
+        accumulate_guarded(dv, sp, tdo, fresh());
       if (!Ranged || !border || finite<Rows, D / 16>(tq, l.wm * (D / 16), fresh()))
-        accumulate(dk, df, sds, tq, l, pair_mma<T>);
+        accumulate(dk, df, sds, tq, l);
       else
-        accumulate(dk, df, sds, tq, fresh(), guarded_mma<T>);
+        accumulate_guarded(dk, sds, tq, fresh());
 
       float dq[2][4][4] = {};
       const int qm = warp / kDqW * 32, qd = warp % kDqW * 4;  // first row, first 16-byte chunk of columns
       if (!Ranged || !border || finite<Keys, 4>(sk, qd, fresh()))
-        query_product(dq, sds, sk, qm, qd, l, pair_mma<T>);
+        query_product<false>(dq, sds, sk, qm, qd, l);
       else
-        query_product(dq, sds, sk, qm, qd, fresh(), guarded_mma<T>);
+        query_product<true>(dq, sds, sk, qm, qd, fresh());
       float* acc = p.query_sum + tile * (Rows * D) + tid;
       if (Deterministic) {
         if (Options && tid == 0) turn = *held_turn;

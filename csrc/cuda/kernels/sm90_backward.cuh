@@ -16,6 +16,8 @@ template <class S, bool Ranged>
 struct Sm90BackwardConsumer {
   using T = typename S::T;
   static constexpr int D = S::kD, M = S::kRows;
+  // statistics read before the wait that they are used after, as far as registers allow
+  static constexpr bool kEarlyLse = D == 128 || !S::kDeterministic || !Ranged, kEarlyDelta = D == 128;
   using Queries = BackwardQueries<M, S::kKeys, Ranged>;
   using Fragments = uint32_t[M / 16][4];
   using Scores = float[M / 2];
@@ -179,11 +181,11 @@ struct Sm90BackwardConsumer {
       if (Ranged && !at.whole(at.tile * M)) Guard::clean_queries(pf, m, smem, qs, ds);
       ptx::wgmma_fence();
       issue_scores(dp, m.v, m.d_out, ds);
-      if (S::kEarlyDelta) load_stats(delta, m.delta, ds);
+      if (kEarlyDelta) load_stats(delta, m.delta, ds);
       ptx::wgmma_fence();
       issue_sum(dv, pf, m.d_out, ds);
       ptx::wgmma_wait<1>();  // dP
-      if (!S::kEarlyDelta) load_stats(delta, m.delta, ds);
+      if (!kEarlyDelta) load_stats(delta, m.delta, ds);
       ptx::keep(dp);
       // The tile written here was last read by dQ two iterations ago. Both warpgroups waited for that before they said
       // that the tile of one iteration ago was ready.
@@ -195,7 +197,7 @@ struct Sm90BackwardConsumer {
         at.next();
       }
       ptx::mbarrier_wait(m.q_full + 8 * qs, qp);
-      if (S::kEarlyLse) load_stats(lse, m.lse, qs);
+      if (kEarlyLse) load_stats(lse, m.lse, qs);
       ptx::wgmma_fence();
       issue_sum(dk, df, m.q, this_qs);
       ptx::wgmma_fence();
@@ -206,7 +208,7 @@ struct Sm90BackwardConsumer {
       release(m.do_empty + 8 * this_ds);
       ptx::bar_sync(4 + 2 * (it & 1) + (group ^ 1), 256);
       issue_dq(dq, ds_tile);
-      if (!S::kEarlyLse) load_stats(lse, m.lse, qs);
+      if (!kEarlyLse) load_stats(lse, m.lse, qs);
       softmax(pf, lse, at);
       ptx::wgmma_wait<0>();
       ptx::keep(dq);

@@ -18,8 +18,6 @@ struct Sm90BackwardShape {
   static constexpr int kStages = kQueryStages + kOutStages;
   static constexpr int kSmemBytes = 2 * kKeyBytes + kStages * kQueryBytes + 2 * kScoreBytes + kSumBytes +
                                     kStages * Rows * 4 + 8 * (1 + 2 * kStages) + 64 + 2 * 512;
-  // statistics read before the wait that they are used after, as far as registers allow
-  static constexpr bool kEarlyLse = true, kEarlyDelta = D == 128;
   static_assert(Rows * D == 8192, "64 x 64 of dQ a warpgroup");
   static_assert(kSmemBytes <= 227 * 1024);
 

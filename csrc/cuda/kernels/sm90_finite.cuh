@@ -40,11 +40,11 @@ __device__ __forceinline__ bool group_any(bool here, uint32_t* flags, int& turn,
 // d += A B for one step of 16 rows of B: columns [0, Columns) of a tile in panels of 64 columns, `panel` bytes apart,
 // swizzled as TMA does. row: the lane's of the tile.
 template <class T, int Columns>
-__device__ __forceinline__ void guarded_step(float* d, const uint32_t (&a)[4], uint32_t tile, int panel, int row,
-                                             int lane) {
+__device__ __forceinline__ void guarded_step(float* d, const uint32_t (&a)[4], uint32_t tile, uint32_t panel,
+                                             uint32_t row, uint32_t lane) {
 #pragma unroll
   for (int j = 0; j < Columns / 16; j++) {
-    const int chunk = j * 2 + lane / 16;
+    const uint32_t chunk = j * 2 + lane / 16;
     uint32_t b[4];
     ptx::ldmatrix_x4_trans(b, tile + chunk / 8 * panel + row * 128 + ((chunk % 8 ^ (row & 7)) << 4));
     float (&d0)[4] = *reinterpret_cast<float (*)[4]>(d + 8 * j),
@@ -56,7 +56,7 @@ __device__ __forceinline__ void guarded_step(float* d, const uint32_t (&a)[4], u
 // d += A B with A in registers, Steps steps of 16; a is lost.
 template <class T, int Columns, int Steps>
 __device__ __forceinline__ void guarded_product(float* d, uint32_t (&a)[Steps][4], uint32_t tile, int panel) {
-  const int lane = ptx::opaque(threadIdx.x % 32);
+  const uint32_t lane = ptx::opaque(threadIdx.x) % 32;
 #pragma unroll 1
   for (int kk = 0; kk < Steps; kk++) {
     guarded_step<T, Columns>(d, a[0], tile, panel, kk * 16 + lane % 16, lane);

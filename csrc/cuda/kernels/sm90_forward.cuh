@@ -51,7 +51,9 @@ struct Sm90Forward {
     bool hides = false;
     int turn = 0;  // of the flags
 
-    auto query_stage = [&] { return group * S::kQueryStages + round % S::kQueryStages; };
+    // where registers are few, what follows from `round` is not held
+    auto rounds = [&] { return S::kTight ? int(ptx::opaque(round)) : round; };
+    auto query_stage = [&] { return group * S::kQueryStages + rounds() % S::kQueryStages; };
     auto qk = [&](int stage) {  // issue S = Q K^T
       const uint64_t dq = desc(smem + query_stage() * S::kQueryBytes, 0);
       const uint64_t dk = desc(smem + S::kKeyAt + stage * S::kKeyBytes, 0);
@@ -83,10 +85,10 @@ struct Sm90Forward {
           pr[kk][q] = 2 * kk + q / 2 < S::kAhead ? soft.early[4 * kk + q] ^ zero
                                                  : ptx::pack2<T>(s[8 * kk + 2 * q], s[8 * kk + 2 * q + 1]);
     };
-    auto slot = [&](int r) -> const Slot& { return slots[group * 4 + r % 4]; };
+    auto slot = [&](int before = 0) -> const Slot& { return slots[group * 4 + (rounds() - before) % 4]; };
     auto softmax = [&] {
       if (hides) {
-        const Slot& x = slot(round);
+        const Slot& x = slot();
         soft.hide(s, p, x.sequence(p), x.row + r0, n * S::kKeys + 2 * t);
       }
       return soft.run(s, scale);
@@ -96,7 +98,7 @@ struct Sm90Forward {
       after = n - 1;
       hides = n >= whole;
       if constexpr (S::kRanged) {
-        const int4 x = *reinterpret_cast<const int4*>(&slot(round).begin);
+        const int4 x = *reinterpret_cast<const int4*>(&slot().begin);
         if (n == x.x) after = ptx::uniform(x.y) - 1;
         hides = n < x.z || n >= x.w;
       }
@@ -109,6 +111,8 @@ struct Sm90Forward {
     };
     auto guarded_pv = [&] {
       Guard::product(o, pr, smem + S::kValueAt + c % S::kStages * S::kValueBytes);
+#pragma unroll
+      for (int e = 0; e < S::kKeys / 2; e++) s[e] = 0.f;  // or they would be held beside what the product needs
       __syncwarp();
       release_v(c);
     };
@@ -119,7 +123,7 @@ struct Sm90Forward {
     int2 next;         // start, first
     auto peek = [&] {  // where the next tile starts; less than 0: there is none
       ptx::mbarrier_wait(b.q_full + 8 * query_stage(), round / S::kQueryStages & 1);
-      next = *reinterpret_cast<const int2*>(&slot(round));
+      next = *reinterpret_cast<const int2*>(&slot());
       return ptx::uniform(next.x);
     };
     auto release_q = [&] {
@@ -136,7 +140,7 @@ struct Sm90Forward {
     for (bool started = false;;) {
       if (!started) {
         for (; start == 0; start = peek()) {
-          Output::write_zeros(r0, t, slot(round), p);
+          Output::write_zeros(r0, t, slot(), p);
           release_q();
         }
         if (start < 0) break;
@@ -237,9 +241,9 @@ struct Sm90Forward {
       if (started) pack();
       c++;
       if (S::kStore)
-        Output::store(o, last_max, last_sum, r0, lane, smem, base, slot(round - 1), out_map, p);
+        Output::store(o, last_max, last_sum, r0, lane, smem, base, slot(1), out_map, p);
       else
-        Output::write(o, last_max, last_sum, r0, t, slot(round - 1), p);
+        Output::write(o, last_max, last_sum, r0, t, slot(1), p);
       clear();
     }
     if (S::kStore && lane == 0) ptx::bulk_wait_read<0>();

@@ -12,7 +12,7 @@ struct Sm90ForwardProducer {
   Slot* const slots;
   const Sm90ForwardMaps& maps;
   const ForwardTask& p;
-  int k_count = 0, v_count = 0;
+  int k_count = 0;
 
   __device__ __forceinline__ void load_k(int head, int batch, int n) {
     const int s = k_count % S::kStages;
@@ -24,19 +24,33 @@ struct Sm90ForwardProducer {
                        batch, b.k_full + 8 * s);
     k_count++;
   }
-  __device__ __forceinline__ void load_v(int head, int batch, int n, int end) {
-    const int s = v_count % S::kStages;
-    ptx::mbarrier_wait(b.v_empty + 8 * s, (v_count / S::kStages & 1) ^ 1);
+  // count: V tiles before this one. They follow K's, whose number tells it
+  __device__ __forceinline__ void load_v(int count, int head, int batch, int n, int end) {
+    const int s = count % S::kStages;
+    ptx::mbarrier_wait(b.v_empty + 8 * s, (count / S::kStages & 1) ^ 1);
     ptx::mbarrier_arrive_expect_tx(b.v_full + 8 * s, S::kValueBytes);
     tma_load_rows<S::kKeys, S::kDv / 64>(smem + S::kValueAt + s * S::kValueBytes, maps.value, maps.value8, maps.value1,
                                          n * S::kKeys, S::kRanged ? end : p.kv_len, p.kv_len, head, batch,
                                          b.v_full + 8 * s);
-    v_count++;
   }
 
+  // tile i of all; i = p.total and more: none
+  struct Decoded {
+    bool more;
+    ForwardTile t;
+    Sequence sequence;
+    KeyTiles tiles;
+    __device__ __forceinline__ Decoded(const ForwardTask& p, int i)
+        : more(i < p.total),
+          t(more ? forward_tile<S::kRows, S::kRanged>(p, i) : ForwardTile{0, 0, 0}),
+          sequence(sequence_of(p, t.batch)),
+          tiles(key_tiles_of<S::kKeys, S::kRanged>(p, sequence, t.row, t.row + S::kRows - 1)) {}
+  };
+
   // warpgroup w's part of a tile: its slot, and its rows of Q
-  __device__ __forceinline__ void feed_group(int w, int round, bool more, const ForwardTile& t,
-                                             const Sequence& sequence, const KeyTiles& tiles) {
+  __device__ __forceinline__ void feed_group(int w, int round, int i) {
+    const Decoded d(p, i);
+    const auto& [more, t, sequence, tiles] = d;
     const int at = w * S::kQueryStages + round % S::kQueryStages;
     ptx::mbarrier_wait(b.q_empty + 8 * at, (round / S::kQueryStages & 1) ^ 1);
     const int row = t.row + 64 * w;
@@ -58,6 +72,7 @@ struct Sm90ForwardProducer {
     x.key_length = sequence.keys.key_length;
     x.offset = sequence.keys.offset;
     x.key_end = tiles.key_end;
+    x.last = tiles.end - 1;
     if (more && count) {
       ptx::mbarrier_arrive_expect_tx(b.q_full + 8 * at, S::kQueryBytes);
 #pragma unroll
@@ -70,30 +85,27 @@ struct Sm90ForwardProducer {
   }
 
   __device__ __forceinline__ void run() {
-    bool pending = false;  // the last V tile of the round before is still to be loaded
-    uint32_t next = 0;
-    for (int i = blockIdx.x, round = 0;; i = p.counter ? int(next) : i + int(gridDim.x), round++) {
-      const bool more = i < p.total;
-      const ForwardTile t = more ? forward_tile<S::kRows, S::kRanged>(p, i) : ForwardTile{0, 0, 0};
-      const Sequence sequence = sequence_of(p, t.batch);
-      const KeyTiles tiles = key_tiles_of<S::kKeys, S::kRanged>(p, sequence, t.row, t.row + S::kRows - 1);
+    for (int i = blockIdx.x, round = 0;; round++) {
+      const Decoded d(p, i);
+      const auto& [more, t, sequence, tiles] = d;
       const bool some = more && tiles.count();
       const int head_k = t.head / p.group;
       if (some) load_k(head_k, t.batch, tiles.end - 1);
 #pragma unroll(S::kGroups == 3 && S::kRanged ? 1 : S::kGroups)
-      for (int w = 0; w < S::kGroups; w++) feed_group(w, round, more, t, sequence, tiles);
-      if (pending) {
-        const Slot& x = slots[(round + 3) % 4];
-        load_v(x.head / p.group, x.batch, x.prefix > 0 ? 0 : x.begin, x.key_end);
+      for (int w = 0; w < S::kGroups; w++) feed_group(w, round, i);
+      const Slot& now = slots[round % 4];  // what was found out once is read there: registers are few
+      if (const Slot& x = slots[(round + 3) % 4]; round > 0 && x.start > 0) {  // the last V tile of the round before
+        load_v(k_count - (now.start > 0 ? 2 : 1), x.head / p.group, x.batch, x.prefix > 0 ? 0 : x.begin, x.key_end);
       }
-      pending = some;
-      if (!more) break;
-      if (p.counter) next = gridDim.x + ptx::atomic_add(p.counter, 1);
-      if (some) {
-        int n = tiles.end - 1;
-        for (int below = tiles.below(n); below >= 0; n = below, below = tiles.below(n)) {
-          load_k(head_k, t.batch, below);
-          load_v(head_k, t.batch, n, tiles.key_end);
+      if (now.start < 0) break;
+      i = gridDim.x + (p.counter ? int(ptx::atomic_add(p.counter, 1)) : i);
+      if (now.start > 0) {
+        const int head = now.head / p.group, batch = now.batch, begin = now.begin, prefix = now.prefix;
+        const auto below = [&](int n) { return n == begin ? prefix - 1 : n - 1; };
+        int n = now.last;
+        for (int next = below(n); next >= 0; n = next, next = below(n)) {
+          load_k(head, batch, next);
+          load_v(k_count - 2, head, batch, n, now.key_end);
         }
       }
     }

@@ -20,6 +20,7 @@ struct Sm90ForwardShape {
   // bytes of a warpgroup's Q, of a stage of K, of V
   static constexpr int kQueryBytes = 64 * kDqk * 2, kKeyBytes = kKeys * kDqk * 2, kValueBytes = kKeys * kDv * 2;
   static constexpr int kQueries = kGroups * kQueryStages;
+  static constexpr bool kTight = Groups_ == 3 && Ranged_;  // few registers: what can be had again is not held
   // offsets in shared memory
   static constexpr int kKeyAt = kQueries * kQueryBytes, kValueAt = kKeyAt + kStages * kKeyBytes;
   static constexpr int kOutAt = kValueAt + kStages * kValueBytes;
@@ -41,7 +42,7 @@ struct __align__(16) Sm90ForwardSlot {
   int first, row, head;  // first: the last key tile that this warpgroup sees, which works downwards
   int begin, prefix, whole_begin, whole_end;  // see KeyTiles
   int batch, q_len, key_length, offset;       // of the sequence
-  int key_end, unused[3];
+  int key_end, last, unused[2];               // the end of the keys that the block sees, its last tile
   __device__ __forceinline__ Sequence sequence(const ForwardTask& p) const {
     Sequence s{q_len, p.keys};
     s.keys.key_length = key_length;
