@@ -7,6 +7,7 @@
 #include "device.h"
 #include "options.h"
 #include "served.h"
+#include "shared_memory.h"
 #include "task.h"
 
 namespace attnjourney {
@@ -34,19 +35,17 @@ void launch_forward(ForwardTask p, const AttentionCall& c, const AttentionOption
 template <class Real>
 void forward_in(const AttentionCall& c, const Tensor& query, const Tensor& key, const Tensor& value,
                 const AttentionOptions& options, Tensor& out, Tensor& lse) {
-  if (c.packed) {  // rows of no sequence
+  const auto write_nothing_seen = [&] {
     torch::stable::zero_(out);
     torch::stable::fill_(lse, -INFINITY);
-  }
-  if (c.batch * c.q_heads * c.params.q_len == 0) return;
-  if (c.params.kv_len == 0 && !options.sinks) {
-    torch::stable::zero_(out);
-    torch::stable::fill_(lse, -INFINITY);
-    return;
-  }
+  };
+  if (c.batch * c.q_heads * c.params.q_len == 0 || (c.params.kv_len == 0 && !options.sinks))
+    return write_nothing_seen();
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
   const Device device = current_device(query);
+  check_forward_memory(c, has_options(c, options), device.shared_bytes);
   const cudaStream_t stream = current_stream(device.index);
+  if (c.packed) write_nothing_seen();  // rows of no sequence
   const View q = view_of(c, query, c.q_heads), k = view_of(c, key, c.kv_heads), v = view_of(c, value, c.kv_heads);
   Output o(c, out, c.q_heads);
   const Indices indices(c, options);
@@ -89,7 +88,10 @@ void backward_in(const AttentionCall& c, const Tensor& grad_out, const OptionalT
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
   const Device device = current_device(query);
   const cudaStream_t stream = current_stream(device.index);
-  const bool options_used = has_options(c, options);
+  const int size = backward_size(c.params.head_dim, c.params.v_head_dim);
+  const int element = static_cast<int>(query.element_size());
+  const bool options_used = backward_takes_options(c, options, device.shared_bytes);
+  check_backward_memory(c, options_used, gradients.attn_mask.has_value(), device.shared_bytes);
   const int64_t rows_in_all = c.batch * c.q_heads * c.params.q_len;
   if (rows_in_all == 0 || (c.params.kv_len == 0 && !options.sinks)) {  // nobody reads, nobody is read
     for (const OptionalTensor* g : {&gradients.query, &gradients.key, &gradients.value, &gradients.attn_mask,
@@ -125,7 +127,6 @@ void backward_in(const AttentionCall& c, const Tensor& grad_out, const OptionalT
   output(dk, gradients.key, c.kv_heads, p.grad_key, p.grad_key_strides);
   output(dv, gradients.value, c.kv_heads, p.grad_value, p.grad_value_strides);
 
-  const int size = backward_size(p.head_dim, p.v_head_dim), element = static_cast<int>(query.element_size());
   const int rows = element > 2 ? wide_rows(size, element) : backward_rows(size);
   const bool hopper = element == 2 && device.capability == 90 && !options_used && hopper_backward(size);
   const bool deterministic = deterministic_algorithms();

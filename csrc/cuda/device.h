@@ -12,7 +12,7 @@
 namespace attnjourney {
 
 inline Device current_device(const Tensor& query) {
-  Device d{query.get_device_index(), 0, 0};
+  Device d{query.get_device_index(), 0, 0, 0};
   const auto attribute = [&](cudaDeviceAttr a) {
     int value = 0;
     cuda_check(cudaDeviceGetAttribute(&value, a, d.index), "cudaDeviceGetAttribute");
@@ -20,6 +20,7 @@ inline Device current_device(const Tensor& query) {
   };
   d.capability = attribute(cudaDevAttrComputeCapabilityMajor) * 10 + attribute(cudaDevAttrComputeCapabilityMinor);
   d.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
+  d.shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   check_runtime(d.capability >= 80, "attention: expected a GPU of compute capability 8.0 or later, got ",
                 d.capability / 10, ".", d.capability % 10);
   return d;

@@ -13,7 +13,10 @@ namespace attnjourney {
 struct Device {
   int index, capability;  // 80, 90, ...
   int multiprocessors;
+  int shared_bytes;  // that a block may have
 };
+// Bytes of shared memory that a block may have at least, and on compute capability 8.0.
+constexpr int kSmallShared = 99 << 10, kMiddleShared = 163 << 10;
 
 inline void cuda_check(cudaError_t e, const char* what) {
   if (e != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(e));
@@ -73,7 +76,7 @@ void launch(Kernel kernel, int64_t blocks, int threads, int shared_bytes, cudaSt
   if (blocks > 0x7fffffff) throw std::invalid_argument("query: too many tiles for one CUDA grid");
   if (shared_bytes > 48 * 1024) {
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-               "cudaFuncSetAttribute");
+               (std::to_string(shared_bytes) + " bytes of shared memory for a block").c_str());
   }
   kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream>>>(args...);
   cuda_check(cudaGetLastError(), "kernel launch");

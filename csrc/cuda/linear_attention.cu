@@ -5,6 +5,7 @@
 #include "device.h"
 #include "inst/linear.h"
 #include "linear_served.h"
+#include "shared_memory.h"
 
 namespace attnjourney {
 namespace {
@@ -69,6 +70,7 @@ void forward(const LinearCall& c, const LinearInputs& in, const Tensor& out, con
   check_served(c);
   const torch::stable::accelerator::DeviceGuard guard(in.query.get_device_index());
   const Device device = current_device(in.query);
+  check_linear_memory(c, false, device.shared_bytes);
   Operands operands;
   LinearProblem p = describe(c, in, device, operands);
   p.out = out.data_ptr(), p.denominator = data_of(denominator);
@@ -81,6 +83,7 @@ void backward(const LinearCall& c, const LinearInputs& in, const LinearGradientI
   check_served(c);
   const torch::stable::accelerator::DeviceGuard guard(in.query.get_device_index());
   const Device device = current_device(in.query);
+  check_linear_memory(c, true, device.shared_bytes);
   Operands operands;
   LinearProblem p = describe(c, in, device, operands);
   p.grad_out = operands.rows(grads.grad_out);

@@ -24,10 +24,8 @@ const CudaDecode& latent_kernel(const DecodeCall& c, const DecodeInputs& in, boo
   const int64_t rows = c.q_heads * c.q_len;
   if (device.capability == 90 && rows > 16 && serves_latents_sm90(c, in))
     return bf16 ? sm90_latent_bf16 : sm90_latent_fp16;
-  int most = 0;
-  cuda_check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.index),
-             "cudaDeviceGetAttribute");
-  return rows > 32 && kernels.large.tiling(0, 0, 0, true).smem_bytes <= most ? kernels.large : kernels.small;
+  const bool fits = kernels.large.tiling(0, 0, 0, true).smem_bytes <= device.shared_bytes;
+  return rows > 32 && fits ? kernels.large : kernels.small;
 }
 
 }  // namespace

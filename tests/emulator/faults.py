@@ -279,6 +279,10 @@ BACKWARD_OPTIONS = [
         "accumulate(dv, pf, sp,",
     ),
 ]
+SMALL_BACKWARD = [
+    ("dO fetched while others read it", "sm80_backward.cuh", "__syncthreads();  // every warp is done with dO", ""),
+    ("dO of the tile before", "sm80_backward.cuh", "if (next < total) load_out(0, at.head, at.tile);", ""),
+]
 FORWARD_BLOCKS = [
     ("a block's last key is the next one's", "block_tiles.cuh", "(key + keys - 1) / lists.size;", "key / lists.size;"),
     (

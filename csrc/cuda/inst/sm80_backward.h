@@ -1,7 +1,7 @@
 // The launch function of the mma.sync backward for one dtype.
 #pragma once
-#include "../kernels/sm80_backward.cuh"
 #include "backward_passes.h"
+#include "pick.h"
 
 namespace attnjourney {
 
@@ -13,19 +13,8 @@ void launch_sm80_backward(const BackwardTask& p, bool ranged, cudaStream_t strea
              K::kThreads, K::kSmemBytes, stream, p);
     });
   };
-  const auto pick = [&]<bool Deterministic>() {
-    const int size = backward_size(p.head_dim, p.v_head_dim);
-    if (size == 64)
-      go.template operator()<Sm80Backward<T, 64, 128, 128, Deterministic>>();
-    else if (size == 128)
-      go.template operator()<Sm80Backward<T, 128, 64, 128, Deterministic>>();
-    else
-      go.template operator()<Sm80Backward<T, 256, 32, 64, Deterministic>>();
-  };
-  if (p.turn)
-    pick.template operator()<true>();
-  else
-    pick.template operator()<false>();
+  const int size = backward_size(p.head_dim, p.v_head_dim);
+  p.turn ? with_sm80_backward<T, true>(size, go) : with_sm80_backward<T, false>(size, go);
 }
 
 }  // namespace attnjourney

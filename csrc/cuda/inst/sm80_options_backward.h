@@ -1,14 +1,14 @@
 // The launch function of the mma.sync backward with options for one dtype.
 #pragma once
 #include "../kernels/backward_heads.cuh"
-#include "../kernels/sm80_backward.cuh"
 #include "../kernels/sm80_mask_gradient.cuh"
 #include "backward_passes.h"
+#include "pick.h"
 
 namespace attnjourney {
 
 template <class T>
-void launch_sm80_options_backward(const BackwardTask& p, cudaStream_t stream) {
+void launch_sm80_options_backward(const BackwardTask& p, const Device& device, cudaStream_t stream) {
   const auto per_head = [&](auto kernel, bool per_item) {
     launch(kernel, int64_t{per_item ? p.batch : 1} * p.q_heads, kPassThreads, kHeadsBytes, stream, p);
   };
@@ -25,19 +25,9 @@ void launch_sm80_options_backward(const BackwardTask& p, cudaStream_t stream) {
                Gradient::kSmemBytes, stream, p);
     });
   };
-  const auto pick = [&]<bool Deterministic>() {
-    const int size = backward_size(p.head_dim, p.v_head_dim);
-    if (size == 64)
-      go.template operator()<Sm80Backward<T, 64, 128, 64, Deterministic, true>>();
-    else if (size == 128)
-      go.template operator()<Sm80Backward<T, 128, 64, 64, Deterministic, true>>();
-    else
-      go.template operator()<Sm80Backward<T, 256, 32, 64, Deterministic, true>>();
-  };
-  if (p.turn)
-    pick.template operator()<true>();
-  else
-    pick.template operator()<false>();
+  const int size = backward_size(p.head_dim, p.v_head_dim);
+  const bool small = device.shared_bytes < kMiddleShared;
+  p.turn ? with_sm80_options_backward<T, true>(size, small, go) : with_sm80_options_backward<T, false>(size, small, go);
 }
 
 }  // namespace attnjourney

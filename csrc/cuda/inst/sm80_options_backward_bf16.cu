@@ -1,5 +1,5 @@
 #include "sm80_options_backward.h"
 
-void attnjourney::sm80_options_backward_bf16(BackwardTask p, bool, const Device&, cudaStream_t stream) {
-  launch_sm80_options_backward<Bf16>(p, stream);
+void attnjourney::sm80_options_backward_bf16(BackwardTask p, bool, const Device& device, cudaStream_t stream) {
+  launch_sm80_options_backward<Bf16>(p, device, stream);
 }

@@ -1,5 +1,5 @@
 #include "wide_backward.h"
 
-void attnjourney::wide_backward_fp32(BackwardTaskOf<float> p, bool, const Device&, cudaStream_t stream) {
-  launch_wide_backward<float>(p, stream);
+void attnjourney::wide_backward_fp32(BackwardTaskOf<float> p, bool, const Device& device, cudaStream_t stream) {
+  launch_wide_backward<float>(p, device, stream);
 }

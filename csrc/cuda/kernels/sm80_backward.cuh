@@ -8,8 +8,9 @@
 
 namespace attnjourney {
 
-// Options: as in sm80_forward.cuh, in tiles of at most 32 scores a thread.
-template <class T_, int D, int Rows, int Keys, bool Deterministic, bool Options = false>
+// Options: as in sm80_forward.cuh, in tiles of at most 32 scores a thread. OutStages: of dO; with one, which fits into
+// 99 KB, the next tile is fetched when this one's dV is done.
+template <class T_, int D, int Rows, int Keys, bool Deterministic, bool Options = false, int OutStages = 2>
 struct Sm80Backward {
   using T = T_;
   static constexpr int kRows = Rows, kKeys = Keys, kD = D, kThreads = 256, kRow = D * 2, kCol = Rows * 2;
@@ -19,7 +20,8 @@ struct Sm80Backward {
   static constexpr int kDT = D / 16;     // 8-column tiles of a warp's D / 2 columns
   static constexpr int kDqW = D / 32;    // warps along D in dQ
   static constexpr int kStage = Rows * kRow, kStats = Rows * 8;
-  static constexpr int kTileBytes = 2 * Keys * kRow + 4 * kStage + 2 * Keys * kCol + 2 * kStats, kWarps = kThreads / 32;
+  static constexpr int kTileBytes = 2 * Keys * kRow + (2 + OutStages) * kStage + 2 * Keys * kCol + 2 * kStats;
+  static constexpr int kWarps = kThreads / 32;
   using Window = TileWindow<kThreads>;
   static constexpr int kSmemBytes = kTileBytes + (Options ? Window::kBytes + kWarps * 4 : 0);
   static constexpr bool kOptions = Options;
@@ -198,13 +200,17 @@ struct Sm80Backward {
     const uint32_t base = ptx::smem_addr(smem);
     uint32_t sk = base, sv = sk + Keys * kRow;
     const uint32_t sq = sv + Keys * kRow, sdo = sq + 2 * kStage;
-    uint32_t sp = sdo + 2 * kStage, sds = sp + Keys * kCol, stats = sds + Keys * kCol;
+    uint32_t sp = sdo + OutStages * kStage, sds = sp + Keys * kCol, stats = sds + Keys * kCol;
 
+    const auto load_out = [&](int stage, int head, int tile) {
+      load_tile<Rows>(sdo + stage % OutStages * kStage, head_of(p.grad_out, p.grad_out_strides, head, sequence.q_begin),
+                      tile * Rows, sequence.q_len, p.grad_out_strides.row, p.v_head_dim);
+      if (OutStages == 1) ptx::cp_async_commit();
+    };
     const auto load = [&](int stage, int head, int tile) {
       load_tile<Rows>(sq + stage * kStage, head_of(p.query, p.query_strides, head, sequence.q_begin), tile * Rows,
                       sequence.q_len, p.query_strides.row, p.head_dim);
-      load_tile<Rows>(sdo + stage * kStage, head_of(p.grad_out, p.grad_out_strides, head, sequence.q_begin),
-                      tile * Rows, sequence.q_len, p.grad_out_strides.row, p.v_head_dim);
+      if (OutStages == 2) load_out(stage, head, tile);
       if (const int i = ptx::opaque(threadIdx.x); i < Rows / 2) {  // Rows / 4 chunks each of lse2 and delta
         const float* src = (i < Rows / 4 ? p.lse2 : p.delta) + scratch_of(head) + tile * Rows + i % (Rows / 4) * 4;
         ptx::cp_async_16(stats + stage * kStats + i * 16, src, true);
@@ -272,6 +278,7 @@ struct Sm80Backward {
       load_tile<Keys>(sv, head_of(p.value, p.value_strides, where.head_k, sequence.k_begin), n0, k_len,
                       p.value_strides.row, p.v_head_dim);
       load(0, at.head, at.tile);
+      if (OutStages == 1) load_out(0, at.head, at.tile);
     }
     int stage = 1;
     for (int it = first, next; it < total; it = next) {
@@ -293,7 +300,7 @@ struct Sm80Backward {
       at.next();
       next = next_seen(it + 1);
       if (next < total) load(stage ^ 1, at.head, at.tile);
-      const uint32_t tq = sq + stage * kStage, tdo = sdo + stage * kStage;
+      const uint32_t tq = sq + stage * kStage, tdo = sdo + stage % OutStages * kStage;
 
       Products s = {}, dp = {};
       product(s, sk, tq, l);
@@ -366,6 +373,10 @@ struct Sm80Backward {
         accumulate(dv, pf, sp, tdo, l);
       else
         accumulate_guarded(dv, sp, tdo, fresh());
+      if (OutStages == 1) {
+        __syncthreads();  // every warp is done with dO
+        if (next < total) load_out(0, at.head, at.tile);
+      }
       if (!Ranged || !border || finite<Rows, D / 16>(tq, l.wm * (D / 16), fresh()))
         accumulate(dk, df, sds, tq, l);
       else

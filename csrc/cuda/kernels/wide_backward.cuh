@@ -371,6 +371,10 @@ struct WideBackwardOf<double, 128> : WideBackward<double, 128, 16, 32, 2> {};
 template <>
 struct WideBackwardOf<double, 256> : WideBackward<double, 256, 16, 16, 1> {};
 
+// one stage, where shared memory is small
+template <class Real, int D>
+struct WideBackwardSmall : WideBackward<Real, D, WideBackwardOf<Real, D>::kRows, WideBackwardOf<Real, D>::kKeys, 1> {};
+
 // grid: key_tiles * kv_heads * batch
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, 1)
