@@ -18,6 +18,7 @@ CALLS = [  # shape; which keys hold NaN
 ]
 FORWARD_NAMES = ["sm80-64-fp16", "sm90-64-bf16", "sm90-64-short-bf16", "sm90-128-fp16", "sm90-192-bf16"]
 BACKWARD_NAMES = list(BACKWARD)
+PADDED = (2, 1, 1, 70, 300, 0, {"lengths": ((70, 70), (133, 260))})
 FAULTY_FORWARD = [("sm90-64-short-bf16", *fault) for fault in faults.NAN_SM90_FORWARD]
 FAULTY_BACKWARD = [("sm80-128-fp16", *fault) for fault in faults.NAN_SM80_BACKWARD]
 FAULTY_BACKWARD += [("sm90-128-bf16", *fault) for fault in faults.NAN_SM90_BACKWARD]
@@ -28,6 +29,7 @@ def programs():
     requests = [FORWARD[name][0] for name in FORWARD_NAMES] + [BACKWARD[name][0] for name in BACKWARD_NAMES]
     requests += [faulty(FORWARD[k][0], *edit) for k, _, *edit in FAULTY_FORWARD]
     requests += [faulty(BACKWARD[k][0], *edit) for k, _, *edit in FAULTY_BACKWARD]
+    requests += [faulty(FORWARD["sm90-64-short-bf16"][0], *edit) for _, *edit in faults.PADDING]
     build.build_all(requests)
 
 
@@ -52,6 +54,25 @@ def check_forward(program, name, order):
 @pytest.mark.parametrize("name", FORWARD_NAMES)
 def test_forward(programs, name):
     check_forward(build.program(*FORWARD[name][0]), name, run.ORDER_NAMES[FORWARD_NAMES.index(name)])
+
+
+def loads_for_padding(program):
+    """ldmatrix of the Hopper forward, which has them for numbers that are not finite alone, with NaN past the
+    lengths."""
+    tensors, _ = inputs_of(PADDED, torch.bfloat16, 64, 64, False)
+    for x in tensors[1:]:
+        for item, length in zip(x, PADDED[-1]["lengths"][1]):
+            item[:, length:] = math.nan
+    (out, _), counts = run.forward(program, *tensors, PADDED[-1], "forward")
+    assert out.isfinite().all()
+    return counts["ldmatrix"]
+
+
+def test_nan_past_the_lengths_costs_nothing(programs):
+    program, *_ = FORWARD["sm90-64-short-bf16"]
+    assert loads_for_padding(build.program(*program)) == 0
+    for what, *edit in faults.PADDING:
+        assert loads_for_padding(build.program(*faulty(program, *edit))) > 0, f"nothing noticed: {what}"
 
 
 def gradients_of(program, arguments, query, key, value, grad_out):

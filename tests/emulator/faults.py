@@ -353,6 +353,7 @@ NAN_SM90_FORWARD = [
     ("the same step again", "sm90_finite.cuh", "a[i][e] = a[i + 1][e];", ";"),
     ("a value never released", "sm90_forward.cuh", "      __syncwarp();\n      release_v(c);\n", ""),
 ]
+PADDING = [("rows past the length", "sm90_rows.cuh", "if (end >= min(row + Rows, length)) {", "if (true) {")]
 NAN_SM80_BACKWARD = [
     ("a hidden dS", "sm80_backward.cuh", "if (Guarded::value && pr[e] == 0.f) ds[e] = 0.f;", ""),
     (
