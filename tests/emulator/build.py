@@ -59,7 +59,12 @@ def _once(target: Path, make) -> Path:
         BUILD.mkdir(parents=True, exist_ok=True)
         fresh = target.with_name(f"{target.name}.{os.getpid()}")
         make(fresh)
-        fresh.replace(target)
+        try:
+            fresh.replace(target)
+        except OSError:  # a folder that another test has put there meanwhile
+            if not target.exists():
+                raise
+            shutil.rmtree(fresh)
     return target
 
 
@@ -75,6 +80,21 @@ def emulator_objects() -> list[Path]:
         return list(pool.map(compile_part, PARTS))
 
 
+def prefix() -> Path:
+    """What every program includes of the emulator, compiled once for all of them."""
+    headers = ["driver.h", "ptx_sm90.h", "ptx_wide.h"]
+    text = "".join(f'#include "{EMULATOR / header}"\n' for header in headers)
+
+    def make(out: Path) -> None:
+        out.mkdir()
+        (out / "prefix.h").write_text(text)
+        command = [CXX, *COMMON, *CHECKED, f"-I{ROOT / 'tests'}", "-x", "c++-header", str(out / "prefix.h")]
+        _run([*command, "-o", str(out / "prefix.h.gch")])
+
+    name = _name(text, CXX, *COMMON, *CHECKED, *_sources(*EMULATOR.glob("*.h")))
+    return _once(BUILD / f"prefix-{name}", make) / "prefix.h"
+
+
 def program(source: str, defines: tuple[str, ...] = (), csrc: Path | None = None) -> Path:
     """tests/emulator/<source>.cpp as a program, with the kernels of `csrc` (default: the product's)."""
     csrc = csrc or ROOT / "csrc"
@@ -83,7 +103,8 @@ def program(source: str, defines: tuple[str, ...] = (), csrc: Path | None = None
     objects = emulator_objects()
 
     def make(out: Path) -> None:
-        flags = [*COMMON, *CHECKED, f"-I{csrc}", f"-I{ROOT / 'tests'}", *[f"-D{d}" for d in defines]]
+        flags = [*COMMON, *CHECKED, "-include", str(prefix()), f"-I{csrc}", f"-I{ROOT / 'tests'}"]
+        flags += [f"-D{d}" for d in defines]
         _run([CXX, *flags, "-c", str(EMULATOR / f"{source}.cpp"), "-o", f"{out}.o"])
         _run([CXX, f"{out}.o", *map(str, objects), "-lubsan", "-ldl", "-o", str(out)])
         Path(f"{out}.o").unlink()
@@ -94,6 +115,7 @@ def program(source: str, defines: tuple[str, ...] = (), csrc: Path | None = None
 def build_all(requests: list[tuple]) -> None:
     """Makes program(*request) for all of them, as many at once as there are cores."""
     emulator_objects()
+    prefix()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda request: program(*request), requests))
 
