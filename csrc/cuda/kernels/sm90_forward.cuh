@@ -111,8 +111,10 @@ struct Sm90Forward {
     };
     auto guarded_pv = [&] {
       Guard::product(o, pr, smem + S::kValueAt + c % S::kStages * S::kValueBytes);
+      if constexpr (S::kTight) {  // or they would be held beside what the product needs
 #pragma unroll
-      for (int e = 0; e < S::kKeys / 2; e++) s[e] = 0.f;  // or they would be held beside what the product needs
+        for (int e = 0; e < S::kKeys / 2; e++) s[e] = 0.f;
+      }
       __syncwarp();
       release_v(c);
     };
