@@ -203,8 +203,9 @@ struct Sm80Backward {
     uint32_t sp = sdo + OutStages * kStage, sds = sp + Keys * kCol, stats = sds + Keys * kCol;
 
     const auto load_out = [&](int stage, int head, int tile) {
-      load_tile<Rows>(sdo + stage % OutStages * kStage, head_of(p.grad_out, p.grad_out_strides, head, sequence.q_begin),
-                      tile * Rows, sequence.q_len, p.grad_out_strides.row, p.v_head_dim);
+      load_tile<Rows>(sdo + (OutStages == 2 ? stage : 0) * kStage,
+                      head_of(p.grad_out, p.grad_out_strides, head, sequence.q_begin), tile * Rows, sequence.q_len,
+                      p.grad_out_strides.row, p.v_head_dim);
       if (OutStages == 1) ptx::cp_async_commit();
     };
     const auto load = [&](int stage, int head, int tile) {
@@ -300,7 +301,7 @@ struct Sm80Backward {
       at.next();
       next = next_seen(it + 1);
       if (next < total) load(stage ^ 1, at.head, at.tile);
-      const uint32_t tq = sq + stage * kStage, tdo = sdo + stage % OutStages * kStage;
+      const uint32_t tq = sq + stage * kStage, tdo = sdo + (OutStages == 2 ? stage : 0) * kStage;
 
       Products s = {}, dp = {};
       product(s, sk, tq, l);
