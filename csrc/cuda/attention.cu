@@ -8,6 +8,7 @@
 #include "options.h"
 #include "served.h"
 #include "shared_memory.h"
+#include "split_forward.h"
 #include "task.h"
 
 namespace attnjourney {
@@ -21,7 +22,14 @@ void launch_forward(ForwardTaskOf<double> p, const AttentionCall& c, const Atten
 void launch_forward(ForwardTask p, const AttentionCall& c, const AttentionOptions& options, const Device& device,
                     cudaStream_t stream, const Tensor& query, OptionalTensor& counter) {
   const bool ranged = is_ranged(c, options), options_used = has_options(c, options);
-  if (c.dtype == ScalarType::Float) return wide_forward_fp32(p, ranged, device, stream);
+  if (c.dtype == ScalarType::Float) {
+    OptionalTensor planes;
+    if (device.capability == 90 && !options_used && splits(p)) {
+      p.counter = tile_counter(query, device.index, stream, counter);
+      p.rare = split_forward(p, query, device, stream, planes);
+    }
+    return wide_forward_fp32(p, ranged, device, stream);
+  }
   const bool bf16 = c.dtype == ScalarType::BFloat16;
   const bool hopper =
       device.capability == 90 && !options_used && hopper_forward(forward_size(p.head_dim, p.v_head_dim));

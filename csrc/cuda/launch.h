@@ -7,6 +7,7 @@
 #include <string>
 
 #include "kernels/backward_task.cuh"
+#include "kernels/split_task.cuh"
 
 namespace attnjourney {
 
@@ -54,6 +55,10 @@ void sm80_options_forward_bf16(ForwardTask, bool ranged, const Device&, cudaStre
 void sm80_options_forward_fp16(ForwardTask, bool ranged, const Device&, cudaStream_t);
 void sm90_forward_bf16(ForwardTask, bool ranged, const Device&, cudaStream_t);
 void sm90_forward_fp16(ForwardTask, bool ranged, const Device&, cudaStream_t);
+
+// float on Hopper without options, head_dim up to 128: planes first, then the products. Does nothing where numbers do
+// not split (SplitPlanes::rare).
+void sm90_split_forward_fp32(ForwardTask, const SplitPlanes&, const Device&, cudaStream_t);
 
 // float and double: all options, on mma.sync
 void wide_forward_fp32(ForwardTaskOf<float>, bool ranged, const Device&, cudaStream_t);

@@ -135,4 +135,6 @@ void warp_collective(const char* what, A& args, Site s, F&& work) {
   for (int l = 0; l < 32; l++) threads[current->warp * 32 + l].state = State::runnable;
 }
 
+float add_and_cut(float sum, double a, double b, double c, double d);  // wide.cpp
+
 }  // namespace emulator

@@ -80,9 +80,21 @@ void run(const Product& o, int first) {
     for (int i = 0; i < 128; i++)
       for (int e = 0; e < per; e++)
         c[accumulator_offset(i, e, o.n)] = o.before.empty() ? o.d[i][e] : o.before[i * per + e];
-  for (int i = 0; i < 64; i++)
-    for (int k = 0; k < 16; k++)
-      for (int j = 0; j < o.n; j++) c[i * o.n + j] += a[i * 16 + k] * b[k * o.n + j];
+  if (options.cut_sums) {
+    const auto product = [&](int i, int k, int j) {
+      return static_cast<double>(a[i * 16 + k]) * static_cast<double>(b[k * o.n + j]);
+    };
+    for (int i = 0; i < 64; i++)
+      for (int j = 0; j < o.n; j++)
+        for (int k = 0; k < 16; k += 4) {
+          float& sum = c[i * o.n + j];
+          sum = add_and_cut(sum, product(i, k, j), product(i, k + 1, j), product(i, k + 2, j), product(i, k + 3, j));
+        }
+  } else {
+    for (int i = 0; i < 64; i++)
+      for (int k = 0; k < 16; k++)
+        for (int j = 0; j < o.n; j++) c[i * o.n + j] += a[i * 16 + k] * b[k * o.n + j];
+  }
   for (int i = 0; i < 128; i++)
     for (int e = 0; e < per; e++) o.d[i][e] = c[accumulator_offset(i, e, o.n)];
   each_operand(o, [&](uint32_t offset) {

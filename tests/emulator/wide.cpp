@@ -13,6 +13,8 @@ constexpr int kBias = 1023;
 int exponent(double x) { return static_cast<int>(std::bit_cast<uint64_t>(x) >> 52 & 2047); }
 double power_of_two(int exponent) { return std::bit_cast<double>(static_cast<uint64_t>(kBias + exponent) << 52); }
 
+}  // namespace
+
 // As tensor cores add (Fasi et al., Numerical behavior of NVIDIA tensor cores, 2021), the coarsest of them: the terms
 // are cut off one bit below the last one of the largest, and so is the sum to 24 bits; nothing is rounded.
 float add_and_cut(float sum, double a, double b, double c, double d) {
@@ -25,8 +27,6 @@ float add_and_cut(float sum, double a, double b, double c, double d) {
   const auto bits = std::bit_cast<uint64_t>(static_cast<double>(cut(wide) + cut(a) + cut(b) + cut(c) + cut(d)) * unit);
   return static_cast<float>(std::bit_cast<double>(bits & ~((uint64_t{1} << 29) - 1)));
 }
-
-}  // namespace
 
 void mma_m16n8k8(float* d, const uint32_t* a, const uint32_t* b, Site s) {
   struct Args {

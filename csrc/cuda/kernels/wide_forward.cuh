@@ -27,6 +27,7 @@ struct WideForward {
   using Sums = Real[kOwn * kW][4];
 
   static __device__ __forceinline__ void run(const ForwardTaskOf<Real>& p) {
+    if (p.rare && *p.rare == 0) return;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int first_group = warp % Parts * kOwn, own_row = warp / Parts * 16;
     const ForwardTile where = packed_tile<kRows>(p, blockIdx.x);
