@@ -2,6 +2,7 @@
 #include "ptx_sm90.h"
 #include "ptx_wide.h"
 //
+#include "conformance_split.h"
 #include "conformance_wide.h"
 
 struct EmulatedHost {
@@ -29,6 +30,7 @@ int main() {
     conformance::Program<EmulatedHost>::sm80();
     conformance::WideProgram<EmulatedHost>::run();
     conformance::Program<EmulatedHost>::sm90();
+    conformance::SplitProgram<EmulatedHost>::run();
   } catch (const emulator::Error& e) {
     printf("FAIL %s\n", e.what());
     return 1;

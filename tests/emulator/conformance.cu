@@ -6,6 +6,7 @@
 #include "cuda/ptx/sm90.cuh"
 #include "cuda/tensor_map.h"
 //
+#include "conformance_split.h"
 #include "conformance_wide.h"
 
 template <class F>
@@ -42,7 +43,10 @@ int main() {
     attnjourney::cuda_check(cudaGetDeviceProperties(&device, 0), "cudaGetDeviceProperties");
     conformance::Program<DeviceHost>::sm80();
     conformance::WideProgram<DeviceHost>::run();
-    if (device.major == 9) conformance::Program<DeviceHost>::sm90();
+    if (device.major == 9) {
+      conformance::Program<DeviceHost>::sm90();
+      conformance::SplitProgram<DeviceHost>::run();
+    }
     printf("%s: %d of %d as expected\n", device.name, conformance::checked - conformance::failed, conformance::checked);
   } catch (const std::exception& e) {
     printf("FAIL %s\n", e.what());
