@@ -23,12 +23,9 @@ void launch_forward(ForwardTask p, const AttentionCall& c, const AttentionOption
                     cudaStream_t stream, const Tensor& query, OptionalTensor& counter) {
   const bool ranged = is_ranged(c, options), options_used = has_options(c, options);
   if (c.dtype == ScalarType::Float) {
-    OptionalTensor planes;
-    if (device.capability == 90 && !options_used && splits(p)) {
-      p.counter = tile_counter(query, device.index, stream, counter);
-      p.rare = split_forward(p, query, device, stream, planes);
-    }
-    return wide_forward_fp32(p, ranged, device, stream);
+    if (device.capability != 90 || options_used || !splits(p)) return wide_forward_fp32(p, ranged, device, stream);
+    p.counter = tile_counter(query, device.index, stream, counter);
+    return split_forward(p, query, device, stream);
   }
   const bool bf16 = c.dtype == ScalarType::BFloat16;
   const bool hopper =

@@ -57,8 +57,9 @@ void sm90_forward_bf16(ForwardTask, bool ranged, const Device&, cudaStream_t);
 void sm90_forward_fp16(ForwardTask, bool ranged, const Device&, cudaStream_t);
 
 // float on Hopper without options, head_dim up to 128: planes first, then the products. Does nothing where numbers do
-// not split (SplitPlanes::rare).
+// not split (SplitPlanes::rare), and then the other one does all.
 void sm90_split_forward_fp32(ForwardTask, const SplitPlanes&, const Device&, cudaStream_t);
+void sm90_wide_forward_rest_fp32(ForwardTask, const uint32_t* rare, const Device&, cudaStream_t);
 
 // float and double: all options, on mma.sync
 void wide_forward_fp32(ForwardTaskOf<float>, bool ranged, const Device&, cudaStream_t);

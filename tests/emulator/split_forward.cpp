@@ -65,9 +65,9 @@ int main(int argc, char** argv) {
     if (counter.data[0] || counter.data[1]) throw emulator::Error("the tile counter was not left at zero");
 #ifndef ALONE
     using Wide = WideForwardOf<float, DIM>;
-    p.rare = w.rare;
     plan_forward(p, Wide::kRows, 4);
-    emulator::launch(wide_forward<Wide>, dim3(p.total), dim3(Wide::kThreads), Wide::kSmemBytes, order, p);
+    emulator::launch(wide_forward_rest<Wide>, dim3(std::min(2, p.total)), dim3(Wide::kThreads), Wide::kSmemBytes, order,
+                     p, w.rare);
 #endif
     driver::write(out);
     driver::write(lse);

@@ -21,10 +21,9 @@ struct ForwardTaskOf : SequenceTaskOf<Real> {
   int head_dim, v_head_dim;
   Real scale_log2;  // softmax scale * log2(e); positive
   // filled in by plan_forward
-  int tiles, total;      // tiles of one head; of all
-  int section;           // causal: heads that run side by side, longest tiles first
-  uint32_t* counter;     // two zeros, zeros again afterwards: blocks fetch tiles; null: tile i, i + grid, ...
-  const uint32_t* rare;  // SplitPlanes::rare: where it is 0, WideForward has nothing to do; null: it has
+  int tiles, total;   // tiles of one head; of all
+  int section;        // causal: heads that run side by side, longest tiles first
+  uint32_t* counter;  // two zeros, zeros again afterwards: blocks fetch tiles; null: tile i, i + grid, ...
 };
 using ForwardTask = ForwardTaskOf<float>;
 

@@ -26,11 +26,10 @@ struct WideForward {
   using Weights = Real[Keys / 8][4];
   using Sums = Real[kOwn * kW][4];
 
-  static __device__ __forceinline__ void run(const ForwardTaskOf<Real>& p) {
-    if (p.rare && *p.rare == 0) return;
+  static __device__ __forceinline__ void run(const ForwardTaskOf<Real>& p, int tile) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int first_group = warp % Parts * kOwn, own_row = warp / Parts * 16;
-    const ForwardTile where = packed_tile<kRows>(p, blockIdx.x);
+    const ForwardTile where = packed_tile<kRows>(p, tile);
     const Sequence sequence = sequence_of<true>(p, where.batch);
     if (where.row >= sequence.rows) return;
     const int head_k = where.head / p.group, row = where.row + own_row + g;
@@ -239,7 +238,17 @@ struct WideForwardOf<double, 256> : WideForward<double, 256, 16, 2> {};
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
     wide_forward(const __grid_constant__ ForwardTaskOf<typename Kernel::Real> p) {
-  Kernel::run(p);
+  Kernel::run(p, blockIdx.x);
+}
+
+// Instead of Sm90SplitForward, where `rare` (SplitPlanes) is not 0; else it is over at once. grid: what the device
+// holds
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
+    wide_forward_rest(const __grid_constant__ ForwardTaskOf<typename Kernel::Real> p, const uint32_t* rare) {
+  if (*rare == 0) return;
+  // no barrier between tiles: without options, the first copies of one go where nobody reads any more
+  for (int tile = blockIdx.x; tile < p.total; tile += gridDim.x) Kernel::run(p, tile);
 }
 
 }  // namespace attnjourney
