@@ -70,6 +70,14 @@ def test_forward(programs, size):
             raise AssertionError(f"{shape}, order {order}: {error}") from None
 
 
+@pytest.mark.parametrize("size,head_dim,v_head_dim", [(64, 8, 52), (128, 72, 36), (128, 64, 128)])
+def test_values_of_another_size(programs, size, head_dim, v_head_dim):
+    inputs, mask = inputs_of((1, 2, 1, 100, 150, 0, causal(50)), torch.float32, head_dim, v_head_dim)
+    *results, rare, _ = call(build.program(*program(size)), *inputs, causal(50), "random", True)
+    assert not rare
+    check(results, inputs, mask)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_long_rows(programs, size):
     """4096 keys: the error is that of plain PyTorch, and values of one sign do not drift (test_cuda_emulator_wide)."""
