@@ -129,11 +129,7 @@ void check_mask_tensor(const Tensor& mask, const std::vector<int64_t>& want, con
   const int64_t extra = static_cast<int64_t>(want.size()) - mask.dim();
   bool ok = extra >= 0;
   for (int64_t d = 0; ok && d < mask.dim(); d++) ok = mask.size(d) == want[d + extra] || mask.size(d) == 1;
-  if (!ok) {
-    std::string s;
-    for (int64_t n : want) s += (s.empty() ? "(" : ", ") + std::to_string(n);
-    check_value(false, "attn_mask: expected a shape that broadcasts to ", s, "), got ", shape_text(mask));
-  }
+  check_value(ok, "attn_mask: expected a shape that broadcasts to ", list_text(want), ", got ", shape_text(mask));
 }
 
 void check_per_head(const char* name, const OptionalTensor& t, int64_t batch, int64_t heads, const Tensor& query) {

@@ -6,10 +6,7 @@ namespace {
 void check_shape(const char* name, const Tensor& t, const std::vector<int64_t>& want) {
   bool ok = t.dim() == static_cast<int64_t>(want.size());
   for (size_t d = 0; ok && d < want.size(); d++) ok = t.size(static_cast<int64_t>(d)) == want[d];
-  if (ok) return;
-  std::string s;
-  for (int64_t n : want) s += (s.empty() ? "" : ", ") + std::to_string(n);
-  check_value(false, name, ": expected shape (", s, want.size() == 1 ? ",)" : ")", ", got ", shape_text(t));
+  check_value(ok, name, ": expected shape ", list_text(want), ", got ", shape_text(t));
 }
 
 // sums what broadcasting repeated, down to the shape of `like`

@@ -30,14 +30,13 @@ void check_blocks(AttentionCall& c, const BlockTensors& b, const Tensor& query) 
 
   // as a mask tensor, with the offsets of a head in place of its rows and columns
   const int64_t rows = (p.q_len + p.block_size - 1) / p.block_size, dim = b.offsets.dim();
-  const std::vector<int64_t> lead = c.leading();
-  const int64_t extra = static_cast<int64_t>(lead.size()) + 1 - dim;
+  std::vector<int64_t> want = c.leading();
+  want.push_back(rows + 1);
+  const int64_t extra = static_cast<int64_t>(want.size()) - dim;
   bool ok = dim >= 1 && extra >= 0 && b.offsets.size(dim - 1) == rows + 1;
   for (int64_t d = 0; ok && d + 1 < dim; d++)
-    ok = b.offsets.size(d) == 1 || b.offsets.size(d) == lead[static_cast<size_t>(d + extra)];
-  std::string want;
-  for (int64_t n : lead) want += std::to_string(n) + ", ";
-  check_value(ok, "block_offsets: expected a shape that broadcasts to (", want, rows + 1, ") for blocks of ",
+    ok = b.offsets.size(d) == 1 || b.offsets.size(d) == want[static_cast<size_t>(d + extra)];
+  check_value(ok, "block_offsets: expected a shape that broadcasts to ", list_text(want), " for blocks of ",
               p.block_size, ", got ", shape_text(b.offsets));
   const auto stride = [&](int64_t from_end) {
     const int64_t d = dim - from_end;

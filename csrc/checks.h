@@ -20,35 +20,51 @@ std::string text(const Parts&... parts) {
   return s.str();
 }
 
-// "(2, 3, 4)", as Python prints a shape
-inline std::string shape_text(const Tensor& t) {
-  std::string s = "(";
-  for (int64_t i = 0; i < t.dim(); i++) s += (i ? ", " : "") + std::to_string(t.size(i));
-  return s + (t.dim() == 1 ? ",)" : ")");
+// "(2, 3, 4)", as Python prints a shape; made when it is printed, for a call that is right prints nothing
+template <class Size>
+struct ShapeText {
+  int64_t dim;
+  Size size;  // of dimension i
+  friend std::ostream& operator<<(std::ostream& out, const ShapeText& s) {
+    out << "(";
+    for (int64_t i = 0; i < s.dim; i++) out << (i ? ", " : "") << s.size(i);
+    return out << (s.dim == 1 ? ",)" : ")");
+  }
+};
+inline auto shape_text(const Tensor& t) {
+  return ShapeText{t.dim(), [&t](int64_t i) { return t.size(i); }};
+}
+template <class List>  // of sizes
+auto list_text(const List& list) {
+  return ShapeText{static_cast<int64_t>(list.size()), [&list](int64_t i) { return list[static_cast<size_t>(i)]; }};
 }
 
 // "torch.float32", as Python prints a dtype
-inline std::string dtype_text(ScalarType t) {
-  // ScalarType's own names are those of old C types
-  constexpr std::pair<ScalarType, const char*> names[] = {
-      {ScalarType::Double, "float64"},
-      {ScalarType::Float, "float32"},
-      {ScalarType::Half, "float16"},
-      {ScalarType::BFloat16, "bfloat16"},
-      {ScalarType::Bool, "bool"},
-      {ScalarType::Byte, "uint8"},
-      {ScalarType::Char, "int8"},
-      {ScalarType::Short, "int16"},
-      {ScalarType::Int, "int32"},
-      {ScalarType::Long, "int64"},
-      {ScalarType::ComplexHalf, "complex32"},
-      {ScalarType::ComplexFloat, "complex64"},
-      {ScalarType::ComplexDouble, "complex128"},
-  };
-  for (const auto& [type, name] : names)
-    if (type == t) return std::string("torch.") + name;
-  return torch::headeronly::toString(t);
-}
+struct DtypeText {
+  ScalarType type;
+  friend std::ostream& operator<<(std::ostream& out, const DtypeText& d) {
+    // ScalarType's own names are those of old C types
+    constexpr std::pair<ScalarType, const char*> names[] = {
+        {ScalarType::Double, "float64"},
+        {ScalarType::Float, "float32"},
+        {ScalarType::Half, "float16"},
+        {ScalarType::BFloat16, "bfloat16"},
+        {ScalarType::Bool, "bool"},
+        {ScalarType::Byte, "uint8"},
+        {ScalarType::Char, "int8"},
+        {ScalarType::Short, "int16"},
+        {ScalarType::Int, "int32"},
+        {ScalarType::Long, "int64"},
+        {ScalarType::ComplexHalf, "complex32"},
+        {ScalarType::ComplexFloat, "complex64"},
+        {ScalarType::ComplexDouble, "complex128"},
+    };
+    for (const auto& [type, name] : names)
+      if (type == d.type) return out << "torch." << name;
+    return out << torch::headeronly::toString(d.type);
+  }
+};
+inline DtypeText dtype_text(ScalarType t) { return {t}; }
 
 // ValueError in Python: a shape or a number is wrong
 template <class... Parts>

@@ -36,7 +36,7 @@ GqaShape check_gqa(const GqaInputs& in) {
 
   s.rotary_dim = check_rotary(in.cos, in.sin, s.batch, s.seq, "x", in.x);
   check_value(s.rotary_dim <= s.head_dim, "cos: expected at most head_dim / 2 columns, head_dim is ", s.head_dim,
-              ", got shape ", in.cos ? shape_text(*in.cos) : "");
+              ", got shape ", shape_text(in.cos ? *in.cos : in.x));
   return s;
 }
 

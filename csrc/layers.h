@@ -48,11 +48,7 @@ inline void check_saved(const char* name, const Tensor& t, IntHeaderOnlyArrayRef
                         std::optional<ScalarType> dtype = std::nullopt) {
   bool ok = t.dim() == static_cast<int64_t>(shape.size());
   for (int64_t d = 0; ok && d < t.dim(); d++) ok = t.size(d) == shape[d];
-  if (!ok) {
-    std::string want;
-    for (int64_t n : shape) want += (want.empty() ? "(" : ", ") + std::to_string(n);
-    check_value(false, name, ": expected shape ", want, shape.size() == 1 ? ",)" : ")", ", got ", shape_text(t));
-  }
+  check_value(ok, name, ": expected shape ", list_text(shape), ", got ", shape_text(t));
   const ScalarType wanted = dtype.value_or(like.scalar_type());
   check_runtime(t.scalar_type() == wanted, name, ": expected dtype ", dtype_text(wanted), ", got ",
                 dtype_text(t.scalar_type()));

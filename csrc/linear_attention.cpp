@@ -7,12 +7,8 @@ namespace {
 
 void check_shape(const char* name, const Tensor& t, std::vector<int64_t> shape, const char* meaning) {
   bool same = t.dim() == static_cast<int64_t>(shape.size());
-  std::string expected;
-  for (size_t i = 0; i < shape.size(); i++) {
-    same = same && t.size(static_cast<int64_t>(i)) == shape[i];
-    expected += (i ? ", " : "") + std::to_string(shape[i]);
-  }
-  check_value(same, name, ": expected shape ", meaning, " = (", expected, "), got ", shape_text(t));
+  for (size_t i = 0; same && i < shape.size(); i++) same = t.size(static_cast<int64_t>(i)) == shape[i];
+  check_value(same, name, ": expected shape ", meaning, " = ", list_text(shape), ", got ", shape_text(t));
 }
 
 void check_state_dtype(const char* name, const Tensor& t, ScalarType expected) {
