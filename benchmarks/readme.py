@@ -106,6 +106,7 @@ def render(document: dict) -> str:
     if layers:
         times = ["SDPA composed", "nn.MultiheadAttention"]
         lines += _rows(["layer", "forward", *times, "forward + backward", *times], layers) + [""]
+    memory = []
     for case in CASES:
         parts = []
         for which, label in (("forward", "forward"), ("both", "forward and backward")):
@@ -115,10 +116,13 @@ def render(document: dict) -> str:
             }
             if "ours" in sizes:
                 beside = ", ".join(f"{name} {size:.0f}" for name, size in sizes.items() if name != "ours")
-                parts.append(f"{label} {sizes['ours']:.0f} MiB" + (f" ({beside})" if beside else ""))
+                parts.append(f"{label} {sizes['ours']:.0f}" + (f" ({beside})" if beside else ""))
         if parts:
-            what = f"N {case.q_len}" + (", causal" if case.causal else "")
-            lines += [f"Peak memory beyond inputs and outputs, one head, {what}: {'; '.join(parts)}.", ""]
+            heads = f"the {case.layer} layer" if case.layer else f"{case.dtype}, one head"
+            what = f"{heads}, N {case.q_len}" + (", causal" if case.causal else "")
+            memory.append(f"- {what}: {'; '.join(parts)}")
+    if memory:
+        lines += ["Peak memory beyond inputs and outputs, in MiB:", "", *memory]
     return "\n".join(lines).rstrip() + "\n"
 
 
