@@ -139,6 +139,21 @@ def test_a_hidden_key_does_not_leak_through_softcap(cap, causal):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("largest", (0.3, 0.9, 1.1, 5.0))
+def test_softcap_of_scores_small_and_large_beside_the_cap(largest, dtype):
+    """tanh of numbers up to `largest`: it has polynomials for those below 0.4 and 1. lse shows its error."""
+    cap = 4.0
+    q, k, v = (random_tensor((n, 16), dtype, s) for s, n in enumerate((50, 100, 100)))
+    scores = q.double() @ k.double().T / 4
+    q = (q.double() * (largest * cap / scores.abs().max())).to(dtype)
+    exact = reference.attention(q.double(), k.double(), v.double(), softcap=cap)
+    lse = (cap * torch.tanh(q.double() @ k.double().T / 4 / cap)).logsumexp(-1)
+    out, ours = attention(q, k, v, softcap=cap, return_lse=True)
+    assert (out.double() - exact).abs().max() <= 8 * torch.finfo(dtype).eps * v.abs().max()
+    assert (ours.double() - lse).abs().max() <= 2e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kv_len", (63, 64, 65, 127, 129))
 def test_softcap_and_a_partial_tile(kv_len, dtype):
     q, k, v = (random_tensor((n, 16), dtype, s) for s, n in enumerate((20, kv_len, kv_len)))

@@ -37,6 +37,19 @@ ATTN_INLINE Vf cap_near_zero(Vf y, float cap) {
   return y * Vf::set(cap) * p;
 }
 
+// ... for |y| <= 1, to 1e-7 cap
+ATTN_INLINE Vf cap_middle(Vf y, float cap) {
+  const Vf t = y * y;
+  Vf p = Vf::set(9.637684687e-04f);
+  p = fma(p, t, Vf::set(-5.951268468e-03f));
+  p = fma(p, t, Vf::set(1.997326780e-02f));
+  p = fma(p, t, Vf::set(-5.326582646e-02f));
+  p = fma(p, t, Vf::set(1.331958344e-01f));
+  p = fma(p, t, Vf::set(-3.333212930e-01f));
+  p = fma(p, t, Vf::set(9.999996931e-01f));
+  return y * Vf::set(cap) * p;
+}
+
 // The weights against a reference that moves only when a row leaves its range.
 struct ForwardWork : DotWork {
   static constexpr int W = Vf::width, most = 1, count = 1;
@@ -114,8 +127,10 @@ struct ForwardWork : DotWork {
       const Vf y = load(x + i * W) * to_y;
       high = max(max(y, Vf::zero() - y), high);
     }
-    if (any(ge(high, Vf::set(0.4f))))
+    if (any(ge(high, Vf::set(1.f))))
       for (int i = 0; i < n; i++) store(x + i * W, cap_short(load(x + i * W) * factor, cap));
+    else if (any(ge(high, Vf::set(0.4f))))
+      for (int i = 0; i < n; i++) store(x + i * W, cap_middle(load(x + i * W) * to_y, cap));
     else
       for (int i = 0; i < n; i++) store(x + i * W, cap_near_zero(load(x + i * W) * to_y, cap));
   }
