@@ -55,7 +55,7 @@ struct Stages {
   static bool pack_panels(const void* X, int64_t ld, const QueryRows& t, int64_t dim, C factor, C* Y) {
     return pack_transposed_by(static_cast<const T*>(X) + t.first * ld, ld, t.count, dim, TimesFinite<C>{{factor}}, Y,
                               panel, panel * dim, panel)
-        .finite();
+        .seen.all();
   }
 
   // sum over n numbers of x y

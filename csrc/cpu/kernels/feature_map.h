@@ -99,8 +99,7 @@ ATTN_NOINLINE bool map_rows(const T* X, int64_t ld, int64_t rows, int64_t cols, 
                             Compute<T>* Y, int64_t ldy, int64_t padded) {
   using C = Compute<T>;
   constexpr int W = Vec<C>::width;
-  Vec<C> bad = Vec<C>::zero();  // x - x is 0 for a finite x, else NaN
-  C bad_tail = 0;
+  Finite<C> finite;
   for (int64_t k = 0; k < rows; k++) {
     const T* x = X + k * ld;
     C* y = Y + k * ldy;
@@ -111,16 +110,16 @@ ATTN_NOINLINE bool map_rows(const T* X, int64_t ld, int64_t rows, int64_t cols, 
     int64_t d = 0;
     for (; d + W <= cols; d += W) {
       const Vec<C> v = f(load(x + d));
-      bad = bad + (v - v);
+      finite.see(v);
       store(y + d, v);
     }
     for (; d < cols; d++) {
       y[d] = f(C(load_one(x + d)));
-      bad_tail += y[d] - y[d];
+      finite.see(y[d]);
     }
     for (; d < padded; d++) y[d] = C(0);
   }
-  return finite_bits(bad) && bad_tail == C(0);
+  return finite.all();
 }
 
 // Y = G * slope(X) row by row, 0 in blocked rows: a gradient carried back through a feature map. Y: a tensor

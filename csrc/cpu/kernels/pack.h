@@ -5,6 +5,19 @@
 namespace attnjourney {
 namespace {
 
+// Whether all numbers looked at were finite.
+template <class C>
+class Finite {
+ public:
+  ATTN_INLINE void see(Vec<C> x) { bad_ = bad_ + (x - x); }
+  ATTN_INLINE void see(C x) { bad_one_ += x - x; }
+  ATTN_INLINE bool all() const { return finite_bits(bad_) && bad_one_ == C(0); }
+
+ private:
+  Vec<C> bad_ = Vec<C>::zero();  // x - x is 0 for a finite x, else NaN
+  C bad_one_ = 0;
+};
+
 // what packing does to a number on its way
 template <class C>
 struct Times {
@@ -16,17 +29,12 @@ struct Times {
 // the same, and whether all numbers were finite
 template <class C>
 struct TimesFinite : Times<C> {
-  Vec<C> bad = Vec<C>::zero();  // x - x is 0 for a finite x, else NaN
-  C bad_tail = 0;
-  ATTN_INLINE Vec<C> operator()(Vec<C> x) {
-    bad = bad + (x - x);
+  Finite<C> seen{};
+  template <class X>
+  ATTN_INLINE X operator()(X x) {
+    seen.see(x);
     return Times<C>::operator()(x);
   }
-  ATTN_INLINE C operator()(C x) {
-    bad_tail += x - x;
-    return Times<C>::operator()(x);
-  }
-  ATTN_INLINE bool finite() const { return finite_bits(bad) && bad_tail == C(0); }
 };
 
 struct Unchanged {
@@ -76,8 +84,7 @@ ATTN_NOINLINE bool pack_rows(const T* X, int64_t ld, int64_t rows, int64_t cols,
   using C = Compute<T>;
   constexpr int W = Vec<C>::width;
   constexpr int64_t ahead = 12;  // rows; a strided view defeats the hardware's prefetcher
-  Vec<C> bad = Vec<C>::zero();   // x - x is 0 for a finite x, else NaN
-  C bad_tail = 0;
+  Finite<C> finite;
   for (int64_t k = 0; k < rows; k++) {
     const T* x = X + k * ld;
     C* y = Y + k * ldy;
@@ -86,32 +93,28 @@ ATTN_NOINLINE bool pack_rows(const T* X, int64_t ld, int64_t rows, int64_t cols,
     int64_t d = 0;
     for (; d + W <= cols; d += W) {
       const Vec<C> v = load(x + d);
-      bad = bad + (v - v);
+      finite.see(v);
       store(y + d, v);
     }
     for (; d < cols; d++) {
       y[d] = load_one(x + d);
-      bad_tail += y[d] - y[d];
+      finite.see(y[d]);
     }
     for (; d < padded; d++) y[d] = C(0);
   }
-  return finite_bits(bad) && bad_tail == C(0);
+  return finite.all();
 }
 
 template <class C>
 ATTN_NOINLINE bool all_finite(const C* X, int64_t ld, int64_t rows, int64_t cols) {
   constexpr int W = Vec<C>::width;
-  Vec<C> bad = Vec<C>::zero();
-  C bad_tail = 0;
+  Finite<C> finite;
   for (int64_t k = 0; k < rows; k++) {
     int64_t d = 0;
-    for (; d + W <= cols; d += W) {
-      const Vec<C> v = load(X + k * ld + d);
-      bad = bad + (v - v);
-    }
-    for (; d < cols; d++) bad_tail += X[k * ld + d] - X[k * ld + d];
+    for (; d + W <= cols; d += W) finite.see(load(X + k * ld + d));
+    for (; d < cols; d++) finite.see(X[k * ld + d]);
   }
-  return finite_bits(bad) && bad_tail == C(0);
+  return finite.all();
 }
 
 // rows of X times c into a tensor
