@@ -1,28 +1,21 @@
-"""The CUDA library: registers and spills of every kernel as recorded, and loading beside a torch without CUDA."""
+"""The CUDA library: what nvcc made of every kernel as recorded, and loading beside a torch without CUDA."""
 
 import os
 import re
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-RECORD = Path(__file__).parent / "cuda_kernels.txt"  # nvcc's version; then registers, bytes spilled, kernel
+from tests import cuda_record
+from tests.cuda_record import ROOT
+
 LIBRARIES = ROOT / "build/cuda/attnjourney"
-KERNEL = re.compile(
-    r"Compiling entry function '(\w+)' for '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?"
-    r"Used (\d+) registers",
-    re.DOTALL,
-)
 
 
 @pytest.fixture(scope="module")
 def built():
-    home = os.environ.get("CUDA_HOME")
-    nvcc = shutil.which("nvcc", path=os.path.join(home, "bin") if home else None)
+    nvcc = cuda_record.find_nvcc()
     if nvcc is None:
         pytest.skip("no nvcc on PATH or in CUDA_HOME")
     command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", "build/cuda"]
@@ -33,37 +26,49 @@ def built():
     return nvcc
 
 
-def ptxas_reports():
-    """{kernel: (registers, bytes spilled)}, and the warnings."""
-    logs = [path.read_text() for path in sorted((ROOT / "build/release/csrc/cuda").rglob("*.o.log"))]
-    found = [match.groups() for log in logs for match in KERNEL.finditer(log)]
-    names = subprocess.run(
-        ["c++filt"], input="\n".join(f[0] for f in found), capture_output=True, text=True, check=True
-    )
-    kernels = {}
-    for (_, arch, stores, loads, registers), name in zip(found, names.stdout.splitlines()):
-        name = re.sub(r"attnjourney::|void |\(\w+\)(?=\d)|__nv_|\([^()]*\)$", "", name)
-        kernels[f"{arch} {name}"] = (int(registers), int(stores) + int(loads))
-    return kernels, [line for log in logs for line in log.splitlines() if re.search(r"\bC75\d\d\b|warning", line)]
+@pytest.fixture(scope="module")
+def kernels(built):
+    """What there is and what is recorded: {kernel: what cuda_record.COLUMNS say}."""
+    version = subprocess.run([built, "--version"], capture_output=True, text=True).stdout
+    release = re.search(r"release ([\d.]+)", version)[1]
+    now = cuda_record.present()
+    (ROOT / "build/cuda/kernels.txt").write_text(cuda_record.written(release, now))
+    recorded_release, before = cuda_record.recorded()
+    if recorded_release != release:
+        pytest.skip(f"{cuda_record.RECORD.name} is for nvcc {recorded_release}, this is {release}")
+    return now, before
 
 
-def test_registers_and_spills(built):
-    release = re.search(
-        r"release ([\d.]+)", subprocess.run([built, "--version"], capture_output=True, text=True).stdout
+IF_MEANT = f"If it is meant to be so: cp build/cuda/kernels.txt {cuda_record.RECORD}"
+
+
+def test_registers_and_spills(kernels):
+    now, before = kernels
+    worse = {
+        name: (before.get(name), now[name])
+        for name in now
+        if name not in before or any(x > y for x, y in zip(now[name][:2], before[name][:2]))
+    }
+    assert not worse and now.keys() == before.keys(), (
+        f"(recorded, now): {worse}; gone: {before.keys() - now.keys()}. {IF_MEANT}"
     )
-    kernels, warnings = ptxas_reports()
-    lines = [f"nvcc {release[1]}", *(f"{r:3} {s:3} {name}" for name, (r, s) in sorted(kernels.items()))]
-    (ROOT / "build/cuda/kernels.txt").write_text("\n".join(lines) + "\n")
-    recorded = RECORD.read_text().splitlines()
-    if recorded[0] != lines[0]:
-        pytest.skip(f"{RECORD.name} is for {recorded[0]}, this is {lines[0]}")
-    assert not warnings
-    before = {name: (int(r), int(s)) for r, s, name in (line.split(None, 2) for line in recorded[1:])}
-    worse = {name: (before.get(name), now) for name, now in kernels.items() if name not in before or now > before[name]}
-    assert not worse and kernels.keys() == before.keys(), (
-        f"(recorded, now): {worse}; gone: {before.keys() - kernels.keys()}. If it is meant to be so: "
-        f"cp build/cuda/kernels.txt {RECORD}"
-    )
+    assert not cuda_record.ptxas_reports()[1], "warnings of ptxas"
+
+
+def test_shared_memory(kernels):
+    now, before = kernels
+    other = {name: (before[name][2], x[2]) for name, x in now.items() if name in before and x[2] != before[name][2]}
+    assert not other, f"(recorded, now): {other}. {IF_MEANT}"
+
+
+def test_instructions_of_wgmma(kernels):
+    """HGMMA in SASS, prologues and the parts for borders included: wgmma that ptxas made slow would be more."""
+    if cuda_record.find_cuobjdump() is None:
+        pytest.skip("no cuobjdump beside nvcc, on PATH or in the package nvidia-cuda-cuobjdump")
+    now, before = kernels
+    assert any(x[3] for x in now.values())
+    other = {name: (before[name][3], x[3]) for name, x in now.items() if name in before and x[3] != before[name][3]}
+    assert not other, f"(recorded, now): {other}. {IF_MEANT}"
 
 
 def test_loads_without_cuda(built):

@@ -99,7 +99,7 @@ def program(source: str, defines: tuple[str, ...] = (), csrc: Path | None = None
     """tests/emulator/<source>.cpp as a program, with the kernels of `csrc` (default: the product's)."""
     csrc = csrc or ROOT / "csrc"
     files = [EMULATOR / f"{source}.cpp", *EMULATOR.glob("*.h"), *_kernels(csrc)]
-    name = _name(*_sources(*files), *defines)
+    name = _name(CXX, *COMMON, *CHECKED, *_sources(*files), *defines)
     objects = emulator_objects()
 
     def make(out: Path) -> None:
