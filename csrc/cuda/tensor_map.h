@@ -2,14 +2,25 @@
 #pragma once
 #include <cuda.h>
 
+#include <memory>
+
 #include "launch.h"
+#include "recent.h"
 
 namespace attnjourney {
 
-// A tensor [batch, heads, length, dim] of 16-bit numbers in boxes of 64 columns by `rows` rows of one head, with
-// 128-byte swizzle. Coordinates: column, head, row, batch.
-inline CUtensorMap tensor_map(const void* data, const Strides& s, int64_t batch, int64_t heads, int64_t length, int dim,
-                              int rows, bool bf16) {
+// A tensor [batch, heads, length, dim] of 16-bit numbers in boxes of 64 columns by `rows` rows of one head.
+struct TensorMapOf {
+  const void* data;
+  Strides strides;
+  int64_t batch, heads, length;
+  int dim, rows;
+  bool bf16;
+  bool operator==(const TensorMapOf&) const = default;
+};
+
+// With 128-byte swizzle. Coordinates: column, head, row, batch.
+inline CUtensorMap encode_tensor_map(const TensorMapOf& t) {
   static const auto encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult result;
@@ -20,16 +31,26 @@ inline CUtensorMap tensor_map(const void* data, const Strides& s, int64_t batch,
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
   }();
   const auto u = [](int64_t x) { return static_cast<cuuint64_t>(x); };
-  const cuuint64_t size[4] = {u(dim), u(heads), u(length), u(batch)};
-  const cuuint64_t stride[3] = {2 * u(s.head), 2 * u(s.row), 2 * u(s.batch)};
-  const cuuint32_t box[4] = {64, 1, static_cast<cuuint32_t>(rows), 1}, step[4] = {1, 1, 1, 1};
+  const cuuint64_t size[4] = {u(t.dim), u(t.heads), u(t.length), u(t.batch)};
+  const cuuint64_t stride[3] = {2 * u(t.strides.head), 2 * u(t.strides.row), 2 * u(t.strides.batch)};
+  const cuuint32_t box[4] = {64, 1, static_cast<cuuint32_t>(t.rows), 1}, step[4] = {1, 1, 1, 1};
   CUtensorMap map;
   const CUresult e =
-      encode(&map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
-             const_cast<void*>(data), size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      encode(&map, t.bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
+             const_cast<void*>(t.data), size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
              CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (e != CUDA_SUCCESS) throw std::runtime_error("cuTensorMapEncodeTiled failed with " + std::to_string(e));
   return map;
+}
+
+// A map holds an address and sizes alone, so those of a training step, whose memory the allocator gives again, serve
+// the next step as well.
+inline CUtensorMap tensor_map(const void* data, const Strides& s, int64_t batch, int64_t heads, int64_t length, int dim,
+                              int rows, bool bf16) {
+  thread_local const auto recent = std::make_unique<Recent<TensorMapOf, CUtensorMap, 1024>>();
+  const TensorMapOf t{data, s, batch, heads, length, dim, rows, bf16};
+  const uint64_t mixed = (reinterpret_cast<uintptr_t>(data) >> 8 ^ uint64_t(rows) << 40) * 0x9e3779b97f4a7c15ull;
+  return recent->get(t, mixed >> 40, [&] { return encode_tensor_map(t); });
 }
 
 }  // namespace attnjourney

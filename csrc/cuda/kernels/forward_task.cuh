@@ -8,6 +8,7 @@ namespace attnjourney {
 
 struct Strides {  // in elements; head_dim is dense
   int64_t batch, head, row;
+  bool operator==(const Strides&) const = default;
 };
 
 template <class Real>
