@@ -155,6 +155,11 @@ void backward_in(const AttentionCall& c, const Tensor& grad_out, const OptionalT
     torch::stable::zero_(*key_value_sum);
     p.key_value_sum = static_cast<Real*>(key_value_sum->data_ptr());
   }
+  OptionalTensor query_blocks;
+  if (hopper && !deterministic && p.grad_query && p.rows <= kShortRows && p.key_tiles > 0) {
+    query_blocks = aten::empty(query, {pairs}, ScalarType::Int);
+    p.query_blocks = static_cast<uint32_t*>(query_blocks->data_ptr());
+  }
   OptionGradients<Real> option_gradients(c, gradients, p);
   const bool ranged = is_ranged(c, options);
   p.span = backward_span(p, size, ranged, deterministic);

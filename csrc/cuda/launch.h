@@ -38,6 +38,8 @@ inline int backward_size(int head_dim, int v_head_dim) {
 // query and key tiles of the backward kernel of that size
 inline int backward_rows(int size) { return 8192 / size; }
 inline int backward_keys(int size, bool options) { return size == 256 || options ? 64 : 128; }
+// Up to so many rows of a query head, its last block turns the sums into dQ (sm90_backward_finish.cuh): 1 MB at most.
+constexpr int kShortRows = 2048;
 // query and key tiles of the backward for float and double, `element` bytes
 inline constexpr int wide_rows(int size, int element) { return size == 64 && element == 4 ? 32 : 16; }
 inline constexpr int wide_keys(int size, int element) {

@@ -118,6 +118,8 @@ int main(int argc, char** argv) {
     p.lse2 = lse2.data, p.delta = delta.data, p.query_sum = query_sum.data, p.turn = turn.data;
 #ifdef SHAPE
     if (p.group > 1 && !deterministic) p.key_value_sum = key_value_sum.data;
+    emulator::Buffer<uint32_t> query_blocks(pairs, "query_blocks");
+    if (a["finish"]) p.query_blocks = query_blocks.data;
 #endif
     emulator::Buffer<float> slope_sum(std::vector<float>(static_cast<size_t>(p.key_tiles) * pairs, 0.f), "slope_sum");
     if (a["slopes"]) p.slope_sum = slope_sum.data;
@@ -135,7 +137,7 @@ int main(int argc, char** argv) {
     else
 #endif
       launch_main<true>(p, q, k, v, o, options);
-    pass(backward_query<Kernel>, p.rows, pairs);
+    if (!p.query_blocks) pass(backward_query<Kernel>, p.rows, pairs);
 #ifdef SHAPE
     if (p.key_value_sum) pass(backward_key_value<Kernel>, p.key_tiles * Kernel::kKeys, 2u * k.batch * k.heads);
 #endif

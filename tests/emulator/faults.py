@@ -176,6 +176,19 @@ SM90_BACKWARD = [
         "(group ^ 1) * (S::kKeyPanel / 16) : 0",
     ),
 ]
+SM90_BACKWARD += [
+    (what, "sm90_backward_finish.cuh", old, new)
+    for what, old, new in [
+        ("dQ made one block early", "(p.key_tiles) - 1", "(p.key_tiles) - 2"),
+        ("counted before the other threads have added", "ptx::bar_sync(1, 256);\n    if (tid", "if (tid"),
+        ("counted without a fence before", "ptx::thread_fence();  // this", "// this"),
+        ("sums read without a fence after the count", "ptx::thread_fence();\n    }", "}"),
+        ("the count read before it is there", "}\n    ptx::bar_sync(1, 256);", "}"),
+        ("the last rows of dQ left out", "(p.q_len + 7) / 8", "p.q_len / 8"),
+        ("columns beyond head_dim written", " || at.chunk * 8 >= p.head_dim", ""),
+    ]
+]
+SM90_BACKWARD += [("counters of blocks not cleared", "backward_passes.cuh", "p.query_blocks[pair] = 0;", ";")]
 
 SM80_BACKWARD = [
     ("gradient of lse forgotten", "backward_passes.cuh", "sum -= p.grad_lse[stat]", "sum -= 0"),

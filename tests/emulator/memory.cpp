@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <cstdio>
+#include <map>
 
 #include "state.h"
 
@@ -24,7 +25,26 @@ std::vector<std::unique_ptr<Region>> regions;
 Region* last_region;
 const void* access_pc;
 
+// Blocks are ordered by a fence, a count in one and, of the same counter, a later count and a fence in the other.
+std::map<const void*, std::vector<Release>> releases;  // of a launch
+uint32_t releases_of;
+struct Acquired {
+  int thread;  // which fenced, and when
+  uint32_t clock;
+  Release release;
+};
+std::vector<Acquired> acquired;  // of the current block
+
+uint32_t block_number() { return 1 + block_index.x + grid.x * (block_index.y + grid.y * block_index.z); }
+
 bool ordered(const Thread& t, int other, uint32_t clock) { return other == t.id || clock <= t.clock[other]; }
+
+bool ordered_across(const Thread& t, const GlobalCell& c) {
+  for (const Acquired& a : acquired)
+    if (a.release.block == c.block && c.write_clock <= a.release.clock[c.writer] && ordered(t, a.thread, a.clock))
+      return true;
+  return false;
+}
 
 [[noreturn]] void race(const char* kind, size_t offset, int other, Site s) {
   fail(format("shared-memory race (%s) at offset %zu: ", kind, offset) + who() + " and thread " +
@@ -55,7 +75,7 @@ void region_access(Region& r, const void* a, size_t bytes, Access mode, Site s) 
     fail(std::string("global ") + (mode == Access::read ? "read" : "write") +
          format(" out of bounds of '%s': byte %td of %zu, ", r.name.c_str(), offset, r.bytes) + who() + " at " + at(s));
   if (!options.check) return;
-  const uint32_t here = 1 + block_index.x + grid.x * (block_index.y + grid.y * block_index.z);
+  const uint32_t here = block_number();
   for (size_t i = offset / granule; i <= (offset + bytes - 1) / granule; i++) {
     GlobalCell& c = r.cells[i];
     if (c.launch != launch_number) {
@@ -68,7 +88,8 @@ void region_access(Region& r, const void* a, size_t bytes, Access mode, Site s) 
                   i * granule, c.block - 1, c.writer) +
            who() + " at " + at(s));
     };
-    const bool after_write = !c.block || (c.block == here && ordered(*current, c.writer, c.write_clock));
+    const bool after_write =
+        !c.block || (c.block == here ? ordered(*current, c.writer, c.write_clock) : ordered_across(*current, c));
     if (mode == Access::read) {
       if (!c.initialised)
         fail(format("read of uninitialised global memory '%s' byte %zu, ", r.name.c_str(), i * granule) + who() +
@@ -128,6 +149,7 @@ std::string line_of_access() {
 
 void reset_memory() {
   memset(smem, 0xff, smem_bytes);
+  acquired.clear();
   if (options.check) shadow.assign((smem_bytes + granule - 1) / granule, Cell{});
 }
 
@@ -277,7 +299,19 @@ uint32_t atomic_add(uint32_t* p, uint32_t value, Site s) {
   global_access(p, 4, Access::atomic, s);
   const uint32_t old = *p;
   *p = old + value;
+  if (!options.check) return old;
+  if (releases_of != launch_number) releases.clear();
+  releases_of = launch_number;
+  auto& before = releases[p];
+  current->observed.insert(current->observed.end(), before.begin(), before.end());
+  if (!current->fenced.empty()) before.push_back({block_number(), current->fenced});
   return old;
+}
+void thread_fence() {
+  if (!options.check) return;
+  current->fenced = current->clock;
+  for (Release& r : current->observed) acquired.push_back({current->id, current->clock[current->id], std::move(r)});
+  current->observed.clear();
 }
 
 }  // namespace emulator

@@ -117,7 +117,7 @@ def backward(
     arguments, lengths = _arguments(*inputs, ranges, order)
     options = options or {}
     more, given = _options(inputs[0], options, arguments["batch"])
-    arguments |= {"span": 0, "deterministic": 0, **more, **extra}
+    arguments |= {"span": 0, "deterministic": 0, "finish": 0, **more, **extra}
     outputs = [(tuple(t.shape), t.dtype) for t in inputs]
     trained = [options.get(name) for name in ("sinks", "alibi_slopes", "attn_mask")]
     trained = [t for t in trained if isinstance(t, torch.Tensor) and t.is_floating_point()]

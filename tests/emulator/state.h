@@ -39,6 +39,10 @@ struct Groups {  // operations issued, and groups committed, oldest first
   }
 };
 
+struct Release {  // what a block's count after a fence tells the blocks that count after it
+  uint32_t block;
+  Clock clock;
+};
 enum class State { runnable, blocked, done };
 struct Thread {
   void* stack_pointer;
@@ -51,7 +55,9 @@ struct Thread {
   Groups<Copy> copies;
   Groups<BulkOp> bulk;
   Clock clock;
-  Clock proxy;  // the part of clock that a fence.proxy.async made visible to TMA and wgmma
+  Clock proxy;                    // the part of clock that a fence.proxy.async made visible to TMA and wgmma
+  Clock fenced;                   // the clock of its last fence for the whole device
+  std::vector<Release> observed;  // what its counts since then found
 };
 struct Warp {  // at most one collective operation in flight
   uint32_t arrived;

@@ -14,7 +14,7 @@ void launch_backward(const BackwardTask& p, cudaStream_t stream, Main&& main) {
   };
   pass(backward_prepare<typename Kernel::T, Kernel::kD>, p.rows, pairs);
   main();
-  if (p.grad_query) pass(backward_query<Kernel>, p.rows, pairs);
+  if (p.grad_query && !p.query_blocks) pass(backward_query<Kernel>, p.rows, pairs);
   if constexpr (requires { &Kernel::load_key; })
     if (p.key_value_sum) pass(backward_key_value<Kernel>, int64_t{p.key_tiles} * Kernel::kKeys, 2 * kv_pairs);
 }

@@ -45,6 +45,7 @@ __global__ void __launch_bounds__(kPassThreads) backward_prepare(const BackwardT
   for (int m = 1; m < kPer; m *= 2) sum += ptx::shfl_xor(sum, m);
   if (row >= p.rows) return;
   const int64_t first = int64_t(pair) * p.rows;
+  if (p.query_blocks && row == 0 && c == 0) p.query_blocks[pair] = 0;
   if (c == 0) {
     const int64_t stat = stat_row(p, own, sequence.q_begin);
     const float lse = exists ? p.lse[stat] : -INFINITY;
@@ -69,18 +70,22 @@ __device__ __forceinline__ void write_scaled(void* base, const Strides& s, int b
   *reinterpret_cast<uint4*>(static_cast<T*>(base) + batch * s.batch + head * s.head + row * s.row + c * 8) = r;
 }
 
-// A thread's row and chunk of 8 columns: consecutive threads take consecutive rows, in pairs of chunks, so that reads
-// in fragment order and writes in rows both cover whole sectors.
+// The i-th piece of rows of D columns, a row's chunk of 8: consecutive threads take consecutive rows, in pairs of
+// chunks, so that reads in fragment order and writes in rows both cover whole sectors.
+template <int D>
+struct PassPiece {
+  int row, chunk;
+  explicit __device__ __forceinline__ PassPiece(int i)
+      : row(i / D * 8 + i / 2 % 8), chunk(i / 16 % (D / 16) * 2 + i % 2) {}
+};
 template <int D>
 struct PassPosition {
   int pair, row, chunk;
   explicit __device__ __forceinline__ PassPosition(int rows) {
-    constexpr int kPer = D / 8;
-    const int blocks = (rows * kPer + kPassThreads - 1) / kPassThreads;
+    const int blocks = (rows * (D / 8) + kPassThreads - 1) / kPassThreads;
     pair = blockIdx.x / blocks;
-    const int i = (blockIdx.x - pair * blocks) * kPassThreads + threadIdx.x;
-    row = i / (8 * kPer) * 8 + i / 2 % 8;
-    chunk = i / 16 % (kPer / 2) * 2 + i % 2;
+    const PassPiece<D> piece((blockIdx.x - pair * blocks) * kPassThreads + threadIdx.x);
+    row = piece.row, chunk = piece.chunk;
   }
 };
 

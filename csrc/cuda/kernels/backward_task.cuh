@@ -33,7 +33,9 @@ struct BackwardTaskOf : SequenceTaskOf<Real> {
   Real* query_sum;      // [batch, q_heads, rows, D], inside a query tile in the kernel's own order of fragments
   Real* key_value_sum;  // null, or zeros [2, batch, kv_heads, key_tiles, tile, D]: one block for each query head adds
                         // here
-  int* turn;            // deterministic: zeros [batch, q_heads, rows / tile, 2]
+  uint32_t* query_blocks;  // null, or [batch, q_heads]: how many blocks have added to a head's query_sum, whose last
+                           // one makes grad_query of it then
+  int* turn;                       // deterministic: zeros [batch, q_heads, rows / tile, 2]
   Real *grad_sinks, *grad_slopes;  // null, or [q_heads], or per item [batch, q_heads]
   bool sinks_per_item, slopes_per_item;
   MaskGradientOf<Real> mask_gradient;

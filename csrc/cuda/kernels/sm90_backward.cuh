@@ -7,7 +7,7 @@
 // dS | dQ | softmax of the next tile | wait | dQ out: by vector reductions, or when deterministic through shared memory
 // by warps of their own, block after block.
 #pragma once
-#include "backward_passes.cuh"
+#include "sm90_backward_finish.cuh"
 #include "sm90_backward_guard.cuh"
 
 namespace attnjourney {
@@ -223,6 +223,8 @@ struct Sm90BackwardConsumer {
       add();
     else
       write();
+    if (!S::kDeterministic && p.query_blocks)
+      finish_queries<S>(p, where, reinterpret_cast<uint32_t*>(smem + (m.votes - m.k)));
   }
 
   // to the sums of a group of query heads
