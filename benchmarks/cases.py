@@ -323,6 +323,13 @@ def _gpu() -> list[Case]:
                 )  # fmt: skip
     cases.append(Case("gpu-bf16-gqa8-n8192-causal", "gpu", 2, 16, 2, q_len=8192, head_dim=128, dtype="bf16",
                       causal=True, check=False))  # fmt: skip
+    # 4k tokens with options; what hides tells in `of peak` how much of the whole it leaves out
+    of_options = [("padding", dict(mask="padding")), ("float", dict(mask="float")), ("dropout", dict(dropout=0.1))]
+    of_options += [("float-grad", dict(mask="float-grad", passes=("forward", "backward")))]
+    of_options += [("window512", dict(option="window", extent=512, causal=True)), ("alibi", dict(option="alibi"))]
+    for name, fields in of_options:
+        cases.append(Case(f"gpu-options-bf16-d128-n4096-{name}", "gpu-options", 2 if "float" in name else 4, 16,
+                          q_len=4096, head_dim=128, dtype="bf16", check=False, **fields))  # fmt: skip
     for layer, sizes in (("gqa", dict(kv_heads=4, head_dim=128)), ("mla", dict(head_dim=192, v_head_dim=128))):
         cases.append(Case(f"gpu-layer-{layer}-n4096", "gpu", 2, 16, q_len=4096, layer=layer, causal=True, dtype="bf16",
                           check=False, **sizes))  # fmt: skip

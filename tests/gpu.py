@@ -76,12 +76,22 @@ def steps(out: Path, cases: str) -> dict[str, list[tuple[list[str], int]]]:
                 120,
             ),
             (
+                [*bench, "--case", cases or "gpu-options", "--peers", "sdpa-cudnn,sdpa-efficient"]
+                + ["--json", str(out / "options.json")],
+                40,
+            ),
+            (  # mma.sync alone
+                ["env", "ATTNJOURNEY_CUDA_ARCH=80", *bench, "--case", cases or "gpu-bf16-d128-n8192"]
+                + ["--peers", "sdpa-flash", "--json", str(out / "sm80.json")],
+                30,
+            ),
+            (
                 [*bench, "--case", cases or "gpu-flex", "--peers", "sdpa-cudnn,flex", "--json", str(out / "flex.json")],
                 60,
             ),
             (
                 [*bench, "--case", cases or "gpu-linear", "--peers", "plain", "--json", str(out / "linear.json")],
-                40,
+                30,
             ),
         ],
     }

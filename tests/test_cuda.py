@@ -1,5 +1,9 @@
 """attention on a CUDA device: values against float64, layouts, streams, graphs, and what is refused."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from test_cuda_emulator_options import CASES, PACKED, call, expected_of, packed_call, packed_expected
@@ -25,6 +29,7 @@ SHAPES = [  # batch, query heads, key heads, q_len, kv_len, head_dim, v_head_dim
     (1, 2, 1, 90, 150, 192, 128, True),
     (1, 2, 2, 100, 70, 256, 200, True),
     (2, 2, 2, 5, 0, 64, 64, False),
+    (1, 2, 2, 2200, 140, 64, 64, True),  # Hopper's backward: dQ by a pass of its own
 ]
 
 WIDE = [  # dtype, head_dim, deterministic: the kernels for float32 and float64
@@ -166,6 +171,19 @@ def test_deterministic_backward(shape):
         torch.use_deterministic_algorithms(False)
     for a, b in zip(first, usual):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("arch,error", [("80", ""), ("90", "ATTNJOURNEY_CUDA_ARCH: expected 80 or nothing, got '90'")])
+def test_the_kernels_of_every_gpu_on_this_one(arch, error):
+    program = """
+import torch, attnjourney
+x = torch.randn(1, 2, 300, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+expected = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+torch.testing.assert_close(attnjourney.attention(x, x, x), expected, rtol=2e-2, atol=2e-2)
+"""
+    environment = {**os.environ, "ATTNJOURNEY_CUDA_ARCH": arch}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert error in done.stderr and (done.returncode != 0) == bool(error), done.stderr
 
 
 def test_streams_and_graph():

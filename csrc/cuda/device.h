@@ -2,6 +2,7 @@
 #pragma once
 #include <dlfcn.h>
 
+#include <cstdlib>
 #include <map>
 #include <mutex>
 
@@ -10,6 +11,14 @@
 #include "launch.h"
 
 namespace attnjourney {
+
+// ATTNJOURNEY_CUDA_ARCH=80: the kernels that every GPU has, on Hopper too.
+inline bool oldest_kernels() {
+  static const char* const forced = std::getenv("ATTNJOURNEY_CUDA_ARCH");
+  if (forced == nullptr || *forced == 0) return false;
+  check_runtime(std::string(forced) == "80", "ATTNJOURNEY_CUDA_ARCH: expected 80 or nothing, got '", forced, "'");
+  return true;
+}
 
 inline Device current_device(const Tensor& query) {
   Device d{query.get_device_index(), 0, 0, 0};
@@ -23,6 +32,7 @@ inline Device current_device(const Tensor& query) {
   d.shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   check_runtime(d.capability >= 80, "attention: expected a GPU of compute capability 8.0 or later, got ",
                 d.capability / 10, ".", d.capability % 10);
+  if (oldest_kernels()) d.capability = 80;
   return d;
 }
 
