@@ -23,6 +23,12 @@ CASES = [
     ((1, 1), (40, 40), (16, 16), dict(mask=True, eps=0.0)),
 ]
 FAULT_CASES = [CASES[i] for i in (1, 7, 3, 4)] + [((1, 1), (300, 300), (8, 16), dict(mask=True, blocks=9))]
+# for chunks of 32 rows, which float32 and 16 bits have over 192 dimensions where blocks have 99 KB of shared memory
+NARROW = [
+    ((1, 1), (40, 40), (256, 200), dict(state=True, rows_first=True)),
+    ((2, 1), (150, 150), (16, 72), dict(normalize=False, feature_map="identity", state=True, blocks=9)),
+    ((2, 2), (37, 90), (40, 33), dict(is_causal=False, mask=True)),
+]
 SMALL = {  # of the shapes that float64's chunks of 32 rows make long
     (600, 600): (300, 300),
     (300, 300): (160, 160),
@@ -32,6 +38,7 @@ SMALL = {  # of the shapes that float64's chunks of 32 rows make long
 @pytest.fixture(scope="module")
 def programs():
     requests = [linear.request(dtype) for dtype in DTYPES]
+    requests += [linear.request(dtype, small=True) for dtype in (torch.bfloat16, torch.float32)]
     requests += [linear.request(dtype, build.faulty_sources(*edit)) for dtype, _, *edit in faults_linear.LINEAR]
     build.build_all(requests)
 
@@ -82,6 +89,14 @@ def test_values(programs, dtype):
             check(program, dtype, case, order)
         except (AssertionError, run.EmulatorError) as error:
             raise AssertionError(f"{case}, order {order}: {error}") from None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=lambda d: str(d)[6:])
+def test_chunks_for_small_shared_memory(programs, dtype):
+    program = build.program(*linear.request(dtype, small=True))
+    for order, case in zip(("starve", "random", "reverse"), NARROW):
+        check(program, dtype, case, order)
+    check_nan(program, dtype)
 
 
 def nan_rows(program, dtype, bad, infinite=False):

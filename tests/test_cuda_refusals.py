@@ -85,54 +85,6 @@ def test_what_linear_attention_does_not_serve_is_refused_by_name(built):  # noqa
     assert said[1] == "served"
 
 
-MEMORY = f"""
-import json, sys, torch
-for name in ("_C_cpu.so", "_C_cuda.so"):
-    torch.ops.load_library("{LIBRARIES}/" + name)
-messages = []
-for operator, dtype, head_dim, v_head_dim, backward, mask, allowed in json.load(sys.stdin):
-    query, value = (torch.zeros(1, 2, 4, d, dtype=getattr(torch, dtype)) for d in (head_dim, v_head_dim))
-    options = [] if operator == "linear" else [torch.zeros(4, 4, dtype=query.dtype) if mask else None]
-    try:
-        check = getattr(torch.ops.attnjourney, f"_cuda_{{operator}}_memory_check")
-        check(query, query, value, *options, backward, allowed * 1024)
-        messages.append("served")
-    except RuntimeError as error:
-        messages.append(str(error).splitlines()[0])
-print(json.dumps(messages))
-"""
-KB = (99, 163, 227)  # that a block may have: compute capability 8.6, 8.9 and 12.x; 8.0; 9.0
-# operator, dtype, head_dim, v_head_dim, backward, mask with a gradient: what is needed, or None: served on all three
-NEEDED = {
-    **{("attention", dtype, d, d, False, False): None for dtype in ("bfloat16", "float32") for d in (64, 128, 256)},
-    **{("attention", dtype, d, d, True, True): None for dtype in ("float16", "float32") for d in (64, 128)},
-    ("attention", "bfloat16", 128, 64, True, False): None,
-    ("attention", "bfloat16", 192, 128, True, False): 137,
-    ("attention", "float32", 256, 200, True, True): None,
-    ("attention", "float64", 128, 128, False, False): None,
-    ("attention", "float64", 256, 256, False, False): 129,
-    ("attention", "float64", 64, 64, True, True): None,
-    ("attention", "float64", 128, 128, True, False): 133,
-    ("linear", "bfloat16", 192, 256, False, False): None,
-    ("linear", "bfloat16", 192, 256, True, False): 110,
-    ("linear", "float32", 216, 216, False, False): 101,
-    ("linear", "float64", 256, 256, True, False): 111,
-}
-
-
-def test_what_does_not_fit_into_shared_memory_is_refused_by_name(built):  # noqa: F811
-    calls = [(*call, allowed) for call in NEEDED for allowed in KB]
-    said = run(calls, MEMORY)
-    for (operator, dtype, head_dim, v_head_dim, backward, mask, allowed), message in zip(calls, said, strict=True):
-        needed = NEEDED[operator, dtype, head_dim, v_head_dim, backward, mask]
-        name = "linear_attention" if operator == "linear" else f"attention_{'backward' if backward else 'forward'}"
-        refusal = (
-            f"{name}: head dimensions of {head_dim} and (value) {v_head_dim} need {needed} KB of shared memory for a "
-            f"block on CUDA, this GPU allows {allowed}"
-        )
-        assert message == ("served" if needed is None or needed <= allowed else refusal)
-
-
 def test_every_option_of_the_operator_is_tried():
     """A new argument of attention_forward needs an entry above: whether CUDA serves it or refuses it."""
     schema = torch.ops.attnjourney.attention_forward.default._schema

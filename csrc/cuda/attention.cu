@@ -7,7 +7,6 @@
 #include "device.h"
 #include "options.h"
 #include "served.h"
-#include "shared_memory.h"
 #include "split_forward.h"
 #include "task.h"
 
@@ -48,7 +47,6 @@ void forward_in(const AttentionCall& c, const Tensor& query, const Tensor& key, 
     return write_nothing_seen();
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
   const Device device = current_device(query);
-  check_forward_memory(c, has_options(c, options), device.shared_bytes);
   const cudaStream_t stream = current_stream(device.index);
   if (c.packed) write_nothing_seen();  // rows of no sequence
   const View q = view_of(c, query, c.q_heads), k = view_of(c, key, c.kv_heads), v = view_of(c, value, c.kv_heads);
@@ -95,8 +93,7 @@ void backward_in(const AttentionCall& c, const Tensor& grad_out, const OptionalT
   const cudaStream_t stream = current_stream(device.index);
   const int size = backward_size(c.params.head_dim, c.params.v_head_dim);
   const int element = static_cast<int>(query.element_size());
-  const bool options_used = backward_takes_options(c, options, device.shared_bytes);
-  check_backward_memory(c, options_used, gradients.attn_mask.has_value(), device.shared_bytes);
+  const bool options_used = backward_takes_options(c, options, device);
   const int64_t rows_in_all = c.batch * c.q_heads * c.params.q_len;
   if (rows_in_all == 0 || (c.params.kv_len == 0 && !options.sinks)) {  // nobody reads, nobody is read
     for (const OptionalTensor* g : {&gradients.query, &gradients.key, &gradients.value, &gradients.attn_mask,
@@ -132,12 +129,12 @@ void backward_in(const AttentionCall& c, const Tensor& grad_out, const OptionalT
   output(dk, gradients.key, c.kv_heads, p.grad_key, p.grad_key_strides);
   output(dv, gradients.value, c.kv_heads, p.grad_value, p.grad_value_strides);
 
-  const int rows = element > 2 ? wide_rows(size, element) : backward_rows(size);
+  const int rows = element > 2 ? wide_rows(size, element, device.small()) : backward_rows(size);
   const bool hopper = element == 2 && device.capability == 90 && !options_used && hopper_backward(size);
   const bool deterministic = deterministic_algorithms();
   p.kv_heads = static_cast<int>(c.kv_heads), p.scale = static_cast<Real>(c.params.scale);
   p.rows = c.packed ? (p.q_len / rows + p.batch) * rows : (p.q_len + rows - 1) / rows * rows;
-  const int keys = element > 2 ? wide_keys(size, element) : backward_keys(size, options_used);
+  const int keys = element > 2 ? wide_keys(size, element) : backward_keys(size, options_used, device.small());
   p.key_tiles = c.packed ? p.kv_len / keys + p.batch : (p.kv_len + keys - 1) / keys;
   p.tile_rows = rows, p.tile_keys = keys;
   const int64_t pairs = c.packed ? c.q_heads : c.batch * c.q_heads;

@@ -11,13 +11,14 @@
 
 namespace attnjourney {
 
+// Bytes of shared memory that a block may have at least, and on compute capability 8.0.
+constexpr int kSmallShared = 99 << 10, kMiddleShared = 163 << 10;
 struct Device {
   int index, capability;  // 80, 90, ...
   int multiprocessors;
   int shared_bytes;  // that a block may have
+  bool small() const { return shared_bytes < kMiddleShared; }
 };
-// Bytes of shared memory that a block may have at least, and on compute capability 8.0.
-constexpr int kSmallShared = 99 << 10, kMiddleShared = 163 << 10;
 
 inline void cuda_check(cudaError_t e, const char* what) {
   if (e != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(e));
@@ -35,16 +36,18 @@ inline int backward_size(int head_dim, int v_head_dim) {
   const int d = head_dim > v_head_dim ? head_dim : v_head_dim;
   return d <= 64 ? 64 : d <= 128 ? 128 : d <= 256 ? 256 : 0;
 }
-// query and key tiles of the backward kernel of that size
-inline int backward_rows(int size) { return 8192 / size; }
-inline int backward_keys(int size, bool options) { return size == 256 || options ? 64 : 128; }
+// query and key tiles of the backward kernel of that size; small: Device::small()
+constexpr int backward_rows(int size) { return 8192 / size; }
+constexpr int backward_keys(int size, bool options, bool small) {
+  return size == 256 && small ? 32 : size == 256 || options ? 64 : 128;
+}
 // Up to so many rows of a query head, its last block turns the sums into dQ (sm90_backward_finish.cuh): 1 MB at most.
 constexpr int kShortRows = 2048;
 // query and key tiles of the backward for float and double, `element` bytes
-inline constexpr int wide_rows(int size, int element) { return size == 64 && element == 4 ? 32 : 16; }
-inline constexpr int wide_keys(int size, int element) {
-  return size * element <= 512 ? 64 : size * element == 1024 ? 32 : 16;
+constexpr int wide_rows(int size, int element, bool small) {
+  return size * element == 256 ? 32 : small && element == 8 && size > 64 ? 8 : 16;
 }
+constexpr int wide_keys(int size, int element) { return size * element <= 512 ? 64 : size * element == 1024 ? 32 : 16; }
 // Hopper's kernels end at 128, in the forward at 192 with values of 128; above, those of sm_80 run there too.
 inline bool hopper_forward(int size) { return size != 256256; }
 inline bool hopper_backward(int size) { return size != 256; }

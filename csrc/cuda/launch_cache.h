@@ -17,5 +17,6 @@ void launch_paged_reorder(const PagedTask&, int64_t* lengths, cudaStream_t);
 
 constexpr int reorder_bytes = 96 << 10;            // of shared memory
 constexpr int reorder_batch = reorder_bytes / 16;  // sequences that are reordered at once
+static_assert(reorder_bytes <= kSmallShared);
 
 }  // namespace attnjourney

@@ -5,7 +5,6 @@
 #include "device.h"
 #include "inst/linear.h"
 #include "linear_served.h"
-#include "shared_memory.h"
 
 namespace attnjourney {
 namespace {
@@ -44,6 +43,7 @@ LinearProblem describe(const LinearCall& c, const LinearInputs& in, const Device
   p.head_dim = static_cast<int>(s.head_dim), p.v_head_dim = static_cast<int>(s.v_head_dim);
   p.causal = s.causal, p.normalize = s.normalize, p.eps = s.eps;
   p.number_size = c.state_dtype == ScalarType::Double ? 8 : 4;
+  p.chunk = linear_chunk(p.number_size, device.small(), std::max(p.head_dim, p.v_head_dim));
   const auto* blocked = static_cast<const uint8_t*>(operands.dense(in.key_padding_mask));
   p.query = operands.rows(in.query, s.feature_map, s.scale);
   p.key = operands.rows(in.key, s.feature_map, 1, blocked);
@@ -70,7 +70,6 @@ void forward(const LinearCall& c, const LinearInputs& in, const Tensor& out, con
   check_served(c);
   const torch::stable::accelerator::DeviceGuard guard(in.query.get_device_index());
   const Device device = current_device(in.query);
-  check_linear_memory(c, false, device.shared_bytes);
   Operands operands;
   LinearProblem p = describe(c, in, device, operands);
   p.out = out.data_ptr(), p.denominator = data_of(denominator);
@@ -83,7 +82,6 @@ void backward(const LinearCall& c, const LinearInputs& in, const LinearGradientI
   check_served(c);
   const torch::stable::accelerator::DeviceGuard guard(in.query.get_device_index());
   const Device device = current_device(in.query);
-  check_linear_memory(c, true, device.shared_bytes);
   Operands operands;
   LinearProblem p = describe(c, in, device, operands);
   p.grad_out = operands.rows(grads.grad_out);

@@ -1,7 +1,7 @@
 // The options of a call as the kernels take them, and their gradients.
 #pragma once
 #include "../attention.h"
-#include "kernels/backward_task.cuh"
+#include "launch.h"
 
 namespace attnjourney {
 
@@ -9,6 +9,10 @@ namespace attnjourney {
 inline bool has_options(const AttentionCall& c, const AttentionOptions& o) {
   return o.attn_mask || o.blocks || o.dropout_p > 0 || o.softcap > 0 || o.sinks || o.alibi_slopes || c.packed ||
          !(c.params.scale > 0);
+}
+// Does the backward take them? Where shared memory is small, in plain calls too: the others are for large tiles.
+inline bool backward_takes_options(const AttentionCall& c, const AttentionOptions& o, const Device& device) {
+  return has_options(c, o) || (device.small() && (c.dtype == ScalarType::BFloat16 || c.dtype == ScalarType::Half));
 }
 
 // Tensors that the kernels read: they live as long as this.

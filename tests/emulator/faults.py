@@ -269,7 +269,7 @@ BACKWARD_OPTIONS = [
     (
         "tiles read before they landed",
         "sm80_mask_gradient.cuh",
-        "ptx::cp_async_wait<0>();\n    __syncthreads();",
+        "ptx::cp_async_wait<0>();\n      __syncthreads();",
         "__syncthreads();",
     ),
     (
@@ -292,9 +292,46 @@ BACKWARD_OPTIONS = [
         "accumulate(dv, pf, sp,",
     ),
 ]
-SMALL_BACKWARD = [
-    ("dO fetched while others read it", "sm80_backward.cuh", "__syncthreads();  // every warp is done with dO", ""),
-    ("dO of the tile before", "sm80_backward.cuh", "if (next < total) load_out(0, at.head, at.tile);", ""),
+SMALL_BACKWARD = [  # of kernels for 99 KB of shared memory (test_cuda_emulator_small.py): kernel, what, ...
+    (
+        "64-fp16",
+        "dO fetched while others read it",
+        "sm80_backward.cuh",
+        "__syncthreads();  // every warp is done with dO",
+        "",
+    ),
+    ("64-fp16", "dO of the tile before", "sm80_backward.cuh", "if (next < total) load_out(0, at.head, at.tile);", ""),
+    ("256-fp16", "half of dQ left out", "sm80_backward.cuh", "i < kParts / kWarps;", "i < 1;"),
+    (
+        "256-fp16",
+        "a mask's gradient from its first columns twice",
+        "sm80_mask_gradient.cuh",
+        "head_ * s.head + c,",
+        "head_ * s.head,",
+    ),
+    (
+        "256-bf16-deterministic",
+        "columns read beyond the slices",
+        "sm80_mask_gradient.cuh",
+        "rows, dim - c);",
+        "rows, dim);",
+    ),
+    (
+        "256-fp64",
+        "dQ looked for in units of 16 rows",
+        "wide_passes.cuh",
+        "p.tile_rows < 16 ? p.tile_rows : 16",
+        "16",
+    ),
+    (
+        "256-fp64",
+        "rows of the next head in a sink's gradient",
+        "backward_heads.cuh",
+        "(rows + p.tile_rows - 1) / p.tile_rows * p.tile_rows",
+        "(rows + 15) / 16 * 16",
+    ),
+    ("256-fp64", "dropout of eight elements alone", "scores.cuh", "every (kCount + 7) / 8", "kCount / 8"),
+    ("256-fp64", "blocks of eight elements alone", "block_tiles.cuh", "F::kCount < 8 ? F::kCount : 8", "8"),
 ]
 FORWARD_BLOCKS = [
     ("a block's last key is the next one's", "block_tiles.cuh", "(key + keys - 1) / lists.size;", "key / lists.size;"),
@@ -319,7 +356,7 @@ FORWARD_BLOCKS = [
 BACKWARD_BLOCKS = [
     ("a tile of the next head", "backward_task.cuh", "head = first_head + number / per_head();", "head = first_head;"),
     ("partial tiles are not looked at", "sm80_backward.cuh", "blocks && !window.whole(it)", "false"),
-    ("elements of another group", "block_tiles.cuh", "(row0 + F::row(8 * m)) % size", "row0 % size"),
+    ("elements of another group", "block_tiles.cuh", "(row0 + F::row(kGroup * m)) % size", "row0 % size"),
 ]
 DETERMINISTIC_BLOCKS = [
     (

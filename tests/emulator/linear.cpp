@@ -1,14 +1,14 @@
-// Runs linear attention in -DELEMENT=..., forward and (backward=1) backward: every kernel of a plan, one after the
-// other. stdin: query, key, value, then as asked for: mask, initial state and normalizer; backward: grad_out, and as
-// asked for the gradients of denominator, state, normalizer. stdout: out, denominator, state, normalizer; the
-// gradients.
+// Runs linear attention in -DELEMENT=..., chunks of -DCHUNK=... rows, forward and (backward=1) backward: every kernel
+// of a plan, one after the other. stdin: query, key, value, then as asked for: mask, initial state and normalizer;
+// backward: grad_out, and as asked for the gradients of denominator, state, normalizer. stdout: out, denominator,
+// state, normalizer; the gradients.
 #include "cuda/kernels/linear_passes.cuh"
 #include "cuda/kernels/linear_plan.cuh"
 #include "cuda/kernels/linear_walk.cuh"
 #include "driver.h"
 
 using namespace attnjourney;
-using Walk = LinearWalk<ELEMENT>;
+using Walk = LinearWalk<ELEMENT, CHUNK>;
 using C = Walk::C;
 
 struct Launch {
@@ -79,7 +79,7 @@ int main(int argc, char** argv) {
     LinearProblem p{};
     p.batch = q.batch, p.q_heads = q.heads, p.kv_heads = k.heads, p.q_len = q.length, p.kv_len = k.length;
     p.head_dim = q.dim, p.v_head_dim = v.dim, p.causal = a["causal"], p.normalize = normalize;
-    p.eps = a["eps"] / 1000.0, p.number_size = sizeof(C), p.blocks = a["blocks"];
+    p.eps = a["eps"] / 1000.0, p.number_size = sizeof(C), p.chunk = CHUNK, p.blocks = a["blocks"];
     p.query = rows_of(query, q, map, a["scale"] / 1000.0, nullptr), p.key = rows_of(key, k, map, 1, blocked);
     p.value = rows_of(value, v, FeatureMap::identity, 1, blocked);
     p.out = data(out), p.denominator = data(denominator), p.state = data(state), p.normalizer = data(normalizer);

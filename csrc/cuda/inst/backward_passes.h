@@ -1,7 +1,7 @@
 // A backward kernel between its passes.
 #pragma once
 #include "../kernels/backward_passes.cuh"
-#include "../launch.h"
+#include "sizes.h"
 
 namespace attnjourney {
 

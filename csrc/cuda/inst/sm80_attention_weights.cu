@@ -1,4 +1,5 @@
 #include "../attention_weights_launch.h"
+#include "sizes.h"
 
 namespace attnjourney {
 namespace {
@@ -6,6 +7,7 @@ namespace {
 template <class T, class C>
 void launch_weights(const WeightsTask<C>& p, cudaStream_t stream) {
   using Kernel = AttentionWeights<T, C>;
+  static_assert(fits(Kernel::kSmemBytes, true));
   const int64_t heads = int64_t{p.batch} * p.n_heads;
   launch(attention_weights<Kernel>, weights_blocks(p.n_rows, p.kv_len, heads), Kernel::kThreads, Kernel::kSmemBytes,
          stream, p);

@@ -4,6 +4,7 @@
 #include "../kernels/decode_merge.cuh"
 #include "../kernels/decode_mma.cuh"
 #include "../launch_decode.h"
+#include "sizes.h"
 
 namespace attnjourney {
 
@@ -38,10 +39,13 @@ void launch_sm80_decode(const DecodeTask& p, bool chunked, cudaStream_t stream) 
   bool done = false;
   if constexpr (sizeof(T) == 2)
     if (chunked) {
-      with_decode_mma<T>(p.head_dim, p.v_head_dim, p.rows,
-                         [&]<class K>() { launch(decode_mma<K>, blocks, K::kThreads, K::kSmemBytes, stream, p); });
+      with_decode_mma<T>(p.head_dim, p.v_head_dim, p.rows, [&]<class K>() {
+        static_assert(fits(K::kSmemBytes, true));
+        launch(decode_mma<K>, blocks, K::kThreads, K::kSmemBytes, stream, p);
+      });
       done = true;
     }
+  static_assert(fits(DecodeFmaShape<T>(256, 256).bytes(), true));
   if (!done) launch(decode_fma<T>, blocks, DecodeFma<T>::kThreads, tiling.smem_bytes, stream, p, chunked);
   if (p.splits > 1)
     launch(decode_merge<T>, pairs * p.rows, kMergeThreads, merge_smem<Compute<T>>(p.splits, p.v_head_dim), stream, p,

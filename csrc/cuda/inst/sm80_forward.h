@@ -1,8 +1,23 @@
-// The launch function of the mma.sync forward for one dtype.
+// The kernels of the mma.sync forward, and its launch function for one dtype.
 #pragma once
-#include "pick.h"
+#include "../kernels/sm80_forward.cuh"
+#include "sizes.h"
 
 namespace attnjourney {
+
+// f<Kernel>() for what takes these head dims; size: as forward_size says
+template <class T, bool Options, class F>
+void with_sm80_forward(int size, F&& f) {
+  const auto go = [&]<int Dqk, int Dv, int Keys>() {
+    using Kernel = Sm80Forward<T, Dqk, Dv, Keys, Options>;
+    static_assert(fits(Kernel::kSmemBytes, true));
+    f.template operator()<Kernel>();
+  };
+  if (size == 64064) return go.template operator()<64, 64, 64>();
+  if (size == 128128) return go.template operator()<128, 128, 64>();
+  if (size == 192128) return go.template operator()<192, 128, 64>();
+  go.template operator()<256, 256, Options ? 16 : 32>();
+}
 
 template <class T>
 void launch_sm80_forward(ForwardTask p, bool ranged, cudaStream_t stream) {

@@ -3,6 +3,7 @@
 #include "../kernels/decode_merge.cuh"
 #include "../kernels/latent_fma.cuh"
 #include "../launch_latent.h"
+#include "sizes.h"
 
 namespace attnjourney {
 
@@ -34,11 +35,16 @@ constexpr CudaDecode latent_fma_decode{
     },
     [](const DecodeTask& p, bool, cudaStream_t stream) {
       using K = LatentFma<T>;
+      static_assert(fits(K::smem_bytes(kLatentDim), true));
       launch_latent<T>(latent_fma<K>, p, K::kThreads, K::smem_bytes(p.head_dim), K::kRows, stream);
     }};
 
 template <class T>
-constexpr LatentDecode latent_decode{latent_mma_decode<LatentMma<T, 64, 32>>, latent_mma_decode<LatentMma<T, 32, 16>>,
-                                     latent_fma_decode<T>};
+constexpr LatentDecode latent_decode = [] {
+  using Large = LatentMma<T, 64, 32>;
+  using Small = LatentMma<T, 32, 16>;
+  static_assert(fits(Large::kSmemBytes, false) && fits(Small::kSmemBytes, true));
+  return LatentDecode{latent_mma_decode<Large>, latent_mma_decode<Small>, latent_fma_decode<T>};
+}();
 
 }  // namespace attnjourney

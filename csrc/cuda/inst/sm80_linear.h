@@ -3,12 +3,13 @@
 #include "../kernels/linear_passes.cuh"
 #include "../kernels/linear_walk.cuh"
 #include "linear.h"
+#include "sizes.h"
 
 namespace attnjourney {
 
-template <class T>
+template <class Walk>
 struct Sm80Linear {
-  using Walk = LinearWalk<T>;
+  using T = typename Walk::T;
   cudaStream_t stream;
   void walk(const LinearTask& t) const {
     launch(linear_walk<Walk>, int64_t{t.pieces} * t.batch * t.kv_heads * t.slices, Walk::kThreads,
@@ -24,11 +25,16 @@ struct Sm80Linear {
 
 template <class T>
 void launch_sm80_linear(const LinearProblem& p, bool backward, cudaStream_t stream) {
-  const LinearPlan plan(p);
-  if (backward)
-    plan.backward(Sm80Linear<T>{stream});
-  else
-    plan.forward(Sm80Linear<T>{stream});
+  constexpr int kNumber = sizeof(typename LinearElement<T>::C);
+  using Large = LinearWalk<T, linear_chunk(kNumber, false, kLinearDepth)>;
+  using Small = LinearWalk<T, linear_chunk(kNumber, true, kLinearDepth)>;
+  static_assert(fits(Large::smem_bytes(kLinearDepth), false) && fits(Small::smem_bytes(kLinearDepth), true));
+  static_assert(fits(Large::smem_bytes(kLinearSmallDepth), true));
+  const auto run = [&]<class Walk>() {
+    const LinearPlan plan(p);
+    backward ? plan.backward(Sm80Linear<Walk>{stream}) : plan.forward(Sm80Linear<Walk>{stream});
+  };
+  p.chunk == Small::kRows ? run.template operator()<Small>() : run.template operator()<Large>();
 }
 
 }  // namespace attnjourney

@@ -1,11 +1,25 @@
 // The launch function of the mma.sync backward with options for one dtype.
 #pragma once
+#include <type_traits>
+
 #include "../kernels/backward_heads.cuh"
+#include "../kernels/sm80_backward.cuh"
 #include "../kernels/sm80_mask_gradient.cuh"
 #include "backward_passes.h"
-#include "pick.h"
 
 namespace attnjourney {
+
+// f<Kernel>() for what takes these head dims; size: as backward_size says; small: Device::small()
+template <class T, bool Deterministic, class F>
+void with_sm80_options_backward(int size, bool small, F&& f) {
+  with_size(size, [&]<int D>() {
+    using Usual = Sm80Backward<T, D, backward_rows(D), backward_keys(D, true, false), Deterministic, true>;
+    using Small = Sm80BackwardSmall<T, D, Deterministic>;
+    static_assert(fits(Usual::kSmemBytes, false) && fits(Small::kSmemBytes, true));
+    static_assert(Small::kRows == backward_rows(D) && Small::kKeys == backward_keys(D, true, true));
+    small ? f.template operator()<Small>() : f.template operator()<Usual>();
+  });
+}
 
 template <class T>
 void launch_sm80_options_backward(const BackwardTask& p, const Device& device, cudaStream_t stream) {
@@ -20,14 +34,15 @@ void launch_sm80_options_backward(const BackwardTask& p, const Device& device, c
       if (p.grad_sinks) per_head(backward_per_head<true, float>, p.sinks_per_item);
       if (p.grad_slopes) per_head(backward_per_head<false, float>, p.slopes_per_item);
       using Gradient = Sm80MaskGradient<T, K::kD>;
+      static_assert(fits(Gradient::kSmemBytes, true));
       if (p.mask_gradient.sum)
         launch(mask_gradient<Gradient, float>, mask_gradient_blocks<Gradient>(p), Gradient::kThreads,
                Gradient::kSmemBytes, stream, p);
     });
   };
   const int size = backward_size(p.head_dim, p.v_head_dim);
-  const bool small = device.shared_bytes < kMiddleShared;
-  p.turn ? with_sm80_options_backward<T, true>(size, small, go) : with_sm80_options_backward<T, false>(size, small, go);
+  p.turn ? with_sm80_options_backward<T, true>(size, device.small(), go)
+         : with_sm80_options_backward<T, false>(size, device.small(), go);
 }
 
 }  // namespace attnjourney

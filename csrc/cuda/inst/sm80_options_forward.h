@@ -1,6 +1,6 @@
 // The launch function of the mma.sync forward with options for one dtype.
 #pragma once
-#include "pick.h"
+#include "sm80_forward.h"
 
 namespace attnjourney {
 

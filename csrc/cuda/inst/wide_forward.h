@@ -1,14 +1,23 @@
 // The launch function of the forward for float or double.
 #pragma once
-#include "pick.h"
+#include <type_traits>
+
+#include "../kernels/wide_forward.cuh"
+#include "sizes.h"
 
 namespace attnjourney {
 
 template <class Real>
-void launch_wide_forward(ForwardTaskOf<Real> p, cudaStream_t stream) {
-  with_wide_forward<Real>(backward_size(p.head_dim, p.v_head_dim), [&]<class K>() {
+void launch_wide_forward(ForwardTaskOf<Real> p, const Device& device, cudaStream_t stream) {
+  const auto go = [&]<class K>() {
     plan_forward(p, K::kRows, sizeof(Real));
     launch(wide_forward<K>, p.total, K::kThreads, K::kSmemBytes, stream, p);
+  };
+  with_size(backward_size(p.head_dim, p.v_head_dim), [&]<int D>() {
+    using Usual = WideForwardOf<Real, D>;
+    using Small = std::conditional_t<fits(Usual::kSmemBytes, true), Usual, WideForwardSmall<Real, D>>;
+    static_assert(fits(Usual::kSmemBytes, false) && fits(Small::kSmemBytes, true));
+    device.small() ? go.template operator()<Small>() : go.template operator()<Usual>();
   });
 }
 

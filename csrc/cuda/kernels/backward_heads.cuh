@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kPassThreads) backward_per_head(const Backward
       constexpr Real kHighest = Limits<Real>::kHighest;
       const Real sink = fmax(-kHighest, fmin(p.scores.sinks[pair] * Limits<Real>::kLog2E, kHighest));
       const int rows = packed ? sequence_of<true>(p, b).rows : p.rows;
-      for (int r = threadIdx.x; r < (rows + 15) / 16 * 16; r += kPassThreads)
+      for (int r = threadIdx.x; r < (rows + p.tile_rows - 1) / p.tile_rows * p.tile_rows; r += kPassThreads)
         sum -= ptx::exp2(sink - p.lse2[first + r]) * p.delta[first + r];
     } else {
       const int64_t tile = packed ? first_packed_tile(p.cu_k, p.tile_keys, b) : int64_t(b) * p.key_tiles;

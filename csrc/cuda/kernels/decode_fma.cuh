@@ -12,19 +12,20 @@ struct DecodeFmaShape {
   using C = Compute<T>;
   static constexpr int kRows = 8, kThreads = 128, kKeys = sizeof(C) == 8 ? 8 : 16, kChunk = 16 / sizeof(T);
   int q_pitch, k_pitch, v_pitch, stages;  // q_pitch in numbers of C
-  __host__ __device__ DecodeFmaShape(int head_dim, int v_head_dim) {
+  constexpr __host__ __device__ DecodeFmaShape(int head_dim, int v_head_dim)
+      : q_pitch(0), k_pitch(0), v_pitch(0), stages(0) {
     const int chunks = (head_dim + kChunk - 1) / kChunk;
     q_pitch = chunks * kChunk;
     k_pitch = chunks * 16;
     v_pitch = (v_head_dim + kChunk - 1) / kChunk * 16;
     stages = fixed_bytes() + 4 * stage_bytes() <= (96 << 10) ? 4 : 2;
   }
-  __host__ __device__ int stage_bytes() const { return kKeys * (k_pitch + v_pitch); }
+  constexpr __host__ __device__ int stage_bytes() const { return kKeys * (k_pitch + v_pitch); }
   // queries, scores, weights, what shrinks outputs, references and sums, flags, places of eight tiles
-  __host__ __device__ int fixed_bytes() const {
+  constexpr __host__ __device__ int fixed_bytes() const {
     return (kRows * q_pitch + 2 * kRows * kKeys + 3 * kRows) * int(sizeof(C)) + 16 + 8 * kKeys * 8;
   }
-  __host__ __device__ int bytes() const { return fixed_bytes() + stages * stage_bytes(); }
+  constexpr __host__ __device__ int bytes() const { return fixed_bytes() + stages * stage_bytes(); }
 };
 
 template <class T_>

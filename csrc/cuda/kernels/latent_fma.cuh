@@ -17,10 +17,10 @@ struct LatentFma {
   static constexpr int kBlocks = 3;  // of a multiprocessor: 168 registers a thread
 
   // numbers from one row to the next in shared memory: whole slices, and four more against bank conflicts
-  static __host__ __device__ int pitch(int head_dim) {
+  static constexpr __host__ __device__ int pitch(int head_dim) {
     return (head_dim + 4 * kSlices - 1) / (4 * kSlices) * (4 * kSlices) + 4;
   }
-  static int smem_bytes(
+  static constexpr int smem_bytes(
       int head_dim) {  // queries, keys, weights, what shrinks outputs, sums; whether a key is anywhere
     return static_cast<int>(((kRows + kKeys) * pitch(head_dim) + kKeys * kRows + 3 * kRows) * sizeof(C)) + kKeys * 4;
   }

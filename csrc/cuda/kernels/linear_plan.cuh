@@ -12,6 +12,7 @@ struct LinearProblem {
   bool causal, normalize;
   double eps;
   int number_size;                         // bytes of a number of the arithmetic
+  int chunk;                               // rows of a chunk: linear_chunk
   LinearRows query, key, value, grad_out;  // query with scale and feature map, key with the map; blocked keys, values
   void *out, *denominator;                 // dense; read by the backward
   // [batch, kv_heads] of [head_dim, v_head_dim] and [head_dim], dense; null: zeros, or not wanted
@@ -30,7 +31,7 @@ struct LinearPieces {
 class LinearPlan {
  public:
   explicit LinearPlan(const LinearProblem& problem)
-      : p(problem), chunk_(linear_chunk(p.number_size)), heads_(int64_t{p.batch} * p.kv_heads) {}
+      : p(problem), chunk_(p.chunk), heads_(int64_t{p.batch} * p.kv_heads) {}
 
   // numbers of scratch
   int64_t states(bool backward) const {

@@ -19,8 +19,12 @@
 namespace attnjourney {
 
 constexpr int kLinearDepth = 256;  // columns of A and B at most
-// rows of a chunk and columns of a slice, by the bytes of a number of the arithmetic
-constexpr int linear_chunk(int number_size) { return number_size == 8 ? 32 : 64; }
+// Rows of a chunk and columns of a slice, by the bytes of a number of the arithmetic; small: where 99 KB of shared
+// memory have to do for a state of `depth` rows and as many columns.
+constexpr int kLinearSmallDepth = 192;
+constexpr int linear_chunk(int number_size, bool small, int depth) {
+  return number_size == 8 || (small && depth > kLinearSmallDepth) ? 32 : 64;
+}
 
 // Rows of A, B or C: factor * phi(x) * scales[row], 0 in blocked rows; columns past `cols` count as 0.
 struct LinearRows {

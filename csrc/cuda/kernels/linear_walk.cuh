@@ -6,20 +6,21 @@
 
 namespace attnjourney {
 
-template <class T_>
+template <class T_, int Chunk>
 struct LinearWalk {
   using T = T_;
   using E = LinearElement<T>;
   using C = typename E::C;
   using P = LinearProducts<T>;
-  static constexpr int kRows = linear_chunk(sizeof(C)), kCols = kRows, kDepth = 32, kThreads = 128;
+  static constexpr int kRows = Chunk, kCols = Chunk, kDepth = 32, kThreads = 128;
   // warps over the 16-row tiles of a chunk, and over columns
   static constexpr int kRowWarps = kRows / 16, kColWarps = 4 / kRowWarps;
   static constexpr int kTiles = kCols / 8 / kColWarps;  // of X, and of P, which is as wide
   static constexpr int kStateTiles = kCols / 8 / 2;     // of 32 rows of the state: 2 x 2 warps
   // Numbers from row to row of A and B; of P and X, which lie where A and B were; of C and the state. Eight rows of
-  // four columns of the former, four rows of eight columns of the latter meet no bank twice.
-  static constexpr int kPart = kDepth + 4, kScores = kCols + 4, kWide = kCols + 8;
+  // four columns of the former, four rows of eight columns of the latter meet no bank twice; double, whose threads read
+  // one row of the latter, is denser, so that 99 KB hold 256 rows of the state.
+  static constexpr int kPart = kDepth + 4, kScores = kCols + 4, kWide = kCols + (sizeof(C) == 4 ? 8 : 0);
   static_assert(kScores <= 2 * kPart);
 
   static constexpr bool kAhead = sizeof(T) == 2;  // parts are fetched before they are needed; more would spill

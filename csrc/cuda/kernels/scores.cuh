@@ -166,7 +166,7 @@ __device__ __forceinline__ uint32_t kept(const ScoresOf<Real>& s, const HeadScor
   const int t = lane % 4;
   uint32_t mine = 0, bits = 0;
 #pragma unroll
-  for (int m = 0; m < F::kCount / 8; m++) {
+  for (int m = 0; m < (F::kCount + 7) / 8; m++) {
     const int c = m * 4 + t;  // octet c / 2 of row + 8 (c % 2)
     mine |= kept_octet(s, h.index, row + c % 2 * 8, key / 8 + c / 2) << (8 * m);
   }
@@ -174,7 +174,7 @@ __device__ __forceinline__ uint32_t kept(const ScoresOf<Real>& s, const HeadScor
   for (int u = 0; u < 4; u++) {
     const uint32_t theirs = ptx::shfl(mine, (lane & ~3) | u) >> (2 * t);
 #pragma unroll
-    for (int m = 0; m < F::kCount / 8; m++) bits |= (theirs >> (8 * m) & 3) << (2 * (m * 4 + u));
+    for (int m = 0; m < (F::kCount + 7) / 8; m++) bits |= (theirs >> (8 * m) & 3) << (2 * (m * 4 + u));
   }
   return bits;
 }
@@ -186,7 +186,7 @@ __device__ __forceinline__ uint32_t kept(const ScoresOf<Real>& s, const HeadScor
   const int g = lane / 4, t = lane % 4;
   uint32_t mine = 0, bits = 0;
 #pragma unroll
-  for (int m = 0; m < kCount / 8; m++) {
+  for (int m = 0; m < (kCount + 7) / 8; m++) {
     const int c = m * 8 + g, tiles = c / 2 / RowTiles;  // row 8 (c / 2 % RowTiles) + c % 2, octet `tiles`
     mine |= kept_octet(s, h.index, row + c / 2 % RowTiles * 8 + c % 2, key / 8 + tiles) << (8 * m);
   }
@@ -194,7 +194,7 @@ __device__ __forceinline__ uint32_t kept(const ScoresOf<Real>& s, const HeadScor
   for (int u = 0; u < 8; u++) {
     const uint32_t theirs = ptx::shfl(mine, u * 4 + t) >> g;
 #pragma unroll
-    for (int m = 0; m < kCount / 8; m++) {
+    for (int m = 0; m < (kCount + 7) / 8; m++) {
       const int c = m * 8 + u, tiles = c / 2 / RowTiles, j = c / 2 % RowTiles;
       bits |= (theirs >> (8 * m) & 1) << ((tiles / 2 * RowTiles + j) * 4 + tiles % 2 * 2 + c % 2);
     }

@@ -13,19 +13,20 @@ namespace attnjourney {
 template <class T_, int D, int Rows, int Keys, bool Deterministic, bool Options = false, int OutStages = 2>
 struct Sm80Backward {
   using T = T_;
-  static constexpr int kRows = Rows, kKeys = Keys, kD = D, kThreads = 256, kRow = D * 2, kCol = Rows * 2;
-  static constexpr int kNT = Keys / 64;  // 16-key tiles of a warp: Keys / 4 keys
+  static constexpr int kRows = Rows, kKeys = Keys, kD = D, kThreads = Keys < 64 ? 128 : 256, kRow = D * 2,
+                       kCol = Rows * 2;
+  static constexpr int kWarps = kThreads / 32, kWarpKeys = Keys / (kWarps / 2), kNT = kWarpKeys / 16;  // 16-key tiles
   static constexpr int kMT = Rows / 16,
                        kKS = Rows / 32;  // 8-query tiles of a warp's Rows / 2 queries, 16-steps in them
   static constexpr int kDT = D / 16;     // 8-column tiles of a warp's D / 2 columns
-  static constexpr int kDqW = D / 32;    // warps along D in dQ
+  static constexpr int kDqW = D / 32;    // parts of 32 x 32 along D in dQ
+  static constexpr int kParts = 8;       // of dQ
   static constexpr int kStage = Rows * kRow, kStats = Rows * 8;
   static constexpr int kTileBytes = 2 * Keys * kRow + (2 + OutStages) * kStage + 2 * Keys * kCol + 2 * kStats;
-  static constexpr int kWarps = kThreads / 32;
   using Window = TileWindow<kThreads>;
   static constexpr int kSmemBytes = kTileBytes + (Options ? Window::kBytes + kWarps * 4 : 0);
   static constexpr bool kOptions = Options;
-  static_assert(Rows * D == 8192, "eight warps of 32 x 32 in dQ");
+  static_assert(Rows * D == kParts * 1024 && kParts % kWarps == 0);
   using Fragment = KeyFragment<kNT, kMT>;
 
   static __device__ __forceinline__ uint32_t at_row(uint32_t tile, int row, int chunk) {
@@ -49,9 +50,9 @@ struct Sm80Backward {
 
   // Position of dQ element (row, col) of a tile: warp-wide additions to 32 consecutive floats.
   static __device__ __forceinline__ void load_query(float (&x)[8], const float* tile, int row, int c) {
-    const int warp = row / 32 * kDqW + c / 4, reg = (row % 32 / 16 * 4 + c % 4) * 4 + row % 16 / 8 * 2;
-    const float* at = tile + reg * kThreads + warp * 32 + row % 8 * 4;
-    const float4 a = *reinterpret_cast<const float4*>(at), b = *reinterpret_cast<const float4*>(at + kThreads);
+    const int part = row / 32 * kDqW + c / 4, reg = (row % 32 / 16 * 4 + c % 4) * 4 + row % 16 / 8 * 2;
+    const float* at = tile + (reg * kParts + part) * 32 + row % 8 * 4;
+    const float4 a = *reinterpret_cast<const float4*>(at), b = *reinterpret_cast<const float4*>(at + kParts * 32);
     x[0] = a.x, x[1] = b.x, x[2] = a.y, x[3] = b.y, x[4] = a.z, x[5] = b.z, x[6] = a.w, x[7] = b.w;
   }
 
@@ -75,7 +76,7 @@ struct Sm80Backward {
   };
 
   // of element 0 of a fragment, in its tile
-  static __device__ __forceinline__ int own_key(const Lane& l) { return l.wn * (Keys / 4) + l.g; }
+  static __device__ __forceinline__ int own_key(const Lane& l) { return l.wn * kWarpKeys + l.g; }
   static __device__ __forceinline__ int own_row(const Lane& l) { return l.wm * (Rows / 2) + 2 * l.t; }
 
   // acc += A B^T, both K-major; the fragments of the next k step are read before this one's products.
@@ -84,7 +85,7 @@ struct Sm80Backward {
     const auto read = [&](int kk) {
 #pragma unroll
       for (int i = 0; i < kNT; i++)
-        ptx::ldmatrix_x4(a[kk & 1][i], at_row(a_tile, l.wn * (Keys / 4) + i * 16 + l.l16, kk * 2 + l.lh));
+        ptx::ldmatrix_x4(a[kk & 1][i], at_row(a_tile, l.wn * kWarpKeys + i * 16 + l.l16, kk * 2 + l.lh));
 #pragma unroll
       for (int j = 0; j < kMT / 2; j++)
         ptx::ldmatrix_x4(b[kk & 1][j], at_row(b_tile, l.wm * (Rows / 2) + j * 16 + l.l8 + l.lh * 8, kk * 2 + l.lb));
@@ -116,7 +117,7 @@ struct Sm80Backward {
 #pragma unroll
         for (int i = 0; i < kNT; i++) {
           if (half)
-            ptx::ldmatrix_x4(a[i], at_col(other, l.wn * (Keys / 4) + i * 16 + l.l16, k0 / 8 + l.lh));
+            ptx::ldmatrix_x4(a[i], at_col(other, l.wn * kWarpKeys + i * 16 + l.l16, k0 / 8 + l.lh));
           else
 #pragma unroll
             for (int e = 0; e < 4; e++) a[i][e] = own[i][kk][e];
@@ -138,7 +139,7 @@ struct Sm80Backward {
       uint32_t a[kNT][4];
 #pragma unroll
       for (int i = 0; i < kNT; i++)
-        ptx::ldmatrix_x4(a[i], at_col(a_tile, l.wn * (Keys / 4) + i * 16 + l.l16, k0 / 8 + l.lh));
+        ptx::ldmatrix_x4(a[i], at_col(a_tile, l.wn * kWarpKeys + i * 16 + l.l16, k0 / 8 + l.lh));
 #pragma unroll
       for (int j = 0; j < kDT / 2; j++) {
         uint32_t b[4];
@@ -313,7 +314,7 @@ struct Sm80Backward {
         for (int i = 0; i < kNT; i++)
 #pragma unroll
           for (int h = 0; h < 2; h++) {
-            const int key = n0 + l.wn * (Keys / 4) + i * 16 + l.g + 8 * h, row = m0 + l.wm * (Rows / 2) + 2 * l.t;
+            const int key = n0 + l.wn * kWarpKeys + i * 16 + l.g + 8 * h, row = m0 + l.wm * (Rows / 2) + 2 * l.t;
             const KeyRows rows = Ranged ? key_rows_of(sequence, key) : KeyRows{0, key < p.kv_len ? p.rows : 0};
             const int begin = rows.begin - row, end = rows.end - row;
 #pragma unroll
@@ -354,7 +355,7 @@ struct Sm80Backward {
             }
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-              const int r = l.wn * (Keys / 4) + i * 16 + l.g + 8 * h, c = l.wm * kMT + j;
+              const int r = l.wn * kWarpKeys + i * 16 + l.g + 8 * h, c = l.wm * kMT + j;
               const uint32_t x = ptx::pack2<T>(pr[2 * h], pr[2 * h + 1]), y = ptx::pack2<T>(ds[2 * h], ds[2 * h + 1]);
               pf[i][j / 2][j % 2 * 2 + h] = x;
               df[i][j / 2][j % 2 * 2 + h] = y;
@@ -383,24 +384,27 @@ struct Sm80Backward {
       else
         accumulate_guarded(dk, sds, tq, fresh());
 
-      float dq[2][4][4] = {};
-      const int qm = warp / kDqW * 32, qd = warp % kDqW * 4;  // first row, first 16-byte chunk of columns
-      if (!Ranged || !border || finite<Keys, 4>(sk, qd, fresh()))
-        query_product<false>(dq, sds, sk, qm, qd, l);
-      else
-        query_product<true>(dq, sds, sk, qm, qd, fresh());
-      float* acc = p.query_sum + tile * (Rows * D) + tid;
-      if (Deterministic) {
-        if (Options && tid == 0) turn = *held_turn;
-        if (tid == 0) ptx::turn_wait(p.turn + 2 * tile, turn);
-        __syncthreads();
-      }
+#pragma unroll 1
+      for (int i = 0; i < kParts / kWarps; i++) {
+        const int part = warp + i * kWarps;
+        float dq[2][4][4] = {};
+        const int qm = part / kDqW * 32, qd = part % kDqW * 4;  // first row, first 16-byte chunk of columns
+        if (!Ranged || !border || finite<Keys, 4>(sk, qd, fresh()))
+          query_product<false>(dq, sds, sk, qm, qd, kWarps < kParts ? fresh() : l);  // held over the loop would spill
+        else
+          query_product<true>(dq, sds, sk, qm, qd, fresh());
+        float* acc = p.query_sum + tile * (Rows * D) + tid + i * kThreads;
+        if (Deterministic && i == 0) {
+          if (tid == 0) ptx::turn_wait(p.turn + 2 * tile, Options ? *held_turn : turn);
+          __syncthreads();
+        }
 #pragma unroll
-      for (int i = 0; i < 32; i++) ptx::reduce_add(acc + i * kThreads, dq[i / 16][i / 4 % 4][i % 4]);
+        for (int e = 0; e < 32; e++) ptx::reduce_add(acc + e * kParts * 32, dq[e / 16][e / 4 % 4][e % 4]);
+      }
       if (Deterministic) {
         ptx::thread_fence();
         __syncthreads();
-        if (tid == 0) ptx::turn_pass(p.turn + 2 * tile, turn + 1);
+        if (tid == 0) ptx::turn_pass(p.turn + 2 * tile, (Options ? *held_turn : turn) + 1);
       }
       if (Options && p.slope_sum && (next >= total || at.head != head)) {
         add_slopes(p, where, head, slope_sum, reinterpret_cast<float*>(smem + kTileBytes + Window::kBytes));
@@ -462,7 +466,7 @@ struct Sm80Backward {
       for (int j = 0; j < kDT; j++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          const int r = l.wn * (Keys / 4) + i * 16 + l.g + 8 * h, c = l.wm * kDT + j;
+          const int r = l.wn * kWarpKeys + i * 16 + l.g + 8 * h, c = l.wm * kDT + j;
           unsigned char* to = smem + at_row(0, r, c) + l.t * 4;
           *reinterpret_cast<uint32_t*>(to) = ptx::pack2<T>(dk[i][j][2 * h] * p.scale, dk[i][j][2 * h + 1] * p.scale);
           *reinterpret_cast<uint32_t*>(to + Keys * kRow) =
@@ -488,6 +492,10 @@ struct Sm80Backward {
     }
   }
 };
+
+// where shared memory is small: with options, for plain calls too
+template <class T, int D, bool Deterministic>
+using Sm80BackwardSmall = Sm80Backward<T, D, 8192 / D, D == 256 ? 32 : 64, Deterministic, true, 1>;
 
 // grid: key_tiles * kv_heads * batch
 template <class Kernel, bool Ranged>

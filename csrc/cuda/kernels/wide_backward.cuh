@@ -265,26 +265,29 @@ struct WideBackward {
     }
   }
 
-  // Where element e of tile j of a unit lies in query_sum's tile: 16 rows by one group of columns a unit, warp-wide
-  // additions to 32 neighbours.
-  static __device__ __forceinline__ int unit_at(int unit, int j, int e) { return (unit * kW + j) * 128 + e * 32; }
+  // Where element e of tile j of a unit lies in query_sum's tile: kHeight rows by one group of columns a unit,
+  // warp-wide additions to 32 neighbours.
+  static constexpr int kHeight = Rows < 16 ? Rows : 16, kHalves = kHeight / 8;
+  static __device__ __forceinline__ int unit_at(int unit, int j, int e) {
+    return (unit * kW + j) * 8 * kHeight + e * 32;
+  }
 
   // dQ of this tile: units in turns among the warps.
   static __device__ __forceinline__ void add_query(Real* sum_tile, const Tiles& tiles, bool finite, int dim, int warp,
                                                    int lane) {
-    constexpr int kHigh = Rows / 16, kUnits = kHigh * kGroups<Real, D>;
+    constexpr int kHigh = Rows / kHeight, kUnits = kHigh * kGroups<Real, D>;
 #pragma unroll 1
     for (int unit = warp; unit < kUnits; unit += kWarps) {
-      const int row = unit % kHigh * 16 + lane / 4, group = unit / kHigh;
+      const int row = unit % kHigh * kHeight + lane / 4, group = unit / kHigh;
       if (group * 8 * kW >= dim) break;
       Real dq[kW][4];
       if (finite) {
         WideSum<Real> sum[kW];
         const auto read = [&](WideOperand<Real>& a, int k) {
-          Real x[2], y[2];
+          Real x[2], y[2] = {};
           const int key = 8 * k + lane % 4 * 2, in_chunk = key % kW * static_cast<int>(sizeof(Real));
           read_pair(x, tiles.score + wide_at<Real, Keys>(row, key / kW) + in_chunk);
-          read_pair(y, tiles.score + wide_at<Real, Keys>(row + 8, key / kW) + in_chunk);
+          if (kHalves == 2) read_pair(y, tiles.score + wide_at<Real, Keys>(row + 8, key / kW) + in_chunk);
           a.set(x[0], y[0], x[1], y[1]);
         };
         columns_product<Real, D, Keys / 8>(sum, read, tiles.key, group, lane);
@@ -296,7 +299,8 @@ struct WideBackward {
         seen_keys_product(dq, tiles, row, group, lane);
       }
 #pragma unroll
-      for (int i = 0; i < 4 * kW; i++) ptx::reduce_add(sum_tile + unit_at(unit, i / 4, i % 4) + lane, dq[i / 4][i % 4]);
+      for (int i = 0; i < 4 * kW; i++)
+        if (i % 4 / 2 < kHalves) ptx::reduce_add(sum_tile + unit_at(unit, i / 4, i % 4) + lane, dq[i / 4][i % 4]);
     }
   }
   // The same one by one, for keys that are not finite and rows that do not see them.
@@ -307,7 +311,7 @@ struct WideBackward {
 #pragma unroll 1
     for (int key = 0; key < Keys; key++)
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
+      for (int h = 0; h < kHalves; h++) {
         const Real ds = *reinterpret_cast<const Real*>(tiles.score + wide_at<Real, Keys>(row + 8 * h, key / kW) +
                                                        key % kW * sizeof(Real));
         if (ds == 0) continue;
@@ -371,9 +375,13 @@ struct WideBackwardOf<double, 128> : WideBackward<double, 128, 16, 32, 2> {};
 template <>
 struct WideBackwardOf<double, 256> : WideBackward<double, 256, 16, 16, 1> {};
 
-// one stage, where shared memory is small
+// where shared memory is small: one stage, or fewer rows
 template <class Real, int D>
 struct WideBackwardSmall : WideBackward<Real, D, WideBackwardOf<Real, D>::kRows, WideBackwardOf<Real, D>::kKeys, 1> {};
+template <>
+struct WideBackwardSmall<double, 128> : WideBackward<double, 128, 8, 32, 2> {};
+template <>
+struct WideBackwardSmall<double, 256> : WideBackward<double, 256, 8, 16, 1> {};
 
 // grid: key_tiles * kv_heads * batch
 template <class Kernel>

@@ -234,6 +234,12 @@ struct WideForwardOf<double, 128> : WideForward<double, 128, 16> {};
 template <>
 struct WideForwardOf<double, 256> : WideForward<double, 256, 16, 2> {};
 
+// where shared memory is small
+template <class Real, int D>
+struct WideForwardSmall : WideForwardOf<Real, D> {};
+template <>
+struct WideForwardSmall<double, 256> : WideForward<double, 256, 8, 2> {};
+
 // grid: total tiles
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)

@@ -47,8 +47,8 @@ __global__ void __launch_bounds__(kWidePassThreads)
     for (int c = lane; c < d; c += 32) p.query_sum[number * d + c] = 0;
 }
 
-// After: dQ = scale * sum, which lies in units of 16 rows by 8 chunks (WideBackward::unit_at). One thread for each
-// chunk.
+// After: dQ = scale * sum, which lies in units of 16 rows, or 8, by 8 chunks (WideBackward::unit_at). One thread for
+// each chunk.
 template <class Real>
 __global__ void __launch_bounds__(kWidePassThreads)
     wide_query(const __grid_constant__ BackwardTaskOf<Real> p, int d, int64_t rows_in_all) {
@@ -60,12 +60,13 @@ __global__ void __launch_bounds__(kWidePassThreads)
   const ScratchRow own(p, pair, row);
   const Sequence sequence = sequence_of<true>(p, own.batch);
   if (own.row >= sequence.rows) return;
-  const int in_tile = row % p.tile_rows, unit = chunk / 8 * (p.tile_rows / 16) + in_tile / 16;
-  const Real* from = p.query_sum + (number - in_tile) * d + unit * (kW * 128) + (in_tile / 8 % 2 * 2 + chunk % 2) * 32 +
-                     in_tile % 8 * 4 + chunk % 8 / 2;
+  const int height = p.tile_rows < 16 ? p.tile_rows : 16, tile_size = 8 * height;
+  const int in_tile = row % p.tile_rows, unit = chunk / 8 * (p.tile_rows / height) + in_tile / height;
+  const Real* from = p.query_sum + (number - in_tile) * d + unit * kW * tile_size +
+                     (in_tile / 8 % 2 * 2 + chunk % 2) * 32 + in_tile % 8 * 4 + chunk % 8 / 2;
   Real x[kW];
 #pragma unroll
-  for (int j = 0; j < kW; j++) x[j] = from[j * 128] * p.scale;
+  for (int j = 0; j < kW; j++) x[j] = from[j * tile_size] * p.scale;
   write_chunk(static_cast<Real*>(p.grad_query) + own.batch * p.grad_query_strides.batch +
                   own.head * p.grad_query_strides.head + (sequence.q_begin + own.row) * p.grad_query_strides.row +
                   chunk * kW,
