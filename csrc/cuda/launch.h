@@ -61,6 +61,10 @@ void sm80_options_forward_fp16(ForwardTask, bool ranged, const Device&, cudaStre
 void sm90_forward_bf16(ForwardTask, bool ranged, const Device&, cudaStream_t);
 void sm90_forward_fp16(ForwardTask, bool ranged, const Device&, cudaStream_t);
 
+// What a mask does to tiles of rows and keys, for a kernel that walks them (kernels/tile_kinds.cuh).
+struct TileKinds;
+void sm80_tile_kinds(const SequenceTask&, const TileKinds&, int keys, cudaStream_t);
+
 // float on Hopper without options, head_dim up to 128: planes first, then the products. Does nothing where numbers do
 // not split (SplitPlanes::rare), and then the other one does all.
 void sm90_split_forward_fp32(ForwardTask, const SplitPlanes&, const Device&, cudaStream_t);
