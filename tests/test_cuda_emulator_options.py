@@ -35,6 +35,11 @@ MORE = {
         attn_mask=(torch.arange(q.size(2))[:, None] * s // q.size(2) < s // 2) == (torch.arange(s) < s // 2)
     ),
     "padding": lambda q, s: dict(attn_mask=torch.arange(s) < torch.tensor([s // 3, s - 1]).view(2, 1, 1, 1)),
+    # tiles that only the other rows see, between tiles that these do
+    "bands": lambda q, s: dict(
+        attn_mask=torch.arange(s) // 128 != torch.where(torch.arange(q.size(2)) % 128 < 64, 1, 2)[:, None]
+    ),
+    "float_causal": lambda q, s: dict(attn_mask=torch.full((q.size(2), s), -math.inf, dtype=q.dtype).triu(1)),
     "fp32_mask": lambda q, s: dict(
         attn_mask=random_tensor((len(q), 1, q.size(2), s), torch.float32, 13).masked_fill(
             random_tensor((q.size(2), s), seed=14, outliers=False) > 0.5, -math.inf

@@ -9,6 +9,7 @@
 #include "served.h"
 #include "split_forward.h"
 #include "task.h"
+#include "tile_kinds.h"
 
 namespace attnjourney {
 namespace {
@@ -27,9 +28,13 @@ void launch_forward(ForwardTask p, const AttentionCall& c, const AttentionOption
     return split_forward(p, query, device, stream);
   }
   const bool bf16 = c.dtype == ScalarType::BFloat16;
-  const bool hopper =
-      device.capability == 90 && !options_used && hopper_forward(forward_size(p.head_dim, p.v_head_dim));
+  const bool hopper = device.capability == 90 && p.kv_len > 0 && hopper_forward(forward_size(p.head_dim, p.v_head_dim));
   if (hopper) p.counter = tile_counter(query, device.index, stream, counter);
+  if (hopper && options_used) {
+    OptionalTensor memory;
+    const TileKinds kinds = tile_kinds(p, p.q_heads, 64, 128, query, stream, memory);
+    return (bf16 ? sm90_options_forward_bf16 : sm90_options_forward_fp16)(p, kinds, device, stream);
+  }
   const ForwardLaunch launch = options_used ? (bf16 ? sm80_options_forward_bf16 : sm80_options_forward_fp16)
                                : hopper     ? (bf16 ? sm90_forward_bf16 : sm90_forward_fp16)
                                             : (bf16 ? sm80_forward_bf16 : sm80_forward_fp16);

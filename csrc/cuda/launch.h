@@ -52,7 +52,6 @@ constexpr int wide_keys(int size, int element) { return size * element <= 512 ? 
 inline bool hopper_forward(int size) { return size != 256256; }
 inline bool hopper_backward(int size) { return size != 256; }
 
-// Calls with options run on mma.sync, on Hopper too.
 using ForwardLaunch = void (*)(ForwardTask, bool ranged, const Device&, cudaStream_t);
 void sm80_forward_bf16(ForwardTask, bool ranged, const Device&, cudaStream_t);
 void sm80_forward_fp16(ForwardTask, bool ranged, const Device&, cudaStream_t);
@@ -61,8 +60,12 @@ void sm80_options_forward_fp16(ForwardTask, bool ranged, const Device&, cudaStre
 void sm90_forward_bf16(ForwardTask, bool ranged, const Device&, cudaStream_t);
 void sm90_forward_fp16(ForwardTask, bool ranged, const Device&, cudaStream_t);
 
-// What a mask does to tiles of rows and keys, for a kernel that walks them (kernels/tile_kinds.cuh).
+// With options; kinds: of tiles of 64 rows x 128 keys.
 struct TileKinds;
+void sm90_options_forward_bf16(ForwardTask, const TileKinds& kinds, const Device&, cudaStream_t);
+void sm90_options_forward_fp16(ForwardTask, const TileKinds& kinds, const Device&, cudaStream_t);
+
+// What a mask does to tiles of rows and keys, for a kernel that walks them (kernels/tile_kinds.cuh).
 void sm80_tile_kinds(const SequenceTask&, const TileKinds&, int keys, cudaStream_t);
 
 // float on Hopper without options, head_dim up to 128: planes first, then the products. Does nothing where numbers do

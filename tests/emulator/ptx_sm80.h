@@ -43,6 +43,7 @@ inline float log2(float x) { return std::log2(x); }
 inline float reciprocal(float x) { return 1.f / x; }
 inline float to_float(Bf16 x) { return emulator::from_bf16(x.bits); }
 inline float to_float(Half x) { return emulator::from_half(x.bits); }
+inline float as_float(uint32_t bits) { return emulator::float_of(bits); }
 template <class T>
 uint32_t pack2(float lo, float hi) {
   const auto bits = [](float f) {

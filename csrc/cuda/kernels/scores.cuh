@@ -90,13 +90,25 @@ __device__ __forceinline__ uint32_t seen_in_mask(const ScoresOf<Real>& s, const 
   return seen;
 }
 
-// An element of a floating mask in log2 units: the lowest finite numbers stay finite, only -inf hides.
+// A bias in log2 units: the lowest finite numbers stay finite, only -inf hides.
+template <class Real>
+__device__ __forceinline__ Real bias_log2(Real x) {
+  return x == -INFINITY ? x : fmax(x * Limits<Real>::kLog2E, Limits<Real>::kLowest);
+}
+
+// An element of a floating mask in log2 units
 template <class T, class Real>
 __device__ __forceinline__ Real mask_value(const ScoresOf<Real>& s, const HeadScoresOf<Real>& h, int row, int key) {
   const int64_t at = row * s.mask_row + key * s.mask_col;
   const Real x = s.mask_kind == MaskElement::fp32 ? reinterpret_cast<const float*>(h.mask)[at]
                                                   : ptx::to_float(reinterpret_cast<const T*>(h.mask)[at]);
-  return x == -INFINITY ? x : fmax(x * Limits<Real>::kLog2E, Limits<Real>::kLowest);
+  return bias_log2(x);
+}
+
+// A sink in log2 units
+template <class Real>
+__device__ __forceinline__ Real sink_log2(Real x) {
+  return fmax(-Limits<Real>::kHighest, fmin(x * Limits<Real>::kLog2E, Limits<Real>::kHighest));
 }
 
 // tanh of the capped score; exp2 and a reciprocal are exact enough for 16 bits: 1.5e-7

@@ -102,7 +102,7 @@ struct Sm80Forward {
 #pragma unroll
       for (int h = 0; h < 2; h++)
         if (row + 8 * h < sequence.q_len && sink != -INFINITY) {
-          row_max[h] = fmaxf(-kHighest, fminf(sink * kLog2E, kHighest));
+          row_max[h] = sink_log2(sink);
           row_sum[h] = t == 0 ? 1.f : 0.f;
         }
     }

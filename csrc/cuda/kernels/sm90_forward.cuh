@@ -6,6 +6,7 @@
 #include "sm90_forward_guard.cuh"
 #include "sm90_forward_output.cuh"
 #include "sm90_forward_producer.cuh"
+#include "sm90_forward_products.cuh"
 #include "sm90_forward_softmax.cuh"
 
 namespace attnjourney {
@@ -17,11 +18,7 @@ struct Sm90Forward {
   using Barriers = Sm90ForwardBarriers<S>;
   using Output = Sm90ForwardOutput<S>;
   using Guard = Sm90ForwardGuard<S>;
-
-  // Operands with 128-byte swizzle: groups of 8 rows 1024 bytes apart, panels of 64 columns `panel` bytes apart.
-  static __device__ __forceinline__ uint64_t desc(uint32_t addr, int panel) {
-    return uint64_t(addr >> 4 | uint32_t(panel >> 4) << 16) | uint64_t(1u << 30 | 1024 >> 4) << 32;
-  }
+  using Products = Sm90ForwardProducts<S>;
 
   static __device__ __forceinline__ void consume(uint32_t smem, unsigned char* base, const Barriers& b,
                                                  const Slot* slots, const ptx::TensorMap& out_map,
@@ -55,22 +52,10 @@ struct Sm90Forward {
     auto rounds = [&] { return S::kTight ? int(ptx::opaque(round)) : round; };
     auto query_stage = [&] { return group * S::kQueryStages + rounds() % S::kQueryStages; };
     auto qk = [&](int stage) {  // issue S = Q K^T
-      const uint64_t dq = desc(smem + query_stage() * S::kQueryBytes, 0);
-      const uint64_t dk = desc(smem + S::kKeyAt + stage * S::kKeyBytes, 0);
-      ptx::wgmma_fence();
-#pragma unroll
-      for (int kk = 0; kk < S::kDqk / 16; kk++)
-        ptx::wgmma_ss<T, S::kKeys, 0, 0>(s, dq + kk / 4 * (64 * 128 / 16) + kk % 4 * 2,
-                                         dk + kk / 4 * (S::kKeys * 128 / 16) + kk % 4 * 2, kk > 0);
-      ptx::wgmma_commit();
+      Products::scores(s, smem + query_stage() * S::kQueryBytes, smem + S::kKeyAt + stage * S::kKeyBytes);
     };
     auto pv = [&](int stage) {  // issue O += P V
-      const uint64_t dv = desc(smem + S::kValueAt + stage * S::kValueBytes, S::kKeys * 128);
-      ptx::wgmma_fence();
-#pragma unroll
-      for (int kk = 0; kk < S::kKeys / 16; kk++)
-        ptx::wgmma_rs<T, S::kDv, 1>(o, pr[kk], dv + kk * (16 * 128 / 16), true);
-      ptx::wgmma_commit();
+      Products::output(o, pr, smem + S::kValueAt + stage * S::kValueBytes);
     };
     auto wait_k = [&](int count) { ptx::mbarrier_wait(b.k_full + 8 * (count % S::kStages), count / S::kStages & 1); };
     auto wait_v = [&](int count) { ptx::mbarrier_wait(b.v_full + 8 * (count % S::kStages), count / S::kStages & 1); };
@@ -245,26 +230,20 @@ struct Sm90Forward {
       if (S::kStore)
         Output::store(o, last_max, last_sum, r0, lane, smem, base, slot(1), out_map, p);
       else
-        Output::write(o, last_max, last_sum, r0, t, slot(1), p);
+        Output::write(o, last_max, last_sum, scale, r0, t, slot(1), p);
       clear();
     }
     if (S::kStore && lane == 0) ptx::bulk_wait_read<0>();
   }
 
   static __device__ __forceinline__ void run(const Sm90ForwardMaps& maps, const ForwardTask& p) {
-    unsigned char* base = ptx::dynamic_smem();
-    const uint32_t smem = ptx::smem_addr(base);
-    const Barriers b(smem + S::kBarriersAt);
-    Slot* slots = reinterpret_cast<Slot*>(base + S::kSlotsAt);
-    if (threadIdx.x == 0) b.init();
-    __syncthreads();
-    if (threadIdx.x < 128) {
-      ptx::setmaxnreg_dec<S::kProducerRegisters>();
-      if (threadIdx.x == 0) Sm90ForwardProducer<S>{smem, b, slots, maps, p}.run();
-    } else {
-      ptx::setmaxnreg_inc<S::kConsumerRegisters>();
-      consume(smem, base, b, slots, maps.out, p);
-    }
+    sm90_forward_roles<S>(
+        [&](uint32_t smem, unsigned char* base, const Barriers& b) {
+          Sm90ForwardProducer<S>{{smem, b, maps, p}, reinterpret_cast<Slot*>(base + S::kSlotsAt)}.run();
+        },
+        [&](uint32_t smem, unsigned char* base, const Barriers& b) {
+          consume(smem, base, b, reinterpret_cast<const Slot*>(base + S::kSlotsAt), maps.out, p);
+        });
   }
 };
 

@@ -10,15 +10,20 @@ struct Sm90ForwardOutput {
   using T = typename S::T;
   using Slot = Sm90ForwardSlot;
 
-  // 1 / the row's sum, 0 for a row that saw nothing; writes its lse
-  static __device__ __forceinline__ float finish_row(float sum, float max, int row, int t, const Slot& x,
+  static __device__ __forceinline__ int rows_of(const Slot& x, const ForwardTask& p) {
+    return S::kOptions ? x.rows : p.q_len;
+  }
+  // What a row's output is multiplied by, 0 where it saw nothing; writes its lse. unit: of max, in log2 units
+  static __device__ __forceinline__ float finish_row(float sum, float max, float unit, int row, int t, const Slot& x,
                                                      const ForwardTask& p) {
     sum += ptx::shfl_xor(sum, 1);
     sum += ptx::shfl_xor(sum, 2);
-    if (t == 0 && row < p.q_len)
-      p.lse[(int64_t(x.batch) * p.q_heads + x.head) * p.q_len + row] =
-          sum == 0.f ? -INFINITY : (max * p.scale_log2 + ptx::log2(sum)) * 0.6931471805599453f;
-    return sum == 0.f ? 0.f : 1.f / sum;
+    const int64_t first = S::kOptions && p.cu_q ? int64_t(x.head) * p.q_len + x.q_begin
+                                                : (int64_t(x.batch) * p.q_heads + x.head) * p.q_len;
+    if (t == 0 && row < rows_of(x, p))
+      p.lse[first + row] = sum == 0.f ? -INFINITY : (max * unit + ptx::log2(sum)) * 0.6931471805599453f;
+    const float inverse = sum == 0.f ? 0.f : 1.f / sum;
+    return S::kOptions && p.scores.seed ? inverse * p.scores.keep_scale : inverse;
   }
 
   // through shared memory and one TMA store for each 64 columns
@@ -31,7 +36,7 @@ struct Sm90ForwardOutput {
     const int word = at + g * 128 + (g << 4) + 4 * t;  // 128-byte rows, 16-byte chunks exchanged by the row's number
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const float inverse = finish_row(sum[h], max[h], x.row + row + 8 * h, t, x, p);
+      const float inverse = finish_row(sum[h], max[h], p.scale_log2, x.row + row + 8 * h, t, x, p);
 #pragma unroll
       for (int j = 0; j < S::kDv / 8; j++)
         *reinterpret_cast<uint32_t*>(base + (word ^ (j % 8 << 4)) + h * 1024 + j / 8 * 2048) =
@@ -49,16 +54,16 @@ struct Sm90ForwardOutput {
 
   static __device__ __forceinline__ T* row_of(const Slot& x, int row, const ForwardTask& p) {
     return static_cast<T*>(p.out) + x.batch * p.out_strides.batch + x.head * p.out_strides.head +
-           row * p.out_strides.row;
+           (S::kOptions ? x.q_begin + row : row) * p.out_strides.row;
   }
 
   // from registers: a 4 x 4 transpose among the four lanes of a row makes 16 bytes each
   static __device__ __forceinline__ void write(float (&o)[S::kDv / 2], const float (&max)[2], const float (&sum)[2],
-                                               int row, int t, const Slot& x, const ForwardTask& p) {
+                                               float unit, int row, int t, const Slot& x, const ForwardTask& p) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int r = x.row + row + 8 * h;
-      const float inverse = finish_row(sum[h], max[h], r, t, x, p);
+      const float inverse = finish_row(sum[h], max[h], unit, r, t, x, p);
       T* at = row_of(x, r, p) + 8 * t;
 #pragma unroll
       for (int j = 0; j < S::kDv / 8; j += 4) {
@@ -71,7 +76,7 @@ struct Sm90ForwardOutput {
         w[0] = odd ? b0 : w[0], w[1] = odd ? w[1] : b0, w[2] = odd ? b1 : w[2], w[3] = odd ? w[3] : b1;
         const uint32_t b2 = ptx::shfl_xor(high ? w[0] : w[2], 2), b3 = ptx::shfl_xor(high ? w[1] : w[3], 2);
         w[0] = high ? b2 : w[0], w[2] = high ? w[2] : b2, w[1] = high ? b3 : w[1], w[3] = high ? w[3] : b3;
-        if (r < p.q_len && (j + t) * 8 < p.v_head_dim)
+        if (r < rows_of(x, p) && (j + t) * 8 < p.v_head_dim)
           *reinterpret_cast<uint4*>(at + j * 8) = uint4{w[0], w[1], w[2], w[3]};
       }
     }

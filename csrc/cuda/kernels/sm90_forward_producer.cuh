@@ -4,34 +4,70 @@
 
 namespace attnjourney {
 
+// The copies of one block: what Sm90ForwardProducer and Sm90OptionsProducer share.
 template <class S>
-struct Sm90ForwardProducer {
-  using Slot = Sm90ForwardSlot;
+struct Sm90ForwardLoads {
   const uint32_t smem;
   const Sm90ForwardBarriers<S>& b;
-  Slot* const slots;
   const Sm90ForwardMaps& maps;
   const ForwardTask& p;
   int k_count = 0;
 
-  __device__ __forceinline__ void load_k(int head, int batch, int n) {
+  // 64 rows of Q; at: warpgroup * kQueryStages + stage
+  __device__ __forceinline__ void load_q(int at, int head, int batch, int row) {
+    ptx::mbarrier_arrive_expect_tx(b.q_full + 8 * at, S::kQueryBytes);
+#pragma unroll
+    for (int c = 0; c < S::kDqk / 64; c++)
+      ptx::tma_load_4d(smem + at * S::kQueryBytes + c * 64 * 128, &maps.query, c * 64, head, row, batch,
+                       b.q_full + 8 * at);
+  }
+  // the stage of the next K tile, free
+  __device__ __forceinline__ int wait_k() {
     const int s = k_count % S::kStages;
     ptx::mbarrier_wait(b.k_empty + 8 * s, (k_count / S::kStages & 1) ^ 1);
+    return s;
+  }
+  __device__ __forceinline__ void load_k(int head, int batch, int row) { load_k(wait_k(), head, batch, row); }
+  __device__ __forceinline__ void load_k(int s, int head, int batch, int row) {
     ptx::mbarrier_arrive_expect_tx(b.k_full + 8 * s, S::kKeyBytes);
 #pragma unroll
     for (int c = 0; c < S::kDqk / 64; c++)
-      ptx::tma_load_4d(smem + S::kKeyAt + s * S::kKeyBytes + c * S::kKeys * 128, &maps.key, c * 64, head, n * S::kKeys,
-                       batch, b.k_full + 8 * s);
+      ptx::tma_load_4d(smem + S::kKeyAt + s * S::kKeyBytes + c * S::kKeys * 128, &maps.key, c * 64, head, row, batch,
+                       b.k_full + 8 * s);
     k_count++;
   }
-  // count: V tiles before this one. They follow K's, whose number tells it
-  __device__ __forceinline__ void load_v(int count, int head, int batch, int n, int end) {
+  // count: V tiles before this one. They follow K's, whose number tells it. Rows from `end` on are zeros
+  __device__ __forceinline__ void load_v(int count, int head, int batch, int row, int end) {
     const int s = count % S::kStages;
     ptx::mbarrier_wait(b.v_empty + 8 * s, (count / S::kStages & 1) ^ 1);
     ptx::mbarrier_arrive_expect_tx(b.v_full + 8 * s, S::kValueBytes);
     tma_load_rows<S::kKeys, S::kDv / 64>(smem + S::kValueAt + s * S::kValueBytes, maps.value, maps.value8, maps.value1,
-                                         n * S::kKeys, S::kRanged ? end : p.kv_len, p.kv_len, head, batch,
-                                         b.v_full + 8 * s);
+                                         row, end, p.kv_len, head, batch, b.v_full + 8 * s);
+  }
+
+  // the tile of rows after tile i of all
+  __device__ __forceinline__ int next_tile(int i) {
+    return gridDim.x + (p.counter ? int(ptx::atomic_add(p.counter, 1)) : i);
+  }
+  // The last block to finish leaves the counter as it was found.
+  __device__ __forceinline__ void finish() {
+    if (p.counter && ptx::atomic_add(p.counter + 1, 1) == gridDim.x - 1) {
+      ptx::atomic_add(p.counter, 0u - uint32_t(p.total));
+      ptx::atomic_add(p.counter + 1, 0u - gridDim.x);
+    }
+  }
+};
+
+template <class S>
+struct Sm90ForwardProducer : Sm90ForwardLoads<S> {
+  using Slot = Sm90ForwardSlot;
+  using Loads = Sm90ForwardLoads<S>;
+  using Loads::b, Loads::p, Loads::k_count;
+  Slot* const slots;
+
+  __device__ __forceinline__ void load_k(int head, int batch, int n) { Loads::load_k(head, batch, n * S::kKeys); }
+  __device__ __forceinline__ void load_v(int count, int head, int batch, int n, int end) {
+    Loads::load_v(count, head, batch, n * S::kKeys, S::kRanged ? end : p.kv_len);
   }
 
   // tile i of all; i = p.total and more: none
@@ -74,11 +110,7 @@ struct Sm90ForwardProducer {
     x.key_end = tiles.key_end;
     x.last = tiles.end - 1;
     if (more && count) {
-      ptx::mbarrier_arrive_expect_tx(b.q_full + 8 * at, S::kQueryBytes);
-#pragma unroll
-      for (int c = 0; c < S::kDqk / 64; c++)
-        ptx::tma_load_4d(smem + at * S::kQueryBytes + c * 64 * 128, &maps.query, c * 64, t.head, row, t.batch,
-                         b.q_full + 8 * at);
+      Loads::load_q(at, t.head, t.batch, row);
     } else {
       ptx::mbarrier_arrive(b.q_full + 8 * at);
     }
@@ -98,7 +130,7 @@ struct Sm90ForwardProducer {
         load_v(k_count - (now.start > 0 ? 2 : 1), x.head / p.group, x.batch, x.prefix > 0 ? 0 : x.begin, x.key_end);
       }
       if (now.start < 0) break;
-      i = gridDim.x + (p.counter ? int(ptx::atomic_add(p.counter, 1)) : i);
+      i = Loads::next_tile(i);
       if (now.start > 0) {
         const int head = now.head / p.group, batch = now.batch, begin = now.begin, prefix = now.prefix;
         const auto below = [&](int n) { return n == begin ? prefix - 1 : n - 1; };
@@ -109,11 +141,7 @@ struct Sm90ForwardProducer {
         }
       }
     }
-    // The last block to finish leaves the counter as it was found.
-    if (p.counter && ptx::atomic_add(p.counter + 1, 1) == gridDim.x - 1) {
-      ptx::atomic_add(p.counter, 0u - uint32_t(p.total));
-      ptx::atomic_add(p.counter + 1, 0u - gridDim.x);
-    }
+    Loads::finish();
   }
 };
 

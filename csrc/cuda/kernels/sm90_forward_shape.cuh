@@ -15,7 +15,7 @@ struct Sm90ForwardShape {
   using T = T_;
   static constexpr int kDqk = Dqk_, kDv = Dv_, kGroups = Groups_, kKeys = Keys_, kStages = Stages_;
   static constexpr int kQueryStages = QueryStages_, kAhead = Ahead_;
-  static constexpr bool kRanged = Ranged_, kPingPong = PingPong_, kStore = Store_;
+  static constexpr bool kRanged = Ranged_, kPingPong = PingPong_, kStore = Store_, kOptions = false;
   static constexpr int kRows = 64 * kGroups, kThreads = 128 * (kGroups + 1);
   // bytes of a warpgroup's Q, of a stage of K, of V
   static constexpr int kQueryBytes = 64 * kDqk * 2, kKeyBytes = kKeys * kDqk * 2, kValueBytes = kKeys * kDv * 2;
@@ -42,7 +42,8 @@ struct __align__(16) Sm90ForwardSlot {
   int first, row, head;  // first: the last key tile that this warpgroup sees, which works downwards
   int begin, prefix, whole_begin, whole_end;  // see KeyTiles
   int batch, q_len, key_length, offset;       // of the sequence
-  int key_end, last, unused[2];               // the end of the keys that the block sees, its last tile
+  int key_end, last;                          // the end of the keys that the block sees, its last tile
+  int rows, q_begin;                          // with options: see Sequence
   __device__ __forceinline__ Sequence sequence(const ForwardTask& p) const {
     Sequence s{q_len, p.keys};
     s.keys.key_length = key_length;
@@ -77,6 +78,23 @@ struct Sm90ForwardBarriers {
     ptx::fence_mbarrier_init();
   }
 };
+
+// What the threads of a block do: one feeds the tiles, the consumer warpgroups work on them.
+template <class S, class Produce, class Consume>
+__device__ __forceinline__ void sm90_forward_roles(Produce&& produce, Consume&& consume) {
+  unsigned char* base = ptx::dynamic_smem();
+  const uint32_t smem = ptx::smem_addr(base);
+  const Sm90ForwardBarriers<S> b(smem + S::kBarriersAt);
+  if (threadIdx.x == 0) b.init();
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    ptx::setmaxnreg_dec<S::kProducerRegisters>();
+    if (threadIdx.x == 0) produce(smem, base, b);
+  } else {
+    ptx::setmaxnreg_inc<S::kConsumerRegisters>();
+    consume(smem, base, b);
+  }
+}
 
 // Boxes: query 64 columns x 64 rows, key and value 64 x kKeys, out 64 x 16; sizes (dim, heads, length, batch).
 struct Sm90ForwardMaps {

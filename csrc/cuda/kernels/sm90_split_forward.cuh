@@ -5,6 +5,7 @@
 // which multiply in turns: one's exponentials run under the other's products.
 #pragma once
 #include "sm90_forward_producer.cuh"
+#include "sm90_forward_products.cuh"
 #include "sm90_forward_softmax.cuh"
 #include "split_planes.cuh"
 
@@ -20,13 +21,9 @@ struct Sm90SplitForward {
   static constexpr float kTop = 14.f;  // a row's largest weight is 2^14, so that low halves have bits
   using Weights = uint32_t[kSteps][4];
 
-  static __device__ __forceinline__ uint64_t desc(uint32_t addr, int panel) {  // as in Sm90Forward
-    return uint64_t(addr >> 4 | uint32_t(panel >> 4) << 16) | uint64_t(1u << 30 | 1024 >> 4) << 32;
-  }
-
   // S = Q K^T in kSlices sums, of which all but the first are of high halves alone
   static __device__ __forceinline__ void scores(float (&s)[kSlices][kKeys / 2], uint32_t query, uint32_t key) {
-    const uint64_t q = desc(query, 0), k = desc(key, 0);
+    const uint64_t q = swizzled_operand(query, 0), k = swizzled_operand(key, 0);
     constexpr int kQueryPanel = 64 * 128 / 16, kKeyPanel = kKeys * 128 / 16;  // 64 columns
     ptx::wgmma_fence();
 #pragma unroll
@@ -51,7 +48,7 @@ struct Sm90SplitForward {
   // P V in kParts sums of 64 keys; high halves of P times 2^-11 meet V's low ones times 2^11
   static __device__ __forceinline__ void output(float (&sum)[kParts][D / 2], const Weights& high, const Weights& low,
                                                 const Weights& shifted, uint32_t value) {
-    const uint64_t v = desc(value, kKeys * 128);
+    const uint64_t v = swizzled_operand(value, kKeys * 128);
     constexpr int kLow = kSlices * (kKeys * 128 / 16), kStep = 16 * 128 / 16;
     ptx::wgmma_fence();
 #pragma unroll
@@ -238,19 +235,13 @@ struct Sm90SplitForward {
 
   static __device__ __forceinline__ void run(const Sm90ForwardMaps& maps, const ForwardTask& p, const SplitPlanes& w) {
     if (*w.rare) return;
-    unsigned char* base = ptx::dynamic_smem();
-    const uint32_t smem = ptx::smem_addr(base);
-    const Barriers b(smem + S::kBarriersAt);
-    Slot* slots = reinterpret_cast<Slot*>(base + S::kSlotsAt);
-    if (threadIdx.x == 0) b.init();
-    __syncthreads();
-    if (threadIdx.x < 128) {
-      ptx::setmaxnreg_dec<S::kProducerRegisters>();
-      if (threadIdx.x == 0) Sm90ForwardProducer<S>{smem, b, slots, maps, p}.run();
-    } else {
-      ptx::setmaxnreg_inc<S::kConsumerRegisters>();
-      consume(smem, b, slots, p, w);
-    }
+    sm90_forward_roles<S>(
+        [&](uint32_t smem, unsigned char* base, const Barriers& b) {
+          Sm90ForwardProducer<S>{{smem, b, maps, p}, reinterpret_cast<Slot*>(base + S::kSlotsAt)}.run();
+        },
+        [&](uint32_t smem, unsigned char* base, const Barriers& b) {
+          consume(smem, b, reinterpret_cast<const Slot*>(base + S::kSlotsAt), p, w);
+        });
   }
 };
 

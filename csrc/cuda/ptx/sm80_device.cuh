@@ -75,6 +75,7 @@ __device__ __forceinline__ float reciprocal(float x) {
 }
 __device__ __forceinline__ float to_float(Bf16 x) { return __bfloat162float(x); }
 __device__ __forceinline__ float to_float(Half x) { return __half2float(x); }
+__device__ __forceinline__ float as_float(uint32_t bits) { return __uint_as_float(bits); }
 // two floats rounded to T, lo in the low half
 template <class T>
 __device__ __forceinline__ uint32_t pack2(float lo, float hi) {
