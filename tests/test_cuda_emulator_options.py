@@ -45,6 +45,12 @@ MORE = {
             random_tensor((q.size(2), s), seed=14, outliers=False) > 0.5, -math.inf
         )
     ),
+    # of every head of every item its own
+    "own_mask": lambda q, s: dict(
+        attn_mask=random_tensor((*q.shape[:3], s), q.dtype, 13, outliers=False).masked_fill(
+            random_tensor((q.size(2), s), seed=14, outliers=False) > 1, -math.inf
+        )
+    ),
     "one_number": lambda q, s: dict(attn_mask=torch.full((1, 1, 1, 1), 0.7, dtype=q.dtype)),
     "all_dropped": lambda q, s: dict(dropout_p=1.0, dropout_seed=torch.tensor(SEED)),
     "large_cap": lambda q, s: dict(softcap=30.0, scale=2.0),

@@ -83,8 +83,10 @@ void launch_backward(const BackwardTask& p, const AttentionCall& c, const Device
                      bool hopper, bool options_used, bool ranged) {
   const bool bf16 = c.dtype == ScalarType::BFloat16;
   const BackwardLaunch launch = c.dtype == ScalarType::Float ? wide_backward_fp32
-                                : options_used ? (bf16 ? sm80_options_backward_bf16 : sm80_options_backward_fp16)
+                                : hopper && options_used
+                                    ? (bf16 ? sm90_options_backward_bf16 : sm90_options_backward_fp16)
                                 : hopper       ? (bf16 ? sm90_backward_bf16 : sm90_backward_fp16)
+                                : options_used ? (bf16 ? sm80_options_backward_bf16 : sm80_options_backward_fp16)
                                                : (bf16 ? sm80_backward_bf16 : sm80_backward_fp16);
   launch(p, ranged, device, stream);
 }
@@ -135,11 +137,12 @@ void backward_in(const AttentionCall& c, const Tensor& grad_out, const OptionalT
   output(dv, gradients.value, c.kv_heads, p.grad_value, p.grad_value_strides);
 
   const int rows = element > 2 ? wide_rows(size, element, device.small()) : backward_rows(size);
-  const bool hopper = element == 2 && device.capability == 90 && !options_used && hopper_backward(size);
+  const bool hopper = element == 2 && device.capability == 90 && hopper_backward(size);
   const bool deterministic = deterministic_algorithms();
   p.kv_heads = static_cast<int>(c.kv_heads), p.scale = static_cast<Real>(c.params.scale);
   p.rows = c.packed ? (p.q_len / rows + p.batch) * rows : (p.q_len + rows - 1) / rows * rows;
-  const int keys = element > 2 ? wide_keys(size, element) : backward_keys(size, options_used, device.small());
+  const int keys =
+      element > 2 ? wide_keys(size, element) : backward_keys(size, options_used && !hopper, device.small());
   p.key_tiles = c.packed ? p.kv_len / keys + p.batch : (p.kv_len + keys - 1) / keys;
   p.tile_rows = rows, p.tile_keys = keys;
   const int64_t pairs = c.packed ? c.q_heads : c.batch * c.q_heads;
@@ -152,18 +155,18 @@ void backward_in(const AttentionCall& c, const Tensor& grad_out, const OptionalT
     turn = aten::empty(query, {pairs, p.rows / rows, 2}, ScalarType::Int);
     torch::stable::zero_(*turn);
     p.turn = static_cast<int*>(turn->data_ptr());
-  } else if (hopper && p.group > 1 && (p.grad_key || p.grad_value)) {
+  } else if (hopper && p.group > 1 && !c.packed && (p.grad_key || p.grad_value)) {
     key_value_sum = aten::empty(query, {2, c.batch * c.kv_heads, int64_t{p.key_tiles} * keys, size}, c.lse_dtype);
     torch::stable::zero_(*key_value_sum);
     p.key_value_sum = static_cast<Real*>(key_value_sum->data_ptr());
   }
   OptionalTensor query_blocks;
-  if (hopper && !deterministic && p.grad_query && p.rows <= kShortRows && p.key_tiles > 0) {
+  if (hopper && !options_used && !deterministic && p.grad_query && p.rows <= kShortRows && p.key_tiles > 0) {
     query_blocks = aten::empty(query, {pairs}, ScalarType::Int);
     p.query_blocks = static_cast<uint32_t*>(query_blocks->data_ptr());
   }
-  OptionGradients<Real> option_gradients(c, gradients, p);
   const bool ranged = is_ranged(c, options);
+  OptionGradients<Real> option_gradients(c, gradients, p, hopper, ranged);
   p.span = backward_span(p, size, ranged, deterministic);
   launch_backward(p, c, device, stream, hopper, options_used, ranged);
   for (auto* g : {&dq, &dk, &dv})

@@ -86,6 +86,11 @@ void sm80_options_backward_bf16(BackwardTask, bool ranged, const Device&, cudaSt
 void sm80_options_backward_fp16(BackwardTask, bool ranged, const Device&, cudaStream_t);
 void sm90_backward_bf16(BackwardTask, bool ranged, const Device&, cudaStream_t);
 void sm90_backward_fp16(BackwardTask, bool ranged, const Device&, cudaStream_t);
+void sm90_options_backward_bf16(BackwardTask, bool ranged, const Device&, cudaStream_t);
+void sm90_options_backward_fp16(BackwardTask, bool ranged, const Device&, cudaStream_t);
+// of sinks, slopes and a floating mask, after the Hopper kernel, which writes some masks' gradients itself
+void sm80_option_gradients_bf16(const BackwardTask&, cudaStream_t);
+void sm80_option_gradients_fp16(const BackwardTask&, cudaStream_t);
 
 // Allows a kernel its shared memory (a driver call of a microsecond or less) and launches it.
 template <class Kernel, class... Args>

@@ -1,6 +1,7 @@
 // The options of a call as the kernels take them, and their gradients.
 #pragma once
 #include "../attention.h"
+#include "kernels/mask_tiles.cuh"
 #include "launch.h"
 
 namespace attnjourney {
@@ -86,8 +87,11 @@ class OptionInputs {
 template <class Real>
 class OptionGradients {
  public:
-  // in scratch: parts of the slopes' gradients for every key tile
-  OptionGradients(const AttentionCall& c, const AttentionGradients& g, BackwardTaskOf<Real>& p) : dtype_(c.lse_dtype) {
+  // in scratch: parts of the slopes' gradients for every key tile. hopper: the kernel may write that of a mask itself;
+  // ranged: tiles that no row sees are left as they are
+  OptionGradients(const AttentionCall& c, const AttentionGradients& g, BackwardTaskOf<Real>& p, bool hopper,
+                  bool ranged)
+      : dtype_(c.lse_dtype) {
     p.grad_sinks = add(g.sinks);
     p.grad_slopes = add(g.alibi_slopes);
     if (p.grad_slopes) {
@@ -98,13 +102,20 @@ class OptionGradients {
     p.sinks_per_item = g.sinks && g.sinks->dim() == 2, p.slopes_per_item = g.alibi_slopes && g.alibi_slopes->dim() == 2;
     if (!g.attn_mask) return;
     MaskGradientOf<Real>& m = p.mask_gradient;
-    m.sum = add(g.attn_mask);
     const HeadMap map = mask_map(c, *g.attn_mask, m.row, m.col);
     m.head = map.head_stride, m.items = 1, m.heads = m.head ? p.q_heads : 1;
     for (int d = 0; d < c.batch_dims; d++) {
       m.batch[d] = map.batch_stride[d];
       if (m.batch[d]) m.items *= static_cast<int>(c.batch_size[d]);
     }
+    if constexpr (sizeof(Real) == 4)
+      if (Tensor own = *g.attn_mask;
+          hopper && own.scalar_type() == c.dtype && writes_mask_gradient(p, own.data_ptr())) {
+        m.own = own.data_ptr();
+        if (ranged) torch::stable::zero_(own);
+        return;
+      }
+    m.sum = add(g.attn_mask);
   }
   void finish() {
     for (auto& [to, from] : copies_) torch::stable::copy_(to, from);

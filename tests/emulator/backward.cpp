@@ -1,12 +1,19 @@
 // Runs one backward kernel with its passes, named by -DKERNEL=... (an Sm80Backward) or -DSHAPE=... (an
-// Sm90BackwardShape). stdin: query, key, value, out, grad_out, lse, grad_lse, lengths, options; stdout: grad_query,
-// grad_key, grad_value, and of options where there are such: grad_sinks, grad_slopes, grad_mask. -DRANGED: as in
-// forward.cpp.
+// Sm90BackwardShape; with -DOPTIONS an Sm90OptionsBackwardShape). stdin: query, key, value, out, grad_out, lse,
+// grad_lse, lengths, options; stdout: grad_query, grad_key, grad_value, and of options where there are such:
+// grad_sinks, grad_slopes, grad_mask. -DRANGED: as in forward.cpp.
 #include "driver.h"
 #ifdef SHAPE
 #include "cuda/kernels/sm90_backward.cuh"
 #else
+#define OPTIONS
+#endif
+#ifdef OPTIONS
 #include "cuda/kernels/backward_heads.cuh"
+#ifdef SHAPE
+#include "cuda/kernels/mask_tiles.cuh"
+#include "cuda/kernels/sm90_options_backward.cuh"
+#endif
 #include "cuda/kernels/sm80_backward.cuh"
 #include "cuda/kernels/sm80_mask_gradient.cuh"
 #endif
@@ -39,17 +46,37 @@ void launch_main(const BackwardTask& p, const driver::Shape& q, const driver::Sh
                               map(k, p.key, 1),
                               map(v, p.value, 1),
                               map(o, p.grad_out, 1)};
+#ifdef OPTIONS
+  const Scores& m = p.scores;
+  const int64_t item = single_batch_stride(m, m.mask_batch);
+  Sm90OptionsBackwardMaps all{maps, {}, mask_in_tiles(p), item != 0};
+  if (all.mask_tiles) {
+    const auto u = [](int64_t x) { return static_cast<uint32_t>(x); };
+    const auto bytes = [](int64_t x) { return static_cast<uint64_t>(x ? 2 * x : 16); };
+    all.mask = {static_cast<const unsigned char*>(m.mask),
+                4,
+                2,
+                {u(p.kv_len), u(m.mask_head ? p.q_heads : 1), u(p.q_len), u(item ? p.batch : 1), 0},
+                {64, 1, u(Kernel::kRows), 1, 0},
+                {2, bytes(m.mask_head), bytes(m.mask_row), bytes(item), 0},
+                true};
+  }
+  emulator::launch(sm90_options_backward<Kernel>, dim3(blocks), dim3(Kernel::kThreads), Kernel::kSmemBytes, options,
+                   all, p);
+#else
   emulator::launch(sm90_backward<Kernel, Ranged>, dim3(blocks), dim3(Kernel::kThreads), Kernel::kSmemBytes, options,
                    maps, p);
+#endif
 #else
   (void)q, (void)k, (void)v, (void)o;
   emulator::launch(sm80_backward<Kernel, Ranged>, dim3(blocks), dim3(Kernel::kThreads), Kernel::kSmemBytes, options, p);
 #endif
 }
 
-#ifdef KERNEL
-// The gradients of sinks and slopes [batch, q_heads] and of a floating mask of mask_count elements.
-void options_gradients(BackwardTask p, const driver::Arguments& a) {
+#ifdef OPTIONS
+// The gradients of sinks and slopes [batch, q_heads] and of a floating mask of mask_count elements, which a Hopper
+// kernel may have written to `own`.
+void options_gradients(BackwardTask p, const driver::Arguments& a, const emulator::Buffer<Element>& own) {
   p.sinks_per_item = p.slopes_per_item = a["per_item"];
   const auto per_head = [&](auto kernel, const char* name, float*& to) {
     if (!a[name]) return;
@@ -63,13 +90,14 @@ void options_gradients(BackwardTask p, const driver::Arguments& a) {
   if (a["mask"] < 2) return;
   using Gradient = Sm80MaskGradient<Element, Kernel::kD>;
   emulator::Buffer<float> grad(static_cast<size_t>(a["mask_count"]), "grad_mask");
-  p.mask_gradient = {grad.data,
-                     {a["mask_batch"]},
-                     a["mask_head"],
-                     a["mask_row"],
-                     a["mask_col"],
-                     a["mask_batch"] ? p.batch : 1,
-                     a["mask_head"] ? p.q_heads : 1};
+#ifdef SHAPE
+  if (p.mask_gradient.own) {
+    for (size_t i = 0; i < grad.size; i++) grad.data[i] = ptx::to_float(own.data[i]);
+    return driver::write(grad);
+  }
+#endif
+  (void)own;
+  p.mask_gradient.sum = grad.data;
   emulator::launch(mask_gradient<Gradient, float>, dim3(static_cast<unsigned>(mask_gradient_blocks<Gradient>(p))),
                    dim3(Gradient::kThreads), Gradient::kSmemBytes, a.options(), p);
   driver::write(grad);
@@ -117,12 +145,30 @@ int main(int argc, char** argv) {
     emulator::Buffer<float> key_value_sum(zeros, "key_value_sum");
     p.lse2 = lse2.data, p.delta = delta.data, p.query_sum = query_sum.data, p.turn = turn.data;
 #ifdef SHAPE
-    if (p.group > 1 && !deterministic) p.key_value_sum = key_value_sum.data;
+    if (p.group > 1 && !deterministic && !p.cu_q) p.key_value_sum = key_value_sum.data;
     emulator::Buffer<uint32_t> query_blocks(pairs, "query_blocks");
     if (a["finish"]) p.query_blocks = query_blocks.data;
 #endif
     emulator::Buffer<float> slope_sum(std::vector<float>(static_cast<size_t>(p.key_tiles) * pairs, 0.f), "slope_sum");
     if (a["slopes"]) p.slope_sum = slope_sum.data;
+#ifdef OPTIONS
+    p.mask_gradient = {nullptr,
+                       {a["mask_batch"]},
+                       a["mask_head"],
+                       a["mask_row"],
+                       a["mask_col"],
+                       a["mask_batch"] ? p.batch : 1,
+                       a["mask_head"] ? p.q_heads : 1,
+                       nullptr};
+    emulator::Buffer<Element> own(static_cast<size_t>(a["mask"] == 3 ? a["mask_count"] : 1), "own grad_mask");
+    if (a["left"] >= 0 || a["right"] >= 0 || a["lengths"]) {  // tiles that no row sees are not written
+      memset(static_cast<void*>(own.data), 0, own.size * sizeof(Element));
+      emulator::mark_initialised(own.data, own.size * sizeof(Element));
+    }
+#ifdef SHAPE
+    if (a["mask"] == 3 && writes_mask_gradient(p, own.data)) p.mask_gradient.own = own.data;
+#endif
+#endif
     p.span = a["span"] ? a["span"] : backward_span(p, Kernel::kD, a["ranged"], deterministic);
 
     const auto options = a.options();
@@ -144,8 +190,12 @@ int main(int argc, char** argv) {
     driver::write(grad_query);
     driver::write(grad_key);
     driver::write(grad_value);
-#ifdef KERNEL
-    if constexpr (Kernel::kOptions) options_gradients(p, a);
+#ifdef SHAPE
+#ifdef OPTIONS
+    options_gradients(p, a, own);
+#endif
+#else
+    if constexpr (Kernel::kOptions) options_gradients(p, a, own);
 #endif
   });
 }

@@ -6,27 +6,32 @@
 
 namespace attnjourney {
 
+template <class S>
+Sm90BackwardMaps sm90_backward_maps(const BackwardTask& p) {
+  constexpr bool bf16 = ptx::is_bf16<typename S::T>;
+  const int batch = p.cu_q ? 1 : p.batch;
+  const auto query = [&](int rows) {
+    return tensor_map(p.query, p.query_strides, batch, p.q_heads, p.q_len, p.head_dim, rows, bf16);
+  };
+  const auto key = [&](int rows) {
+    return tensor_map(p.key, p.key_strides, batch, p.kv_heads, p.kv_len, p.head_dim, rows, bf16);
+  };
+  const auto value = [&](int rows) {
+    return tensor_map(p.value, p.value_strides, batch, p.kv_heads, p.kv_len, p.v_head_dim, rows, bf16);
+  };
+  const auto grad_out = [&](int rows) {
+    return tensor_map(p.grad_out, p.grad_out_strides, batch, p.q_heads, p.q_len, p.v_head_dim, rows, bf16);
+  };
+  return {query(S::kRows), key(S::kKeys), value(S::kKeys), grad_out(S::kRows), query(8),   key(8), value(8),
+          grad_out(8),     query(1),      key(1),          value(1),           grad_out(1)};
+}
+
 template <class T>
 void launch_sm90_backward(const BackwardTask& p, bool ranged, cudaStream_t stream) {
   const auto go = [&]<class S>() {
     launch_backward<S>(p, stream, [&] {
       if (p.key_tiles == 0) return;
-      constexpr bool bf16 = ptx::is_bf16<T>;
-      const auto query = [&](int rows) {
-        return tensor_map(p.query, p.query_strides, p.batch, p.q_heads, p.q_len, p.head_dim, rows, bf16);
-      };
-      const auto key = [&](int rows) {
-        return tensor_map(p.key, p.key_strides, p.batch, p.kv_heads, p.kv_len, p.head_dim, rows, bf16);
-      };
-      const auto value = [&](int rows) {
-        return tensor_map(p.value, p.value_strides, p.batch, p.kv_heads, p.kv_len, p.v_head_dim, rows, bf16);
-      };
-      const auto grad_out = [&](int rows) {
-        return tensor_map(p.grad_out, p.grad_out_strides, p.batch, p.q_heads, p.q_len, p.v_head_dim, rows, bf16);
-      };
-      const Sm90BackwardMaps maps{query(S::kRows), key(S::kKeys), value(S::kKeys), grad_out(S::kRows),
-                                  query(8),        key(8),        value(8),        grad_out(8),
-                                  query(1),        key(1),        value(1),        grad_out(1)};
+      const Sm90BackwardMaps maps = sm90_backward_maps<S>(p);
       launch(ranged ? sm90_backward<S, true> : sm90_backward<S, false>,
              int64_t{p.key_tiles} * (p.key_value_sum ? p.q_heads : p.kv_heads) * p.batch, S::kThreads, S::kSmemBytes,
              stream, maps, p);

@@ -12,6 +12,7 @@ struct MaskGradientOf {
   Real* sum;  // null: not wanted
   int64_t batch[kMaskDims], head, row, col;
   int items, heads;  // of the mask's own
+  void* own;  // null, or the gradient itself, in the dtype of query, which the main kernel writes (mask_tiles.cuh)
 };
 using MaskGradient = MaskGradientOf<float>;
 
@@ -35,7 +36,7 @@ struct BackwardTaskOf : SequenceTaskOf<Real> {
                         // here
   uint32_t* query_blocks;  // null, or [batch, q_heads]: how many blocks have added to a head's query_sum, whose last
                            // one makes grad_query of it then
-  int* turn;                       // deterministic: zeros [batch, q_heads, rows / tile, 2]
+  int* turn;               // deterministic: zeros [batch, q_heads, rows / tile, 2]
   Real *grad_sinks, *grad_slopes;  // null, or [q_heads], or per item [batch, q_heads]
   bool sinks_per_item, slopes_per_item;
   MaskGradientOf<Real> mask_gradient;
@@ -133,6 +134,13 @@ struct BackwardQueries {
   __device__ __forceinline__ void go(int number, int first_head) {
     head = first_head + number / per_head();
     tile = first + number % per_head();
+  }
+  struct At {
+    int head, tile;
+  };
+  __device__ __forceinline__ At number(int n, int first_head) const {
+    const int per = per_head(), heads_before = n / per;
+    return {first_head + heads_before, first + n - heads_before * per};
   }
   // do rows [row, row + Rows) see all keys of the block?
   __device__ __forceinline__ bool whole(int row) const { return row >= whole_begin && row + Rows <= whole_end; }

@@ -142,22 +142,31 @@ template <class Real>
 struct WeightedScore {
   Real weight, grad, slope;
 };
-// product: q . k; lse in log2 units; grad: dO . v; keep: dropout keeps the weight
-template <class T, class Real>
-__device__ __forceinline__ WeightedScore<Real> weighted(const ScoresOf<Real>& s, const HeadScoresOf<Real>& h, int row,
-                                                        int key, int offset, bool visible, bool keep, Real product,
-                                                        Real scale_log2, Real lse, Real grad, Real delta) {
+// product: q . k; lse in log2 units; grad: dO . v; keep: dropout keeps the weight; away() -> distance, bias() -> the
+// mask's value
+template <class T, class Real, class Away, class Bias>
+__device__ __forceinline__ WeightedScore<Real> weighted_by(const ScoresOf<Real>& s, Real slope, Away&& away,
+                                                           Bias&& bias, bool visible, bool keep, Real product,
+                                                           Real scale_log2, Real lse, Real grad, Real delta) {
   Score<Real> x = capped<T>(s, product, scale_log2);
-  if (s.slopes) x.value -= h.slope * distance<Real>(row, key, offset);
+  if (s.slopes) x.value -= slope * away();
   if (s.mask_kind > MaskElement::boolean && visible) {
-    const Real bias = mask_value<T>(s, h, row, key);
-    x.value += bias;
-    visible = bias != -INFINITY;
+    const Real b = bias();
+    x.value += b;
+    visible = b != -INFINITY;
   }
   const Real above = x.value - lse;  // more than rounding above 0 only where lse is beyond its precision
   const Real weight = visible ? ptx::exp2(above > 1 ? Real(1) : above) : 0;
   if (s.seed) grad = keep ? grad * s.keep_scale : 0;
   return {weight, visible ? weight * (grad - delta) : 0, visible ? x.slope : 0};
+}
+template <class T, class Real>
+__device__ __forceinline__ WeightedScore<Real> weighted(const ScoresOf<Real>& s, const HeadScoresOf<Real>& h, int row,
+                                                        int key, int offset, bool visible, bool keep, Real product,
+                                                        Real scale_log2, Real lse, Real grad, Real delta) {
+  return weighted_by<T>(
+      s, h.slope, [&] { return distance<Real>(row, key, offset); }, [&] { return mask_value<T>(s, h, row, key); },
+      visible, keep, product, scale_log2, lse, grad, delta);
 }
 
 // Bits of eight keys of a row: kept or dropped.

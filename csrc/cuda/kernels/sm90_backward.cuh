@@ -222,7 +222,7 @@ struct Sm90BackwardConsumer {
     if (p.key_value_sum)
       add();
     else
-      write();
+      write(0, p.kv_len);
     if (!S::kDeterministic && p.query_blocks)
       finish_queries<S>(p, where, reinterpret_cast<uint32_t*>(smem + (m.votes - m.k)));
   }
@@ -241,8 +241,8 @@ struct Sm90BackwardConsumer {
     }
   }
 
-  // through the K and V tiles: whole 16-byte chunks to global memory
-  __device__ __forceinline__ void write() {
+  // through the K and V tiles: whole 16-byte chunks to global memory; k_begin, k_rows: of the item's keys
+  __device__ __forceinline__ void write(int k_begin, int k_rows) {
     ptx::bar_sync(1, 256);
 #pragma unroll
     for (int kk = 0; kk < D / 16; kk++) {
@@ -258,7 +258,7 @@ struct Sm90BackwardConsumer {
     }
     __syncwarp();
     const auto head_of = [&](void* base, const Strides& strides) {
-      return static_cast<T*>(base) + where.batch * strides.batch + where.head_k * strides.head;
+      return static_cast<T*>(base) + where.batch * strides.batch + where.head_k * strides.head + k_begin * strides.row;
     };
     T* out_k = head_of(p.grad_key, p.grad_key_strides);
     T* out_v = head_of(p.grad_value, p.grad_value_strides);
@@ -266,7 +266,7 @@ struct Sm90BackwardConsumer {
     for (int i = 0; i < D / 16; i++) {
       const int c = i * 32 + lane, row = group * 64 + warp * 16 + c / (D / 8), chunk = c % (D / 8);
       const unsigned char* from = smem + S::chunk_at(0, S::kKeyPanel, row, chunk);
-      if (n0 + row >= p.kv_len) continue;
+      if (n0 + row >= k_rows) continue;
       if (p.grad_key && chunk * 8 < p.head_dim)
         *reinterpret_cast<uint4*>(out_k + (n0 + row) * p.grad_key_strides.row + chunk * 8) =
             *reinterpret_cast<const uint4*>(from);

@@ -8,10 +8,10 @@
 
 namespace attnjourney {
 
-template <class S>
+// S: rows and bytes of a tile, or of a part of it that counts as a tile
+template <class S, class Memory = Sm90BackwardMemory<S>>
 struct Sm90BackwardGuard {
   using T = typename S::T;
-  using Memory = Sm90BackwardMemory<S>;
   static constexpr int D = S::kD, M = S::kRows;
 
   // of the two warpgroups; opaque, or what is computed from it would be held through the loop
@@ -61,6 +61,12 @@ struct Sm90BackwardGuard {
     const bool here = clean_rows<S::kKeys, S::kKeyPanel>(smem, reinterpret_cast<uint32_t*>(smem + (m.keys - m.k)));
     return vote(here, m, smem);
   }
+  // What that was, once more.
+  static __device__ __forceinline__ bool found_keys(const Memory& m, const unsigned char* smem) {
+    const uint4* votes = reinterpret_cast<const uint4*>(smem + (m.votes - m.k));
+    const uint4 a = votes[0], b = votes[1];
+    return a.x | a.y | a.z | a.w | b.x | b.y | b.z | b.w;
+  }
   // Element 4 j + e of the scores: key + 8 (e / 2).
   static __device__ __forceinline__ void poison_scores(float (&s)[M / 2], const Memory& m, const unsigned char* smem,
                                                        int key) {
@@ -70,14 +76,15 @@ struct Sm90BackwardGuard {
     for (int i = 0; i < M / 2; i++) s[i] += i & 2 ? high : low;
   }
 
-  // Before the products with a tile of Q, whose scores are done, and of dO. pf: weights of 64 keys by M rows.
+  // Before the products with a tile of Q, whose scores are done, and of dO. pf: weights of 64 keys by M rows. part: of
+  // an iteration, where it has several.
   static __device__ __forceinline__ void clean_queries(uint32_t (&pf)[M / 16][4], const Memory& m, unsigned char* smem,
-                                                       int q_stage, int out_stage) {
+                                                       int q_stage, int out_stage, int part = 0) {
     unsigned char *query = smem + (m.q - m.k) + q_stage * S::kQueryBytes,
                   *out = smem + (m.d_out - m.k) + out_stage * S::kQueryBytes;
     const uint32_t bad = not_finite_in<T, S::kQueryBytes>(query) | not_finite_in<T, S::kQueryBytes>(out);
-    uint32_t* votes = reinterpret_cast<uint32_t*>(smem + (m.votes - m.k)) + 8 + thread() / 128 * 4;
-    int turn = 0;  // one will do: there is a barrier of the warpgroup in every iteration
+    uint32_t* votes = reinterpret_cast<uint32_t*>(smem + (m.votes - m.k)) + 8 + 8 * part + thread() / 128 * 4;
+    int turn = 0;  // one for each part will do: there is a barrier of the warpgroup in every iteration
     if (!group_any(bad != 0, votes, turn, 10 + thread() / 128)) return;
     ptx::bar_sync(1, 256);  // both have looked, and are done with the scores of this tile
     uint32_t* marks = reinterpret_cast<uint32_t*>(smem + (m.rows - m.k));

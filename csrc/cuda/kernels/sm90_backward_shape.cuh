@@ -59,13 +59,14 @@ struct Sm90BackwardMemory {
   uint32_t kv_full, q_full, q_empty, do_full, do_empty;  // mbarriers
   // of numbers that are not finite: votes of the eight warps, twice; NaN or 0 for each key, for each row of dO
   uint32_t votes, keys, rows;
-  explicit __device__ __forceinline__ Sm90BackwardMemory(uint32_t base)
+  // score_tiles: of dS; more: bytes after them for others
+  explicit __device__ __forceinline__ Sm90BackwardMemory(uint32_t base, int score_tiles = 2, int more = 0)
       : k(base),
         v(k + S::kKeyBytes),
         q(v + S::kKeyBytes),
         d_out(q + S::kQueryStages * S::kQueryBytes),
         ds(d_out + S::kOutStages * S::kQueryBytes),
-        dq(ds + 2 * S::kScoreBytes),
+        dq(ds + score_tiles * S::kScoreBytes + more),
         lse(dq + S::kSumBytes),
         delta(lse + S::kQueryStages * S::kRows * 4),
         kv_full(delta + S::kOutStages * S::kRows * 4),
