@@ -308,8 +308,8 @@ CASES = _dense() + _decode() + _linear() + _options() + [
 
 
 def _gpu() -> list[Case]:
-    """For a data-centre GPU: 16k tokens of width 2048; cases for FlexAttention, which compiles for each, and
-    of linear attention."""
+    """For a data-centre GPU: 16k tokens of width 2048, some with a mask or dropout; cases for FlexAttention, which
+    compiles for each, and of linear attention."""
     cases = []
     for n in (1024, 8192):
         for d, dv in ((128, 128), (64, 64), (192, 128)):
@@ -352,6 +352,15 @@ def _gpu() -> list[Case]:
     for dtype, n in (("bf16", 2048), ("bf16", 16384), ("fp32", 16384)):
         cases.append(Case(f"gpu-linear-{dtype}-n{n}", "gpu-linear", 16384 // n, 16, q_len=n, dtype=dtype,
                           function="linear", check=n <= 4096, passes=("forward", "backward")))  # fmt: skip
+    for d in (64, 128):
+        for name, option in (
+            ("padding", dict(mask="padding")),
+            ("float", dict(mask="float")),
+            ("dropout", dict(dropout=0.1)),
+        ):
+            cases.append(Case(f"gpu-options-bf16-d{d}-n4096-{name}", "gpu-options", 4, 2048 // d, q_len=4096,
+                              head_dim=d, dtype="bf16", check=False, passes=("forward", "backward"),
+                              **option))  # fmt: skip
     cases.append(Case("gpu-blocks-bf16-n8192", "gpu-blocks", 1, 16, q_len=8192, head_dim=128, mask="bigbird", extent=64,
                       dtype="bf16", check=False))  # fmt: skip
     return cases

@@ -42,7 +42,7 @@ def test_a_failing_part_shows_in_the_summary(tmp_path):
     assert (tmp_path / "summary.txt").read_text().count("status 2") == commands
 
 
-@pytest.mark.parametrize("pattern", ["gpu-bf16", "gpu-flex"])
+@pytest.mark.parametrize("pattern", ["gpu-bf16", "gpu-flex", "gpu-options"])
 def test_the_cases_exist(pattern):
     sys.path.insert(0, str(ROOT))
     try:

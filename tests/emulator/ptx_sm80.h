@@ -83,6 +83,10 @@ inline void thread_fence() { emulator::thread_fence(); }
 inline void turn_wait(const int* p, int turn, Site s = Site::here()) { emulator::turn_wait(p, turn, s); }
 inline void turn_pass(int* p, int next) { emulator::turn_pass(p, next); }
 
+template <class T>
+T* global(T* p) {
+  return p;
+}
 inline uint32_t opaque(uint32_t v) { return v; }
 template <class T>
 T* opaque(T* p) {

@@ -32,13 +32,14 @@ struct Sm90OptionsScores {
   template <class X>
   __device__ __forceinline__ const X* row_at(const Slot& x, int row, int key) const {
     const Scores& o = p.scores;
-    return reinterpret_cast<const X*>(x.scores().mask) + min(row, p.q_len - 1) * o.mask_row + key * o.mask_col;
+    const X* mask = ptx::global(reinterpret_cast<const X*>(x.scores().mask));
+    return mask + min(row, p.q_len - 1) * o.mask_row + key * o.mask_col;
   }
   // may two adjacent keys of tile n be read at once?
   __device__ __forceinline__ bool pairs(const Slot& x, int n) const {
     const Scores& o = p.scores;
     return o.mask_col == 1 && o.mask_row % 2 == 0 && (n + 1) * S::kKeys <= p.kv_len &&
-           reinterpret_cast<uintptr_t>(x.scores().mask) % (2 * o.mask_bytes) == 0;
+           (reinterpret_cast<uintptr_t>(x.scores().mask) & (2 * o.mask_bytes - 1)) == 0;
   }
   // element `key` + step of a row; keys past the end as the last one
   template <class X>

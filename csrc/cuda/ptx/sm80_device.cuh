@@ -130,6 +130,13 @@ __device__ __forceinline__ void turn_pass(int* p, int next) {
 
 // ---- what the compiler may not know ----
 
+// The same pointer, and it leads to global memory.
+template <class T>
+__device__ __forceinline__ T* global(T* p) {
+  __builtin_assume(__isGlobal(p));
+  return p;
+}
+
 // The same value, but what is computed from it cannot be hoisted out of a loop (and then spilled).
 __device__ __forceinline__ uint32_t opaque(uint32_t v) {
   asm volatile("" : "+r"(v));
