@@ -89,7 +89,7 @@ struct Sm90OptionsConsumer : Sm90BackwardConsumer<S, true> {
       ptx::stmatrix_x4(Scores::mask_chunk(panel, kk), x);
     }
     __syncwarp();
-    const int64_t first = batch_offset(p.scores, g.batch, where.batch) + head * g.head;
+    const int64_t first = work.gradient_batch + head * g.head;
     const int chunk = warp * 2 + lane() / 16, k = n0 + group * 64 + chunk * 8;
     T* out = static_cast<T*>(g.own) + first + k;
 #pragma unroll
@@ -148,8 +148,7 @@ struct Sm90OptionsConsumer : Sm90BackwardConsumer<S, true> {
         ptx::wgmma_fence();
         issue_part_scores(dp, m.v, m.d_out, part);
         const int m0 = tile.tile * M;
-        const Scores scores(p, work.sequence, where.batch, tile.head, m0 + row + 2 * (lane() % 4), key(), whole(m0),
-                            tile.whole);
+        const Scores scores(p, work, tile.head, m0 + row + 2 * (lane() % 4), key(), whole(m0), tile.whole);
         if (!maps.mask_tiles && p.scores.mask_kind > MaskElement::boolean) scores.fetch_mask(own_mask(m));
         ptx::wgmma_wait<0>();
         ptx::keep(s);
@@ -221,6 +220,11 @@ struct Sm90OptionsBackward {
       const Sequence sequence = sequence_of<true>(p, where.batch);
       work.where = where;
       work.sequence = sequence;
+      const auto item = [&](const int64_t (&strides)[kMaskDims]) {
+        return batch_offset(p.scores, strides, where.batch);
+      };
+      work.mask_batch = p.scores.mask_kind == MaskElement::none ? 0 : item(p.scores.mask_batch);
+      work.gradient_batch = p.mask_gradient.own ? item(p.mask_gradient.batch) : 0;
       work.queries = decltype(work.queries)(p, where, sequence);
       m.init();
     }

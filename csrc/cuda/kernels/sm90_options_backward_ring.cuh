@@ -120,14 +120,14 @@ class Sm90Scout {
   static __device__ __forceinline__ TileKind kind_of_mask(const BackwardTask& p, const typename S::Work& work, int i) {
     const Scores& s = p.scores;
     const auto at = work.queries.number(i, work.where.first_head);
-    const HeadScores head(p, p.q_heads, work.where.batch, at.head);
+    const HeadScores head(p, p.q_heads, work.where.batch, at.head, work.mask_batch);
     const int m0 = at.tile * M, n0 = work.where.key_tile * S::kKeys;
     return kind_of(s, head.mask + m0 * s.mask_row + n0 * s.mask_col, min(M, work.sequence.rows - m0), keys(work));
   }
   static __device__ __forceinline__ TileKind kind_of_blocks(const BackwardTask& p, const typename S::Work& work,
                                                             int i) {
     const auto at = work.queries.number(i, work.where.first_head);
-    const HeadScores head(p, p.q_heads, work.where.batch, at.head);
+    const HeadScores head(p, p.q_heads, work.where.batch, at.head, work.mask_batch);
     return head.blocks(p.scores).kind(at.tile * M, M, work.where.key_tile * S::kKeys, keys(work));
   }
 };

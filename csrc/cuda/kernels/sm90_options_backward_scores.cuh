@@ -18,9 +18,13 @@ struct Sm90OptionsBackwardScores {
   uint32_t seen, bits;
 
   // whole: the ranges hide nothing of the tile; mask_whole: nor does its mask
-  __device__ __forceinline__ Sm90OptionsBackwardScores(const BackwardTask& p_, const Sequence& sequence_, int batch,
-                                                       int q_head, int row_, int key_, bool whole, bool mask_whole)
-      : p(p_), head(p_, p_.q_heads, batch, q_head), sequence(sequence_), row(row_), key(key_) {
+  __device__ __forceinline__ Sm90OptionsBackwardScores(const BackwardTask& p_, const typename S::Work& work, int q_head,
+                                                       int row_, int key_, bool whole, bool mask_whole)
+      : p(p_),
+        head(p_, p_.q_heads, work.where.batch, q_head, work.mask_batch),
+        sequence(work.sequence),
+        row(row_),
+        key(key_) {
     const Scores& s = p.scores;
     seen = whole ? kAllSeen<Fragment> : seen_in_range<Fragment>(sequence, row, key);
     if (!mask_whole)
@@ -76,17 +80,23 @@ struct Sm90OptionsBackwardScores {
       const float4 delta4 = *reinterpret_cast<const float4*>(st + kDelta + i * 64);
       const float lse[4] = {lse4.x, lse4.y, lse4.z, lse4.w}, delta[4] = {delta4.x, delta4.y, delta4.z, delta4.w};
       float bias[8] = {};
+      uint32_t here = seen;
       if (Bias && tiles) {
         uint32_t x[4];
         ptx::ldmatrix_x4_trans(x, mask_chunk(mask, i));
 #pragma unroll
         for (int q = 0; q < 4; q++) {
           const float2 two = ptx::unpack2<T>(x[q]);
-          bias[2 * q] = bias_log2(two.x), bias[2 * q + 1] = bias_log2(two.y);
+          bias[2 * q] = finite_bias(two.x), bias[2 * q + 1] = finite_bias(two.y);
+          if (two.x == -INFINITY) here &= ~(1u << (8 * i + 2 * q));
+          if (two.y == -INFINITY) here &= ~(2u << (8 * i + 2 * q));
         }
       } else if (Bias && o.mask_kind > MaskElement::boolean) {
 #pragma unroll
-        for (int q = 0; q < 8; q++) bias[q] = own[(8 * i + q) * 128];
+        for (int q = 0; q < 8; q++) {
+          bias[q] = own[(8 * i + q) * 128];
+          if (bias[q] == -INFINITY) here &= ~(1u << (8 * i + q));
+        }
       }
 #pragma unroll
       for (int j = 0; j < 2; j++) {
@@ -96,11 +106,10 @@ struct Sm90OptionsBackwardScores {
 #pragma unroll
           for (int e = 0; e < 2; e++) {
             const int x = 8 * i + 4 * j + 2 * h + e, r = Fragment::row(x), k = Fragment::key(x);
-            const bool visible = seen >> x & 1, keep = bits >> x & 1;
+            const bool visible = here >> x & 1, keep = bits >> x & 1;
             const auto distance = [&] { return fabsf(away + static_cast<float>(r - k)); };
-            const auto value = [&] { return bias[4 * j + 2 * h + e]; };
-            const auto w = weighted_by<T>(o, head.slope, distance, value, visible, keep, s[x], p.scale_log2,
-                                          lse[2 * j + e], dp[x], delta[2 * j + e]);
+            const auto w = weighted_by<T>(o, head.slope, distance, bias[4 * j + 2 * h + e], visible, keep, s[x],
+                                          p.scale_log2, lse[2 * j + e], dp[x], delta[2 * j + e]);
             if (slopes) sum -= w.grad * distance();
             pr[e] = keep ? w.weight : 0.f;
             ds[e] = All ? w.grad * w.slope : w.grad;

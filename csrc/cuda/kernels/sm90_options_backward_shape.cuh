@@ -17,6 +17,7 @@ struct Sm90OptionsBackwardShape : Sm90BackwardShape<T_, D, Rows, Deterministic> 
     BackwardTile where;
     Sequence sequence;
     BackwardQueries<Rows, Base::kKeys, true> queries;
+    int64_t mask_batch, gradient_batch;  // where the item's mask begins, and its gradient
     __device__ __forceinline__ int total() const { return queries.per_head() * where.heads; }
   };
   // Scores are worked on 64 rows at a time: such a part of a tile, as a shape of its own.
