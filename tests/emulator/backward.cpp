@@ -2,14 +2,13 @@
 // Sm90BackwardShape; with -DOPTIONS an Sm90OptionsBackwardShape). stdin: query, key, value, out, grad_out, lse,
 // grad_lse, lengths, options; stdout: grad_query, grad_key, grad_value, and of options where there are such:
 // grad_sinks, grad_slopes, grad_mask. -DRANGED: as in forward.cpp.
-#include "driver.h"
+#include "backward_options.h"
 #ifdef SHAPE
 #include "cuda/kernels/sm90_backward.cuh"
 #else
 #define OPTIONS
 #endif
 #ifdef OPTIONS
-#include "cuda/kernels/backward_heads.cuh"
 #ifdef SHAPE
 #include "cuda/kernels/mask_tiles.cuh"
 #include "cuda/kernels/sm90_options_backward.cuh"
@@ -73,67 +72,13 @@ void launch_main(const BackwardTask& p, const driver::Shape& q, const driver::Sh
 #endif
 }
 
-#ifdef OPTIONS
-// The gradients of sinks and slopes [batch, q_heads] and of a floating mask of mask_count elements, which a Hopper
-// kernel may have written to `own`.
-void options_gradients(BackwardTask p, const driver::Arguments& a, const emulator::Buffer<Element>& own) {
-  p.sinks_per_item = p.slopes_per_item = a["per_item"];
-  const auto per_head = [&](auto kernel, const char* name, float*& to) {
-    if (!a[name]) return;
-    emulator::Buffer<float> grad(static_cast<size_t>(a["per_item"] ? p.batch : 1) * p.q_heads, name);
-    to = grad.data;
-    emulator::launch(kernel, dim3(static_cast<unsigned>(grad.size)), dim3(kPassThreads), kHeadsBytes, a.options(), p);
-    driver::write(grad);
-  };
-  per_head(backward_per_head<true, float>, "sinks", p.grad_sinks);
-  per_head(backward_per_head<false, float>, "slopes", p.grad_slopes);
-  if (a["mask"] < 2) return;
-  using Gradient = Sm80MaskGradient<Element, Kernel::kD>;
-  emulator::Buffer<float> grad(static_cast<size_t>(a["mask_count"]), "grad_mask");
-#ifdef SHAPE
-  if (p.mask_gradient.own) {
-    for (size_t i = 0; i < grad.size; i++) grad.data[i] = ptx::to_float(own.data[i]);
-    return driver::write(grad);
-  }
-#endif
-  (void)own;
-  p.mask_gradient.sum = grad.data;
-  emulator::launch(mask_gradient<Gradient, float>, dim3(static_cast<unsigned>(mask_gradient_blocks<Gradient>(p))),
-                   dim3(Gradient::kThreads), Gradient::kSmemBytes, a.options(), p);
-  driver::write(grad);
-}
-#endif
-
 int main(int argc, char** argv) {
   return driver::run(argc, argv, [](const driver::Arguments& a) {
-    const bool rows_first = a["rows_first"];
-    const driver::Shape q{a["packed"] ? 1 : a["batch"], a["q_heads"], a["q_len"], a["head_dim"], rows_first};
-    const driver::Shape k{q.batch, a["kv_heads"], a["kv_len"], q.dim, rows_first};
-    const driver::Shape v{q.batch, k.heads, k.length, a["v_head_dim"], rows_first};
-    const driver::Shape o{q.batch, q.heads, q.length, v.dim, rows_first};
-    const auto input = [](const driver::Shape& s, const char* name) {
-      return std::make_unique<emulator::Buffer<Element>>(driver::read<Element>(s.size()), name);
-    };
-    const auto query = input(q, "query"), key = input(k, "key"), value = input(v, "value");
-    const auto out = input(o, "out"), grad_out = input(o, "grad_out");
-    const size_t stats = o.size() / o.dim, pairs = static_cast<size_t>(q.batch) * q.heads;
-    emulator::Buffer<float> lse(driver::read<float>(stats), "lse"), grad_lse(driver::read<float>(stats), "grad_lse");
-    emulator::Buffer<Element> grad_query(q.size(), "grad_query"), grad_key(k.size(), "grad_key");
-    emulator::Buffer<Element> grad_value(v.size(), "grad_value");
-
+    driver::BackwardInputs<Element, float> in(a);
+    BackwardTask& p = in.p;
+    const driver::Shape &q = in.q, &k = in.k;
     const bool deterministic = a["deterministic"];
-    BackwardTask p{};
-    const driver::Lengths lengths(p, a);
-    p.query = query->data, p.key = key->data, p.value = value->data, p.out = out->data, p.grad_out = grad_out->data;
-    p.lse = lse.data, p.grad_lse = grad_lse.data;
-    p.grad_query = grad_query.data, p.grad_key = grad_key.data, p.grad_value = grad_value.data;
-    p.query_strides = p.grad_query_strides = q.strides<Strides>();
-    p.key_strides = p.grad_key_strides = k.strides<Strides>();
-    p.value_strides = p.grad_value_strides = v.strides<Strides>();
-    p.out_strides = p.grad_out_strides = o.strides<Strides>();
-    p.batch = a["batch"], p.q_heads = q.heads, p.kv_heads = k.heads, p.group = q.heads / k.heads;
-    p.head_dim = q.dim, p.v_head_dim = v.dim;
-    const driver::Options<Element> given(p, a);
+    const size_t pairs = static_cast<size_t>(q.batch) * q.heads;
     p.tile_rows = Kernel::kRows, p.tile_keys = Kernel::kKeys;
     p.rows = p.cu_q ? (q.length / Kernel::kRows + p.batch) * Kernel::kRows
                     : (q.length + Kernel::kRows - 1) / Kernel::kRows * Kernel::kRows;
@@ -152,14 +97,7 @@ int main(int argc, char** argv) {
     emulator::Buffer<float> slope_sum(std::vector<float>(static_cast<size_t>(p.key_tiles) * pairs, 0.f), "slope_sum");
     if (a["slopes"]) p.slope_sum = slope_sum.data;
 #ifdef OPTIONS
-    p.mask_gradient = {nullptr,
-                       {a["mask_batch"]},
-                       a["mask_head"],
-                       a["mask_row"],
-                       a["mask_col"],
-                       a["mask_batch"] ? p.batch : 1,
-                       a["mask_head"] ? p.q_heads : 1,
-                       nullptr};
+    p.mask_gradient = driver::mask_gradient_of(p, a);
     emulator::Buffer<Element> own(static_cast<size_t>(a["mask"] == 3 ? a["mask_count"] : 1), "own grad_mask");
     if (a["left"] >= 0 || a["right"] >= 0 || a["lengths"]) {  // tiles that no row sees are not written
       memset(static_cast<void*>(own.data), 0, own.size * sizeof(Element));
@@ -179,23 +117,19 @@ int main(int argc, char** argv) {
     pass(backward_prepare<Element, Kernel::kD>, p.rows, pairs);
 #ifndef RANGED
     if (!a["ranged"])
-      launch_main<false>(p, q, k, v, o, options);
+      launch_main<false>(p, q, k, in.v, in.o, options);
     else
 #endif
-      launch_main<true>(p, q, k, v, o, options);
+      launch_main<true>(p, q, k, in.v, in.o, options);
     if (!p.query_blocks) pass(backward_query<Kernel>, p.rows, pairs);
 #ifdef SHAPE
     if (p.key_value_sum) pass(backward_key_value<Kernel>, p.key_tiles * Kernel::kKeys, 2u * k.batch * k.heads);
 #endif
-    driver::write(grad_query);
-    driver::write(grad_key);
-    driver::write(grad_value);
-#ifdef SHAPE
-#ifdef OPTIONS
-    options_gradients(p, a, own);
-#endif
-#else
-    if constexpr (Kernel::kOptions) options_gradients(p, a, own);
+    in.write_gradients();
+#if defined(OPTIONS) && defined(SHAPE)
+    driver::options_gradients<Sm80MaskGradient<Element, Kernel::kD>>(p, a);
+#elif defined(OPTIONS)
+    if constexpr (Kernel::kOptions) driver::options_gradients<Sm80MaskGradient<Element, Kernel::kD>>(p, a);
 #endif
   });
 }
