@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from cuda_checks import check_streams_and_graph
 from test_cuda_emulator_options import CASES, PACKED, call, expected_of, packed_call, packed_expected
 from testing import (
     DTYPES,
@@ -189,24 +190,7 @@ torch.testing.assert_close(attnjourney.attention(x, x, x), expected, rtol=2e-2, 
 def test_streams_and_graph():
     shape = (2, 4, 4, 600, 600, 64, 64, True)
     inputs = [x.cuda() for x in operands(shape, torch.bfloat16)]
-    forward = torch.ops.attnjourney.attention_forward
-    expected = forward(*inputs, is_causal=True)[0]
-    streams = [torch.cuda.Stream() for _ in range(4)]
-    results = []
-    torch.cuda.synchronize()
-    for stream in streams * 8:
-        with torch.cuda.stream(stream):
-            results.append(forward(*inputs, is_causal=True)[0])
-    torch.cuda.synchronize()
-    assert all(torch.equal(r, expected) for r in results)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = forward(*inputs, is_causal=True)[0]
-    for _ in range(3):
-        out.zero_()
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(out, expected)
+    check_streams_and_graph(lambda: [torch.ops.attnjourney.attention_forward(*inputs, is_causal=True)[0]])
 
 
 @pytest.mark.parametrize(

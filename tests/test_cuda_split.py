@@ -1,9 +1,11 @@
-"""float32 attention on a CUDA device, at lengths for which Hopper has kernels of its own: as the emulator's tests."""
+"""float32 attention on a CUDA device, at lengths for which there are kernels on halves: as the emulator's tests."""
 
 import math
 
 import pytest
+import test_cuda_emulator_split_backward as backward
 import torch
+from cuda_checks import check_streams_and_graph
 from test_cuda_emulator import causal, inputs_of
 from test_cuda_emulator_split import SCALES, SIZES, check, scaled_inputs
 from testing import random_tensor
@@ -65,26 +67,59 @@ def test_what_is_not_finite(which, bad):
     assert not out[:, :, seen].isfinite().all(-1).any()
 
 
-def test_streams_and_graph():
+def gradients(tensors, out, lse, grad_out, grad_lse, options, deterministic=False):
+    options = {n: torch.tensor(x, device="cuda") if n.endswith("lengths") else x for n, x in options.items()}
+    q, k, v, o, row, g, grad_row = [x.cuda() for x in (*tensors, out, lse, grad_out, grad_lse)]
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        grads = torch.ops.attnjourney.attention_backward(
+            g, grad_row, q, k, v, None, o, row, need=7, enable_gqa=True, **options
+        )[:3]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return [x.cpu() for x in grads]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("call", CALLS)
+def test_gradients(call, size, deterministic):
+    inputs, mask = inputs_of(call[0], torch.float32, size, size, outliers=False)
+    grad_out = random_tensor((*inputs[0].shape[:3], inputs[2].shape[3]), torch.float32, 4, outliers=False)
+    grad_lse = random_tensor(inputs[0].shape[:3], torch.float32, 5, outliers=False)
+    (out, lse), *rest = backward.gradients_of(inputs, grad_out, grad_lse, mask)
+    got = gradients(inputs, out, lse, grad_out, grad_lse, call[1], deterministic)
+    backward.check(got, *rest)
+    if deterministic:
+        again = gradients(inputs, out, lse, grad_out, grad_lse, call[1], True)
+        assert all(torch.equal(x, y) for x, y in zip(got, again))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", backward.SCALES)
+def test_scales_of_gradients(name, size):
+    inputs, grad_out, mask, _ = backward.scaled_inputs(name, size, 130, 210)
+    grad_lse = torch.zeros(grad_out.shape[:3])
+    (out, lse), *rest = backward.gradients_of(inputs, grad_out, grad_lse, mask)
+    options = {"is_causal": True, "causal_alignment": 1}
+    backward.check_scaled(gradients(inputs, out, lse, grad_out, grad_lse, options), rest)
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_streams_and_graph(bad):
     """Calls side by side have planes and counters of their own, with and without numbers that do not split."""
-    inputs = [random_tensor((2, 4, 600, 64), torch.float32, seed).cuda() for seed in range(3)]
-    bad = [inputs[0], inputs[1], inputs[2].clone()]
-    bad[2][:, :, 599] = math.nan
-    run = torch.ops.attnjourney.attention_forward
-    expected, expected_bad = run(*inputs, is_causal=True)[0], run(*bad, is_causal=True)[0]
-    streams, results = [torch.cuda.Stream() for _ in range(4)], []
-    torch.cuda.synchronize()
-    for stream in streams * 6:
-        with torch.cuda.stream(stream):
-            results.append((run(*inputs, is_causal=True)[0], run(*bad, is_causal=True)[0]))
-    torch.cuda.synchronize()
-    for good, other in results:
-        assert torch.equal(good, expected) and torch.equal(other.nan_to_num(), expected_bad.nan_to_num())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run(*inputs, is_causal=True)[0]
-    for _ in range(3):
-        out.zero_()
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(out, expected)
+    inputs = [random_tensor((2, 4, 600, 64), torch.float32, seed).cuda() for seed in range(4)]
+    if bad:
+        inputs[2][:, :, 599] = math.nan
+    ops = torch.ops.attnjourney
+
+    def run():
+        out, lse = ops.attention_forward(*inputs[:3], is_causal=True)
+        torch.use_deterministic_algorithms(True)
+        try:
+            grads = ops.attention_backward(inputs[3], None, *inputs[:3], None, out, lse, is_causal=True, need=7)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        return [out, *grads[:3]]
+
+    check_streams_and_graph(run, 6)

@@ -7,6 +7,7 @@
 #include "device.h"
 #include "options.h"
 #include "served.h"
+#include "split_backward.h"
 #include "split_forward.h"
 #include "task.h"
 #include "tile_kinds.h"
@@ -76,11 +77,13 @@ void forward(const Tensor& query, const Tensor& key, const Tensor& value, const 
 }
 
 void launch_backward(const BackwardTaskOf<double>& p, const AttentionCall&, const Device& device, cudaStream_t stream,
-                     bool, bool, bool ranged) {
+                     const Tensor&, bool, bool, bool ranged) {
   wide_backward_fp64(p, ranged, device, stream);
 }
 void launch_backward(const BackwardTask& p, const AttentionCall& c, const Device& device, cudaStream_t stream,
-                     bool hopper, bool options_used, bool ranged) {
+                     const Tensor& query, bool hopper, bool options_used, bool ranged) {
+  if (c.dtype == ScalarType::Float && !options_used && splits_backward(p, device))
+    return split_backward(p, query, device, stream);
   const bool bf16 = c.dtype == ScalarType::BFloat16;
   const BackwardLaunch launch = c.dtype == ScalarType::Float ? wide_backward_fp32
                                 : hopper && options_used
@@ -140,7 +143,8 @@ void backward_in(const AttentionCall& c, const Tensor& grad_out, const OptionalT
   const bool hopper = element == 2 && device.capability == 90 && hopper_backward(size);
   const bool deterministic = deterministic_algorithms();
   p.kv_heads = static_cast<int>(c.kv_heads), p.scale = static_cast<Real>(c.params.scale);
-  p.rows = c.packed ? (p.q_len / rows + p.batch) * rows : (p.q_len + rows - 1) / rows * rows;
+  const int whole = element == 4 ? std::max(rows, split_rows(size)) : rows;  // kernels in planes have more of them
+  p.rows = c.packed ? (p.q_len / rows + p.batch) * rows : (p.q_len + whole - 1) / whole * whole;
   const int keys =
       element > 2 ? wide_keys(size, element) : backward_keys(size, options_used && !hopper, device.small());
   p.key_tiles = c.packed ? p.kv_len / keys + p.batch : (p.kv_len + keys - 1) / keys;
@@ -168,7 +172,7 @@ void backward_in(const AttentionCall& c, const Tensor& grad_out, const OptionalT
   const bool ranged = is_ranged(c, options);
   OptionGradients<Real> option_gradients(c, gradients, p, hopper, ranged);
   p.span = backward_span(p, size, ranged, deterministic);
-  launch_backward(p, c, device, stream, hopper, options_used, ranged);
+  launch_backward(p, c, device, stream, query, hopper, options_used, ranged);
   for (auto* g : {&dq, &dk, &dv})
     if (*g) (*g)->finish();
   option_gradients.finish();

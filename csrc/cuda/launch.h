@@ -48,6 +48,11 @@ constexpr int wide_rows(int size, int element, bool small) {
   return size * element == 256 ? 32 : small && element == 8 && size > 64 ? 8 : 16;
 }
 constexpr int wide_keys(int size, int element) { return size * element <= 512 ? 64 : size * element == 1024 ? 32 : 16; }
+// query tiles of the backward for float in planes of halves, and bytes of shared memory of a block
+constexpr int split_rows(int size) { return 4096 / size; }
+constexpr int split_backward_bytes(int size) {
+  return 4 * (64 + split_rows(size)) * 2 * size + 256 * split_rows(size) + 8 * split_rows(size) + 80;
+}
 // Hopper's kernels end at 128, in the forward at 192 with values of 128; above, those of sm_80 run there too.
 inline bool hopper_forward(int size) { return size != 256256; }
 inline bool hopper_backward(int size) { return size != 256; }
@@ -78,6 +83,10 @@ void wide_forward_fp32(ForwardTaskOf<float>, bool ranged, const Device&, cudaStr
 void wide_forward_fp64(ForwardTaskOf<double>, bool ranged, const Device&, cudaStream_t);
 void wide_backward_fp32(BackwardTaskOf<float>, bool ranged, const Device&, cudaStream_t);
 void wide_backward_fp64(BackwardTaskOf<double>, bool ranged, const Device&, cudaStream_t);
+
+// float without options, head_dim up to 128: the same in two steps
+void sm80_split_backward_fp32(const BackwardTask&, const SplitBackwardPlanes&, const Device&, cudaStream_t);
+void sm80_wide_backward_rest_fp32(const BackwardTask&, const uint32_t* rare, const Device&, cudaStream_t);
 
 using BackwardLaunch = void (*)(BackwardTask, bool ranged, const Device&, cudaStream_t);
 void sm80_backward_bf16(BackwardTask, bool ranged, const Device&, cudaStream_t);

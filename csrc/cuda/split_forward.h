@@ -5,7 +5,8 @@
 namespace attnjourney {
 
 // Short calls gain nothing from planes.
-inline bool splits(const ForwardTask& p) {
+template <class Task>
+bool splits(const Task& p) {
   return backward_size(p.head_dim, p.v_head_dim) <= 128 && p.q_len >= 128 && p.kv_len >= 128;
 }
 

@@ -35,7 +35,7 @@ struct Options {
   uint64_t seed = 1;
   bool eager_copies = false;  // asynchronous copies land when issued instead of when waited for
   bool check = true;          // shadow memory
-  bool cut_sums = false;      // wgmma adds as the coarsest tensor core would (add_and_cut), instead of rounding
+  bool cut_sums = false;  // products of halves add as the coarsest tensor core would (add_and_cut), instead of rounding
 };
 
 struct Stats {

@@ -5,12 +5,12 @@ PLANES, SPLIT = "split_planes.cuh", "sm90_split_forward.cuh"
 PREPARE = [
     ("numbers that are not finite not counted", PLANES, "most >> 23 > exponent;", "false;"),
     ("small rows not counted", PLANES, "rare = rare || small(rows[i]);", ";"),
-    ("small columns not counted", PLANES, "rare || (is_value && small(columns[e]))", "rare"),
-    ("rows past a length are read", PLANES, "row < end && column < dim", "row < length && column < dim"),
-    ("columns past head_dim are read", PLANES, "row < end && column < dim", "row < end"),
+    ("small columns not counted", PLANES, "rare || (r.columns && small(columns[e]))", "rare"),
+    ("rows past a length are read", PLANES, "row < r.end && column < r.dim", "row < r.length && column < r.dim"),
+    ("columns past head_dim are read", PLANES, "row < r.end && column < r.dim", "row < r.end"),
     ("maxima read before they are written", PLANES, "= most;\n  __syncthreads();", "= most;"),
     ("half of a warp's rows left out", PLANES, "if (kLanes < 32) most =", "if (kLanes < 16) most ="),
-    ("low halves of values as large as they are", PLANES, "is_value ? SplitSize<D>::kLowFactor : 1.f", "1.f"),
+    ("low halves of values as large as they are", PLANES, "is_value ? kLowFactor : 1.f", "1.f"),
 ]
 
 FORWARD = [
@@ -53,7 +53,7 @@ FORWARD = [
     ("turns never passed on", SPLIT, "        token_pass();\n        const float4", "        const float4"),
     ("low half of Q forgotten", SPLIT, "at + kSlices * kQueryPanel, to, true", "at, to, true"),
     ("low half of K forgotten", SPLIT, "at, to + kSlices * kKeyPanel, true", "at, to, true"),
-    ("low half of P forgotten", SPLIT, "ptx::pack2<Half>(a - h.x, b - h.y)", "0u"),
+    ("low half of P forgotten", SPLIT, "low[kk][q] = x.low;", "low[kk][q] = 0u;"),
     ("low half of V forgotten", SPLIT, "v + kLow + kk * kStep, true", "v + kk * kStep, true"),
     ("sums of the last tile go on", SPLIT, "v + kk * kStep, kk > 4 * i", "v + kk * kStep, true"),
     ("second slice left out", SPLIT, "s[e] += slices[i][e];", ";"),

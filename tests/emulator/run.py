@@ -14,6 +14,17 @@ class EmulatorError(Exception):
     """What the emulator or a sanitizer reported, with the line of the kernel."""
 
 
+def is_noticed(attempts, what: str) -> bool:
+    """Does one of the calls fail? For faults that are planted."""
+    for attempt in attempts:
+        try:
+            attempt()
+        except (AssertionError, EmulatorError) as found:
+            print(f"{what}: {str(found)[:200]}")
+            return True
+    return False
+
+
 def order_arguments(name: str) -> dict[str, int]:
     if name.startswith("starve"):
         return {"order": ORDERS["starve"], "shuffle": int(name[len("starve") :] or 2), "eager": 0}

@@ -51,21 +51,21 @@ using BackwardTask = BackwardTaskOf<float>;
 // so they start first; a small span keeps the queries that are in use in the second-level cache.
 struct BackwardTile {
   int key_tile, head_k, batch, first_head, heads;
-  // packed: tiles of `Keys` keys
+  // block: a number among all. Packed: tiles of `keys` keys
   template <class Task>
-  __device__ __forceinline__ BackwardTile(const Task& p, int keys) {
-    const int number = blockIdx.x / p.kv_heads;
+  __device__ __forceinline__ BackwardTile(const Task& p, unsigned block, int keys) {
+    const int number = block / p.kv_heads;
     batch = packed_item(p.cu_k, p.batch, keys, number);
     key_tile = number - first_packed_tile(p.cu_k, keys, batch);
     heads = p.group;
-    head_k = blockIdx.x % p.kv_heads;
+    head_k = block % p.kv_heads;
     first_head = head_k * p.group;
   }
   template <class Task>
-  explicit __device__ __forceinline__ BackwardTile(const Task& p) {
+  __device__ __forceinline__ BackwardTile(const Task& p, unsigned block) {
     const int heads_n = p.key_value_sum ? p.q_heads : p.kv_heads;
-    const int first = blockIdx.x / (p.span * p.key_tiles) * p.span, here = min(p.span, heads_n * p.batch - first);
-    const int r = blockIdx.x - first * p.key_tiles, pair = first + r % here, head = pair % heads_n;
+    const int first = block / (p.span * p.key_tiles) * p.span, here = min(p.span, heads_n * p.batch - first);
+    const int r = block - first * p.key_tiles, pair = first + r % here, head = pair % heads_n;
     key_tile = r / here;
     batch = pair / heads_n;
     heads = p.key_value_sum ? 1 : p.group;

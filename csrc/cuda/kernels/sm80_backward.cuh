@@ -186,7 +186,7 @@ struct Sm80Backward {
   template <bool Ranged>
   static __device__ __forceinline__ void run(const BackwardTask& p) {
     const int tid = threadIdx.x;
-    const BackwardTile where = Options && p.cu_q ? BackwardTile(p, Keys) : BackwardTile(p);
+    const BackwardTile where = Options && p.cu_q ? BackwardTile(p, blockIdx.x, Keys) : BackwardTile(p, blockIdx.x);
     const Sequence sequence = sequence_of<Options>(p, where.batch);
     if (Options && where.key_tile * Keys >= sequence.k_rows) return;
     BackwardQueries<Rows, Keys, Ranged> at(p, where, sequence);

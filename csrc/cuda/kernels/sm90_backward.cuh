@@ -283,7 +283,7 @@ struct Sm90Backward {
   static __device__ __forceinline__ void run(const Sm90BackwardMaps& maps, const BackwardTask& p) {
     unsigned char* smem = ptx::dynamic_smem();
     const Sm90BackwardMemory<S> m(ptx::smem_addr(smem));
-    const BackwardTile where(p);
+    const BackwardTile where(p, blockIdx.x);
     const Sequence sequence = sequence_of(p, where.batch);
     const BackwardQueries<S::kRows, S::kKeys, Ranged> at(p, where, sequence);
     const int total = at.per_head() * where.heads;

@@ -96,16 +96,15 @@ struct Sm90SplitForward {
 
   static __device__ __forceinline__ void split(const float (&s)[kKeys / 2], Weights& high, Weights& low,
                                                Weights& shifted) {
-    constexpr float kShift = 1 / SplitSize<D>::kLowFactor;
+    constexpr float kShift = 1 / kLowFactor;
 #pragma unroll
     for (int kk = 0; kk < kSteps; kk++)
 #pragma unroll
       for (int q = 0; q < 4; q++) {
         const float a = s[8 * kk + 2 * q], b = s[8 * kk + 2 * q + 1];
-        high[kk][q] = ptx::pack2<Half>(a, b);
-        const float2 h = ptx::unpack2<Half>(high[kk][q]);
-        low[kk][q] = ptx::pack2<Half>(a - h.x, b - h.y);
-        shifted[kk][q] = ptx::pack2<Half>(h.x * kShift, h.y * kShift);
+        const SplitPair x(a, b, 1.f);
+        high[kk][q] = x.high, low[kk][q] = x.low;
+        shifted[kk][q] = ptx::pack2<Half>(x.rounded.x * kShift, x.rounded.y * kShift);
       }
   }
 

@@ -1,4 +1,4 @@
-// What split_planes makes of float32 inputs, and Sm90SplitForward reads.
+// What split_planes makes of float32 inputs, and Sm90SplitForward and SplitBackward read.
 #pragma once
 #include "forward_task.cuh"
 
@@ -13,10 +13,21 @@ struct SplitPlanes {
   int kv_heads, query_tiles, key_tiles;
 };
 
+// The same for the backward; all low halves are times kLowFactor.
+struct SplitBackwardPlanes {
+  unsigned char *query, *key, *value, *grad_out;
+  // inverses of the powers of two, each twice: 16 bytes can be copied
+  float4* query_scale;  // [batch, q_heads, query_tiles]: x: Q's, y: grad_out's
+  float4* key_scale;    // [batch, kv_heads, key_tiles]: x: K's, y: V's
+  uint32_t* rare;
+  int query_tiles, key_tiles;
+};
+
+constexpr float kLowFactor = 2048.f;
+
 template <int D>
 struct SplitSize {
   static constexpr int kRows = 8192 / D, kThreads = 256, kSmemBytes = kThreads / 32 * 4;
-  static constexpr float kLowFactor = 2048.f;  // of values
 };
 
 }  // namespace attnjourney

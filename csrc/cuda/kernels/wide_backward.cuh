@@ -43,10 +43,10 @@ struct WideBackward {
           window(reinterpret_cast<uint32_t*>(parts + kWarps)) {}
   };
 
-  static __device__ __forceinline__ void run(const BackwardTaskOf<Real>& p) {
+  static __device__ __forceinline__ void run(const BackwardTaskOf<Real>& p, unsigned block) {
     const int tid = threadIdx.x, warp = tid / 32, held_lane = tid % 32;
     const int own_key = warp / kParts * 16, first_group = warp % kParts * kOwn;
-    const BackwardTile where = p.cu_q ? BackwardTile(p, Keys) : BackwardTile(p);
+    const BackwardTile where = p.cu_q ? BackwardTile(p, block, Keys) : BackwardTile(p, block);
     const Sequence sequence = sequence_of<true>(p, where.batch);
     const int n0 = where.key_tile * Keys;
     if (n0 >= sequence.k_rows) return;
@@ -387,7 +387,20 @@ struct WideBackwardSmall<double, 256> : WideBackward<double, 256, 8, 16, 1> {};
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, 1)
     wide_backward(const __grid_constant__ BackwardTaskOf<typename Kernel::Real> p) {
-  Kernel::run(p);
+  Kernel::run(p, blockIdx.x);
+}
+
+// Instead of SplitBackward, where `rare` (SplitBackwardPlanes) is not 0; else it is over at once. grid: as above, or
+// where blocks do not wait for one another (BackwardTaskOf::turn) what the device holds
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, 1)
+    wide_backward_rest(const __grid_constant__ BackwardTaskOf<typename Kernel::Real> p, const uint32_t* rare,
+                       unsigned blocks) {
+  if (*rare == 0) return;
+  for (unsigned block = blockIdx.x; block < blocks; block += gridDim.x) {
+    Kernel::run(p, block);
+    __syncthreads();  // every warp is done with the tiles
+  }
 }
 
 }  // namespace attnjourney

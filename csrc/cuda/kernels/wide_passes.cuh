@@ -47,11 +47,24 @@ __global__ void __launch_bounds__(kWidePassThreads)
     for (int c = lane; c < d; c += 32) p.query_sum[number * d + c] = 0;
 }
 
-// After: dQ = scale * sum, which lies in units of 16 rows, or 8, by 8 chunks (WideBackward::unit_at). One thread for
-// each chunk.
+// One chunk of the sum for dQ, which lies in units of 16 rows, or 8, by 8 chunks (WideBackward::unit_at). number: of
+// the row among all.
 template <class Real>
-__global__ void __launch_bounds__(kWidePassThreads)
-    wide_query(const __grid_constant__ BackwardTaskOf<Real> p, int d, int64_t rows_in_all) {
+__device__ __forceinline__ void wide_query_sum(Real (&x)[kWide<Real>], const BackwardTaskOf<Real>& p, int d,
+                                               int64_t number, int row, int chunk) {
+  constexpr int kW = kWide<Real>;
+  const int height = p.tile_rows < 16 ? p.tile_rows : 16, tile_size = 8 * height;
+  const int in_tile = row % p.tile_rows, unit = chunk / 8 * (p.tile_rows / height) + in_tile / height;
+  const Real* from = p.query_sum + (number - in_tile) * d + unit * kW * tile_size +
+                     (in_tile / 8 % 2 * 2 + chunk % 2) * 32 + in_tile % 8 * 4 + chunk % 8 / 2;
+#pragma unroll
+  for (int j = 0; j < kW; j++) x[j] = from[j * tile_size];
+}
+
+// After: dQ = scale * sum; read(x, number, row, chunk) gives the sum. One thread for each chunk.
+template <class Real, class Read>
+__device__ __forceinline__ void wide_query_chunk(const BackwardTaskOf<Real>& p, int d, int64_t rows_in_all,
+                                                 Read&& read) {
   constexpr int kW = kWide<Real>;
   const int64_t i = int64_t(blockIdx.x) * kWidePassThreads + threadIdx.x, number = i / (d / kW);
   const int chunk = static_cast<int>(i - number * (d / kW));
@@ -60,17 +73,21 @@ __global__ void __launch_bounds__(kWidePassThreads)
   const ScratchRow own(p, pair, row);
   const Sequence sequence = sequence_of<true>(p, own.batch);
   if (own.row >= sequence.rows) return;
-  const int height = p.tile_rows < 16 ? p.tile_rows : 16, tile_size = 8 * height;
-  const int in_tile = row % p.tile_rows, unit = chunk / 8 * (p.tile_rows / height) + in_tile / height;
-  const Real* from = p.query_sum + (number - in_tile) * d + unit * kW * tile_size +
-                     (in_tile / 8 % 2 * 2 + chunk % 2) * 32 + in_tile % 8 * 4 + chunk % 8 / 2;
   Real x[kW];
+  read(x, number, row, chunk);
 #pragma unroll
-  for (int j = 0; j < kW; j++) x[j] = from[j * tile_size] * p.scale;
+  for (int j = 0; j < kW; j++) x[j] *= p.scale;
   write_chunk(static_cast<Real*>(p.grad_query) + own.batch * p.grad_query_strides.batch +
                   own.head * p.grad_query_strides.head + (sequence.q_begin + own.row) * p.grad_query_strides.row +
                   chunk * kW,
               x);
+}
+template <class Real>
+__global__ void __launch_bounds__(kWidePassThreads)
+    wide_query(const __grid_constant__ BackwardTaskOf<Real> p, int d, int64_t rows_in_all) {
+  wide_query_chunk(p, d, rows_in_all, [&](Real(&x)[kWide<Real>], int64_t number, int row, int chunk) {
+    wide_query_sum(x, p, d, number, row, chunk);
+  });
 }
 
 }  // namespace attnjourney
