@@ -29,6 +29,7 @@ int main() {
   try {
     conformance::Program<EmulatedHost>::sm80();
     conformance::WideProgram<EmulatedHost>::run();
+    conformance::SplitProgram<EmulatedHost>::sm80();
     conformance::Program<EmulatedHost>::sm90();
     conformance::SplitProgram<EmulatedHost>::run();
   } catch (const emulator::Error& e) {

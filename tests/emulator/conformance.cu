@@ -43,6 +43,7 @@ int main() {
     attnjourney::cuda_check(cudaGetDeviceProperties(&device, 0), "cudaGetDeviceProperties");
     conformance::Program<DeviceHost>::sm80();
     conformance::WideProgram<DeviceHost>::run();
+    conformance::SplitProgram<DeviceHost>::sm80();
     if (device.major == 9) {
       conformance::Program<DeviceHost>::sm90();
       conformance::SplitProgram<DeviceHost>::run();

@@ -31,6 +31,24 @@ struct HalfSums {  // out[m][n] = c + sum over 16 k of a(k) b(k), c the number a
   }
 };
 
+struct HalfRows {  // out[16][8], by mma.sync: sums as above
+  const float* in;
+  float* out;
+  __device__ void operator()() const {
+    if (threadIdx.x >= 32) return;
+    const int g = threadIdx.x / 4, t = threadIdx.x % 4;
+    uint32_t a[4], b[2];
+    for (int q = 0; q < 4; q++) {
+      const int k = 2 * t + 8 * (q >> 1);
+      a[q] = ptx::pack2<Half>(in[k], in[k + 1]);
+      b[q >> 1] = ptx::pack2<Half>(in[16 + k], in[17 + k]);
+    }
+    float d[4] = {in[32], in[32], in[32], in[32]};
+    ptx::mma_m16n8k16<Half>(d, a, b[0], b[1]);
+    for (int i = 0; i < 4; i++) out[(g + 8 * (i >> 1)) * 8 + 2 * t + (i & 1)] = d[i];
+  }
+};
+
 template <class Host>
 struct SplitProgram {
   template <class T>
@@ -40,6 +58,14 @@ struct SplitProgram {
     Buffer<float> given(in, "in"), out(std::vector<float>(4096, -1.f), "out");
     Host::launch(2048, HalfSums{given.data, out.data});
     compare(name, out.data, std::vector<float>(4096, want));
+  }
+  static void sm80() {
+    std::vector<float> in(33, 1024.f);
+    for (size_t k = 0; k < 16; k++) in[k] = std::ldexp(static_cast<float>(k + 1), -24);
+    in[32] = 0.f;
+    Buffer<float> given(in, "in"), out(std::vector<float>(128, -1.f), "out");
+    Host::launch(0, HalfRows{given.data, out.data});
+    compare("mma f16, numbers below the normal ones", out.data, std::vector<float>(128, std::ldexp(136.f, -14)));
   }
   static void run() {
     const float tiny = std::ldexp(1.f, -24), low = std::ldexp(1.f, -12);
