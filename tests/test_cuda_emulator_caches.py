@@ -136,7 +136,7 @@ def check_dense(program, order):
         expected["lengths"] = torch.tensor([lengths[0], 2, 4])
         after = kv_cache.call(program, "truncate", state, wanted=wanted, lowest=lowest, order=order)
         assert_same(after, expected, "truncate")
-        for index, source in (([1, 2, 0], (1, 2, 0)), ([2, 7, -1], (2, 1, 2))):
+        for index, source in (([1, 2, 0], (1, 2, 0)), ([2, 3, -1], (2, 1, 2))):
             state = after
             expected = {name: x.clone() for name, x in state.items()}
             for b, i in enumerate(source):
@@ -146,6 +146,12 @@ def check_dense(program, order):
                 expected["lengths"][b] = state["lengths"][i]
             after = kv_cache.call(program, "reorder", state, wanted=index, unit=unit, order=order, width=5)
             assert_same(after, expected, f"reorder {index}")
+
+    state = make_state(2, 9, 5, 3)
+    state["lengths"][:] = torch.tensor([-4, 2])
+    key, value = tokens(state, 2, 1)
+    after = kv_cache.call(program, "append", state, key=key, value=value, parts=2, order=order)
+    assert_same(after, model_append(state, key, value), "append to a length below 0")
 
 
 def check_latents(program, order):
@@ -218,7 +224,37 @@ def check_gather(program, order):
         assert torch.equal(piece[1, :, :5], state[name][1, :, :5])
 
 
-CHECKS = (check_dense, check_latents, check_paged, check_gather)
+def check_gather_in_a_window(program, order):
+    """A prefix and a window, each with the keys beside it that a tile of the reader may hold: never noise."""
+    near, prefix, left, length = 128, 3, 10, 500
+    state = make_state(1, 512, 2, 2)
+    state["lengths"][:] = length
+    *pieces, _, _ = kv_cache.call(program, "gather", state, order=order, left=left, prefix=prefix)
+    for piece, name in zip(pieces, ("key_cache", "value_cache")):
+        for keys in (slice(prefix + near), slice(length - 1 - left - near, length)):
+            assert torch.equal(piece[:, :, keys], state[name][:, :, keys])
+
+
+def check_broken_table(program, order):
+    """Numbers of no block: nothing outside the pool is read or written, and the other sequence is right."""
+    state = make_state(2, 4, 3, 5, 9, 4)
+    state["lengths"][:] = torch.tensor([6, 5])
+    state["block_table"][:, :2] = torch.tensor([[9, 1 << 30], [3, 5]])
+    state["block_refs"][[3, 5]] = 1
+    key, value = tokens(state, 4, 1)
+    after = kv_cache.call(program, "paged_append", state, key=key, value=value, order=order)
+    assert after["lengths"].tolist() == [10, 9] and after["block_refs"].sum() == 4
+    table = after["block_table"]
+    for name, new in (("key_cache", key), ("value_cache", value)):
+        for t in range(4):
+            assert torch.equal(after[name][table[1, (5 + t) // 4], :, (5 + t) % 4], new[1, :, t])
+    after = kv_cache.call(program, "paged_reorder", after, wanted=[1, 0], order=order, width=2)
+    assert after["block_table"].max() < 9 and torch.equal(after["block_table"][0], table[1])
+    after = kv_cache.call(program, "paged_truncate", after, wanted=[0, 0], order=order)
+    assert (after["block_refs"] == 0).all() and (after["block_table"] == -1).all()
+
+
+CHECKS = (check_dense, check_latents, check_paged, check_gather, check_gather_in_a_window, check_broken_table)
 
 
 @pytest.fixture(scope="module")

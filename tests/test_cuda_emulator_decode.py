@@ -32,7 +32,11 @@ CASES = [  # where keys lie, options, query rows, lengths, query heads, key head
     ("paged", ("row_mask", "softcap"), 1, [200, 9], 4, 2, 3),
     ("dense", ("mask_float32", "window"), 18, [50, 90], 4, 1, 2),
     ("ring", ("window", "bool_mask"), 1, [70, 20], 2, 1, 2),
+    ("ring", ("whole_ring",), 1, [95, 40, 41], 4, 2, 2),
+    ("dense", ("prefix",), 12, [70], 4, 1, 1),  # a tile with the prefix's end and keys that not all rows see
+    ("dense", ("window",), 2, [100], 4, 2, 1),  # a tile that begins one key before those that all rows see
 ]
+MORE = {"whole_ring": dict(window_size=(39, -1))}  # every key that a ring of 40 has
 
 
 def place(kind, key, value, lengths):
@@ -56,8 +60,11 @@ def place(kind, key, value, lengths):
 def check_case(program, name, case, order):
     _, dtype, (dim, v_dim), chunked = KERNELS[name]
     kind, names, q_len, lengths, heads, kv_heads, splits = case
-    query, key, value, lengths, options = make(names, q_len, lengths, dtype, heads, kv_heads, dim, v_dim)
+    own = [n for n in names if n not in MORE]
+    query, key, value, lengths, options = make(own, q_len, lengths, dtype, heads, kv_heads, dim, v_dim)
     options["scale"] = 0.125
+    for name in set(names) & MORE.keys():
+        options |= MORE[name]
     *cache, where = place(kind, key, value, lengths)
     given = {**options, **where, "order": order, "splits": splits, "chunked": chunked}
     check(decode.decode(program, query, *cache, lengths, **given), query, key, value, lengths, options, str(case))
@@ -78,12 +85,14 @@ def check_hidden_nan(program, name, order):
             assert [i for i in range(q_len) if out[0, :, i].isnan().any()] == seeing
         what.copy_(saved)
     *pools, table = paged(key, value, [length], 24)
-    table[0, 1] = -1
-    options = dict(block_table=table, order=order, chunked=chunked)
-    out = decode.decode(program, query, *pools, torch.tensor([length]), **options)[0]
     mask = (torch.arange(length) < 24) | (torch.arange(length) >= 48)
     options = dict(attn_mask=mask, order=order, chunked=chunked)
-    assert torch.equal(out, decode.decode(program, query, key, value, torch.tensor([length]), **options)[0])
+    masked = decode.decode(program, query, key, value, torch.tensor([length]), **options)[0]
+    for no_block in (-1, len(pools[0])):
+        table[0, 1] = no_block
+        options = dict(block_table=table, order=order, chunked=chunked)
+        out = decode.decode(program, query, *pools, torch.tensor([length]), **options)[0]
+        assert torch.equal(out, masked)
 
 
 def check_clamped_lengths(program, name):
@@ -95,6 +104,29 @@ def check_clamped_lengths(program, name):
     whole = decode.decode(program, query, key, value, torch.tensor([40, 40]), chunked=chunked)
     assert (out[0] == 0).all() and (lse[0] == -math.inf).all()
     assert torch.equal(out[1], whole[0][1]) and torch.equal(lse[1], whole[1][1])
+
+
+def check_extremes(program, name):
+    """The lowest finite numbers of a mask hide nothing, -inf does; sinks of rows that see nothing, and sinks beside
+    which everything else all but vanishes."""
+    _, dtype, (dim, v_dim), chunked = KERNELS[name]
+    wide = torch.promote_types(dtype, torch.float32)
+    key, value = dense_cache([70, 70], 2, 70, dim, v_dim, dtype)
+    query, lengths = noise(2, 4, 1, dim, dtype=dtype, seed=3), torch.tensor([70, 0])
+
+    def run_decode(query, **options):
+        return decode.decode(program, query, key, value, lengths, chunked=chunked, **options)
+
+    lowest, hidden = (torch.full((1, 1, 1, 70), x, dtype=wide) for x in (torch.finfo(wide).min, -math.inf))
+    assert torch.equal(run_decode(query, attn_mask=lowest)[0], run_decode(0 * query)[0])
+    out, lse = run_decode(query, attn_mask=hidden)
+    assert (out == 0).all() and (lse == -math.inf).all()
+    out, lse = run_decode(query)
+    sinks = torch.where(lse.isfinite(), lse + 45, 3.0).flatten(1)
+    sunk, all_lse = run_decode(query, sinks=sinks)
+    torch.testing.assert_close(all_lse.flatten(1), sinks)
+    expected = out.double() * (lse - all_lse).double().exp().unsqueeze(-1)
+    torch.testing.assert_close(sunk.double(), expected, rtol=1e-4, atol=1e-25 if wide == dtype else 1e-7)
 
 
 FAULTY = [(kernel, *fault) for kernel, list_ in faults_decode.DECODE.items() for fault in list_]
@@ -124,6 +156,7 @@ def test_what_is_hidden(programs, name):
     program = build.program(*KERNELS[name][0])
     check_hidden_nan(program, name, "random")
     check_clamped_lengths(program, name)
+    check_extremes(program, name)
 
 
 def test_every_option_is_tried():
@@ -139,6 +172,7 @@ def find(program, name):
             return f"{case}: {str(found)[:200]}"
     for order in run.ORDER_NAMES:
         try:
+            check_extremes(program, name)
             check_hidden_nan(program, name, order)
             check_clamped_lengths(program, name)
             check_case(program, name, CASES[0], order)

@@ -31,6 +31,7 @@ FAULTS = [
         "x += ptx::shfl_xor(x, mask)",
         "x += mask > 8 ? C(0) : ptx::shfl_xor(x, mask)",
     ),
+    ("rstd that is given left aside", "rms_norm.cuh", "if (p.given) {", "if (false) {"),
     ("rows past the end", "rms_norm.cuh", "every   if (row >= p.rows) return;\n", ""),
     (
         "the sum in place of the mean",
@@ -85,6 +86,8 @@ def check_norm(program, row, dtype, order):
     y, rstd = run.run(program, [storage, weight], shapes, arguments | {"kernel": 1})[0]
     again = run.run(program, [storage, weight, rstd], shapes, arguments | {"kernel": 1, "given": 1})[0][0]
     assert torch.equal(again, y)
+    doubled = run.run(program, [storage, weight, 2 * rstd], shapes, arguments | {"kernel": 1, "given": 1})[0][0]
+    assert dtype.itemsize == 2 or torch.equal(doubled, 2 * y)
     shapes = [((rows, width), dtype), ((width,), dtype)]
     inputs = [storage, weight, grad_y, rstd]
     grads = run.run(program, inputs, shapes, arguments | {"kernel": 2, "span": 16})[0]

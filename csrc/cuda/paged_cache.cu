@@ -30,7 +30,8 @@ void append(const Tensor& key_cache, const Tensor& value_cache, const Tensor& le
   const Tensor takes = aten::empty(block_table, {4 * lengths.size(0) + block_refs.size(0)});
   p.pools = t.to, p.counts = t.counts, p.heads = t.heads, p.tokens = t.tokens, p.block_size = t.capacity;
   p.plan = numbers(plan), p.takes = static_cast<int*>(takes.data_ptr()), p.free = p.takes + 4 * p.batch;
-  t.plan = p.plan, t.table = p.table, t.max_blocks = p.max_blocks, t.block_size = p.block_size;
+  t.plan = p.plan, t.table = p.table, t.max_blocks = p.max_blocks;
+  t.block_size = p.block_size, t.blocks = p.blocks;
   launch_paged_append(p, t, fresh.unit, current_stream(lengths.get_device_index()));
 }
 

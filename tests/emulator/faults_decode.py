@@ -44,6 +44,18 @@ DECODE = {
             "s.begin = any.begin",
         ),
         ("a mask from the first key of a ring", "decode_scores.cuh", " + origin * p.mask_col", ""),
+        (
+            "keys before those that all rows see",
+            "decode_task.cuh",
+            "key(item) >= whole.begin",
+            "key(item) + 1 >= whole.begin",
+        ),
+        (
+            "a tile that begins in the prefix taken for whole",
+            "decode_task.cuh",
+            "if (item + count <= keys.prefix)",
+            "if (item < keys.prefix)",
+        ),
         ("outputs that nobody wrote", "decode_merge.cuh", "if (!(weights[s] < C(0))) x", "x"),
         (
             "weights read too early",
@@ -68,6 +80,13 @@ DECODE = {
             "upper ? sum[r] : sum[r + w], send",
         ),
         ("a value that is hidden leaks", _FMA, "guarded && w.x[r] == C(0)", "false"),
+        ("a ring without its oldest key", "decode_task.cuh", "length - p.capacity : 0", "length - p.capacity + 1 : 0"),
+        ("a ring's first slot", "decode_task.cuh", "slot >= p.capacity ?", "slot > p.capacity ?"),
+        ("a block that is not there", "decode_task.cuh", "block < p.blocks ?", "block <= p.blocks ?"),
+        ("a sink alone", "decode_scores.cuh", "lse = C(sink);", "lse = -C(INFINITY);"),
+        ("a large sink", "decode_scores.cuh", "inverse = C(weight / whole);", "inverse = C(1 / whole);"),
+        ("-inf of a mask counts", "decode_scores.cuh", "if (bias == -C(INFINITY)) return bias;", ""),
+        ("the lowest number hides", "decode_scores.cuh", "(scaled < kLeast ? kLeast : scaled)", "scaled"),
     ],
     "fp16-loose": [
         ("numbers behind head_dim", _FMA, "if (at.outer >= 0 && d < dim)", "if (at.outer >= 0)"),
@@ -101,4 +120,15 @@ CACHES = [  # of test_cuda_emulator_caches.py
     ),
     ("counts read while others change them", _PAGED, "  __syncthreads();  // every count", "  // every count"),
     ("new holders not counted", _PAGED, "if (here >= 0) ptx::atomic_add(p.refs + here, 1);", ""),
+    ("a length below 0 moves on", _ROWS, "(have < 0 ? 0 : have) + new_tokens", "have + new_tokens"),
+    ("a source behind the last", _ROWS, "index[b] < batch ?", "index[b] <= batch ?"),
+    ("keys beside the window left out", _ROWS, "key < s.begin - kNear", "key < s.begin"),
+    ("keys beside the prefix left out", _ROWS, "key >= s.keys.prefix + kNear", "key >= s.keys.prefix"),
+    ("blocks that are not there", _PAGED, "return block < p.blocks ? block : -1;", "return block;"),
+    (
+        "tokens into blocks that are not there",
+        _ROWS,
+        "if (outer < 0 || outer >= p.blocks) return;",
+        "if (outer < 0) return;",
+    ),
 ]

@@ -59,7 +59,7 @@ struct Operator {
     p.fresh[0] = rows_of(new_key, heads, tokens, dim), p.fresh[1] = rows_of(new_value, heads, tokens, v_dim);
     p.lengths = lengths.data, p.counts = given(counts);
     p.batch = batch, p.heads = heads, p.tokens = tokens, p.capacity = slots, p.parts = a["parts"], p.ring = a["ring"];
-    p.plan = plan, p.max_blocks = max_blocks, p.block_size = block_size;
+    p.plan = plan, p.max_blocks = max_blocks, p.block_size = block_size, p.blocks = blocks;
     if (plan) p.table = table.data;
     emulator::launch(cache_append<Unit>, dim3(batch * p.parts), block, 0, how, p);
     if (p.parts > 1 && !plan)

@@ -25,7 +25,7 @@ __device__ __forceinline__ void each_unit(int rows, int units, int part, int par
 // grid: batch * parts. Token t of a sequence's new ones is token tokens - count + t of those given. With one part, and
 // without a plan, the length moves on here.
 template <class Unit>
-__global__ void __launch_bounds__(kCacheThreads) cache_append(const AppendTask p) {
+__global__ void __launch_bounds__(kCacheThreads, 8) cache_append(const AppendTask p) {
   const int batch = blockIdx.x / p.parts, part = blockIdx.x % p.parts;
   const int count = new_tokens(p.counts, batch, p.tokens);
   const int64_t length = p.plan ? p.plan[batch] : p.lengths[batch], have = length < 0 ? 0 : length;
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kCacheThreads) cache_append(const AppendTask p
       if (p.table) {
         const int j = static_cast<int>(at / p.block_size);
         outer = p.table[static_cast<int64_t>(batch) * p.max_blocks + j], slot = at - int64_t{j} * p.block_size;
-        if (outer < 0) return;
+        if (outer < 0 || outer >= p.blocks) return;
       }
       reinterpret_cast<Unit*>(p.to.cache[i].at(outer, h, slot))[unit] =
           reinterpret_cast<const Unit*>(p.fresh[i].at(batch, h, p.tokens - count + t))[unit];

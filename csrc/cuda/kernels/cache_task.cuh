@@ -34,7 +34,7 @@ struct AppendTask {
   // paged: the lengths before (cache_paged.cuh) and the table
   const int64_t* plan;
   const int* table;
-  int max_blocks, block_size;
+  int max_blocks, block_size, blocks;
 };
 
 struct ReorderTask {  // of one tensor
