@@ -116,24 +116,24 @@ struct SplitBackward {
   static __device__ __forceinline__ void product(Scores& s, uint32_t keys, uint32_t queries, int dim) {
     constexpr int kPairs = Rows / 16, kSteps = 4 * kPairs;
     const Reader of_a = reader(keys, 16 * warp(), lane()), of_b = reader_by_rows(queries, lane());
+    uint32_t a[2][2][4], b[2][2][4];  // in turns; high and low
+    const auto read = [&](int first, int step) {
+      const int k = step / kPairs, j = step % kPairs;
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        if (j == 0) ptx::ldmatrix_x4(a[k & 1][half], of_a(first + k) + half * kKeyPlane);
+        ptx::ldmatrix_x4(b[step & 1][half], of_b(first + k, 16 * j) + half * kPlane);
+      }
+    };
+    read(0, 0);
 #pragma unroll
     for (int first = 0; first < D / 16; first += 4) {  // slices of 64 columns
       if (first && 16 * first >= dim) break;
-      uint32_t a[2][2][4], b[2][2][4];  // in turns; high and low
-      const auto read = [&](int step) {
-        const int k = step / kPairs, j = step % kPairs;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          if (j == 0) ptx::ldmatrix_x4(a[k & 1][half], of_a(first + k) + half * kKeyPlane);
-          ptx::ldmatrix_x4(b[step & 1][half], of_b(first + k, 16 * j) + half * kPlane);
-        }
-      };
       float large[kPairs][2][4] = {}, small[kPairs][2][4] = {};
-      read(0);
 #pragma unroll
       for (int step = 0; step < kSteps; step++) {
         const int k = step / kPairs, j = step % kPairs;
-        if (step + 1 < kSteps) read(step + 1);
+        if (step + 1 < kSteps || first + 4 < D / 16) read(first, step + 1);
         add(large[j], small[j], a[k & 1][0], a[k & 1][1], b[step & 1][0], b[step & 1][1]);
       }
 #pragma unroll
@@ -161,22 +161,22 @@ struct SplitBackward {
   static __device__ __forceinline__ void accumulate(Sums& d, const Fragments& a, uint32_t tile, float factor, int dim) {
     constexpr int kPerPair = Rows / 16, kPairs = 2, kSteps = kPerPair * kPairs;  // of 16 columns; k, then two pairs
     const Reader of_b = reader(tile, 0, lane());
+    uint32_t b[2][2][4];
+    const auto read = [&](int first, int step) {
+      const int k = step / 2 % kPerPair, pair = first + step / kSteps * kPairs + step % 2;
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        ptx::ldmatrix_x4_trans(b[step & 1][half], of_b(pair, 16 * k) + half * kPlane);
+    };
+    read(0, 0);
 #pragma unroll
     for (int first = 0; first < D / 16; first += kPairs) {
       if (first && 16 * first >= dim) break;
-      uint32_t b[2][2][4];
-      const auto read = [&](int step) {
-        const int k = step / 2 % kPerPair, pair = first + step / (2 * kPerPair) * 2 + step % 2;
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-          ptx::ldmatrix_x4_trans(b[step & 1][half], of_b(pair, 16 * k) + half * kPlane);
-      };
-      read(0);
       float large[2][2][4], small[2][2][4];
 #pragma unroll
       for (int step = 0; step < kSteps; step++) {
-        const int k = step / 2 % kPerPair, j = step % 2, pair = first + step / (2 * kPerPair) * 2 + j;
-        if (step + 1 < kSteps) read(step + 1);
+        const int k = step / 2, j = step % 2, pair = first + j;
+        if (step + 1 < kSteps || first + kPairs < D / 16) read(first, step + 1);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
           if (k % 2 == 0) large[j][i / 4][i % 4] = 0.f;
@@ -365,7 +365,9 @@ struct SplitBackward {
           hide(s, sequence_of(p, where.batch), at.tile * Rows, where.key_tile * kKeys);
         }
       }
-      uint32_t largest = weights(s, ds, p.scale_log2 * (of_key.x * of_query.x), of_key.y * of_query.y, tiles.stats);
+      // not 0, which would make NaN of -inf
+      const float factor = fmaxf(p.scale_log2 * (of_key.x * of_query.x), 0x1p-126f);
+      uint32_t largest = weights(s, ds, factor, of_key.y * of_query.y, tiles.stats);
 #pragma unroll
       for (int mask = 1; mask < 32; mask *= 2) largest = max(largest, ptx::shfl_xor(largest, mask));
       if (lane() == 0) tiles.largest[warp()] = largest;
