@@ -45,9 +45,14 @@ def programs():
     build.build_all(requests)
 
 
+def some(name, cases):
+    """Of the deterministic kernel, which differs in how dQ is added, every other case."""
+    return cases[::2] if BACKWARD[name][3] else cases
+
+
 @pytest.mark.parametrize("name", BACKWARD)
 def test_options(programs, name):
-    check_all(check_options, BACKWARD, name, OPTIONS + TILES)
+    check_all(check_options, BACKWARD, name, some(name, OPTIONS + TILES))
 
 
 @pytest.mark.parametrize("name", BACKWARD)
@@ -57,7 +62,7 @@ def test_packed(programs, name):
 
 @pytest.mark.parametrize("name", BACKWARD)
 def test_blocks(programs, name):
-    check_all(check_blocks, BACKWARD, name, BLOCKS)
+    check_all(check_blocks, BACKWARD, name, some(name, BLOCKS))
 
 
 @pytest.mark.parametrize("name", BACKWARD)

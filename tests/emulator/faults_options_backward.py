@@ -35,7 +35,6 @@ BACKWARD = [  # found by values, or as races
         "ptx::wgmma_wait<0>();\n      ptx::keep(dq);\n      Base",
         "ptx::wgmma_wait<2>();\n      ptx::keep(dq);\n      Base",
     ),
-    ("a mask's gradient past the last row", _KERNEL, "if (m0 + r < p.q_len && k", "if (k"),
     ("one head's slope goes on in the next", _KERNEL, "    own_slope(m) = 0.f;\n#pragma", "#pragma"),
     (
         "the second part of a tile with the mask of the first",
@@ -44,12 +43,6 @@ BACKWARD = [  # found by values, or as races
         "panel_of(m, it),",
     ),
     ("dropped weights count", _SCORES, "keep ? w.weight : 0.f", "w.weight"),
-    (
-        "a partial tile of a mask counts as whole",
-        _RING,
-        "ptx::any(!all) ? TileKind::partial : TileKind::whole",
-        "TileKind::whole",
-    ),
     ("a hidden key leaks", _KERNEL, "if (hides(", "if (false && hides("),
     ("both parts of a tile vote in one place", _KERNEL, "again, again, row / 64);", "again, again, 0);"),
 ]

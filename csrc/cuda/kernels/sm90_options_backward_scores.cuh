@@ -106,7 +106,7 @@ struct Sm90OptionsBackwardScores {
 #pragma unroll
           for (int e = 0; e < 2; e++) {
             const int x = 8 * i + 4 * j + 2 * h + e, r = Fragment::row(x), k = Fragment::key(x);
-            const bool visible = here >> x & 1, keep = bits >> x & 1;
+            const bool visible = here >> x & 1, keep = (Bias && !All) || (bits >> x & 1);
             const auto distance = [&] { return fabsf(away + static_cast<float>(r - k)); };
             const auto w = weighted_by<T>(o, head.slope, distance, bias[4 * j + 2 * h + e], visible, keep, s[x],
                                           p.scale_log2, lse[2 * j + e], dp[x], delta[2 * j + e]);
