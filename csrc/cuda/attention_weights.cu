@@ -43,12 +43,8 @@ void write(const WeightsCall& w, Tensor& out, const Tensor& rows, const Tensor& 
   if (p.scores.mask_kind == MaskElement::same) p.scores.mask_bytes = static_cast<int>(w.query.element_size());
   p.query = operand(c, w.query, c.query), p.key = operand(c, w.key, c.key);
   p.lse = static_cast<const C*>(w.lse.data_ptr()), p.out = out.data_ptr();
-  OptionalTensor slopes;
-  if (w.options.alibi_slopes) {
-    slopes = aten::empty(w.query, {c.batch, c.q_heads}, ScalarType::Double);
-    torch::stable::copy_(*slopes, *w.options.alibi_slopes);
-    p.slopes = static_cast<const double*>(slopes->data_ptr());
-  }
+  const OptionalTensor slopes = per_head(w.options.alibi_slopes, {c.batch, c.q_heads}, ScalarType::Double, w.query);
+  if (slopes) p.slopes = static_cast<const double*>(slopes->data_ptr());
   p.rows = static_cast<const int64_t*>(rows.data_ptr()), p.heads = static_cast<const int64_t*>(heads.data_ptr());
   p.batch = static_cast<int>(c.batch), p.q_heads = static_cast<int>(c.q_heads);
   p.n_rows = static_cast<int>(rows.numel()), p.n_heads = static_cast<int>(heads.numel());

@@ -2,6 +2,7 @@
 #include "../decode_boxed.h"
 #include "decode_split.h"
 #include "mla_decode_cuda.h"
+#include "per_head.h"
 
 namespace attnjourney {
 namespace {
@@ -11,26 +12,6 @@ namespace {
 constexpr int64_t few_rows = 128;
 
 CacheStrides strides_of(const Tensor& t) { return {t.stride(0), t.stride(1), t.stride(2)}; }
-
-// Numbers per head as the kernels read them: float beside all but double. Lives as long as the call.
-class PerHead {
- public:
-  PerHead(const DecodeCall& c, const OptionalTensor& t, const Tensor& query, ScalarType type) {
-    if (!t) return;
-    tensor_ = *t;
-    if (t->scalar_type() != type || !t->is_contiguous()) {
-      tensor_ = aten::empty(query, t->sizes(), type);
-      torch::stable::copy_(*tensor_, *t);
-    }
-    batch_ = t->dim() == 2 ? c.q_heads : 0;
-  }
-  const void* data() const { return tensor_ ? tensor_->data_ptr() : nullptr; }
-  int64_t batch_stride() const { return batch_; }
-
- private:
-  OptionalTensor tensor_;
-  int64_t batch_ = 0;
-};
 
 void describe(DecodeTask& p, const DecodeCall& c, const DecodeInputs& in) {
   const auto bound = [](int64_t x) { return static_cast<int>(std::min<int64_t>(x, Ranges::unbounded)); };
@@ -84,9 +65,16 @@ void decode_split(const CudaDecode& kernel, bool chunked, const DecodeCall& c, c
   const Device device = current_device(query);
   p.query = query.data_ptr(), p.out = out.data_ptr(), p.lse = lse.data_ptr();
   p.q_batch = query.stride(0), p.q_head = query.stride(1), p.q_row = query.stride(2);
-  const PerHead sinks(c, in.sinks, query, lse.scalar_type()), slopes(c, in.alibi_slopes, query, lse.scalar_type());
-  p.sinks = sinks.data(), p.sinks_batch = sinks.batch_stride();
-  p.slopes = slopes.data(), p.slopes_batch = slopes.batch_stride();
+  OptionalTensor sinks, slopes;  // copies live as long as this
+  const auto numbers = [&](const OptionalTensor& t, OptionalTensor& held, const void*& data, int64_t& batch_stride) {
+    if (!t) return;
+    std::vector<int64_t> sizes{c.q_heads};
+    if (t->dim() == 2) sizes.insert(sizes.begin(), c.batch), batch_stride = c.q_heads;
+    held = per_head(t, sizes, lse.scalar_type(), query);
+    data = held->data_ptr();
+  };
+  numbers(in.sinks, sinks, p.sinks, p.sinks_batch);
+  numbers(in.alibi_slopes, slopes, p.slopes, p.slopes_batch);
 
   const DecodeTiling tiling = kernel.tiling(p.head_dim, p.v_head_dim, p.rows, chunked);
   p.row_tiles = (p.rows + tiling.rows - 1) / tiling.rows;

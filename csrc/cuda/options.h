@@ -3,6 +3,7 @@
 #include "../attention.h"
 #include "kernels/mask_tiles.cuh"
 #include "launch.h"
+#include "per_head.h"
 
 namespace attnjourney {
 
@@ -26,8 +27,12 @@ class OptionInputs {
       scores_.cap_log2 = static_cast<Real>(o.softcap * log2_e);
       scores_.cap_factor = static_cast<Real>(2 * log2_e * c.params.scale / o.softcap);
     }
-    scores_.sinks = per_head(c, o.sinks, query, sinks_);
-    scores_.slopes = per_head(c, o.alibi_slopes, query, slopes_);
+    constexpr ScalarType type = sizeof(Real) == 8 ? ScalarType::Double : ScalarType::Float;
+    const auto numbers = [&](const OptionalTensor& t, OptionalTensor& held) {
+      held = per_head(t, {c.batch, c.q_heads}, type, query);
+      return held ? static_cast<const Real*>(held->data_ptr()) : nullptr;
+    };
+    scores_.sinks = numbers(o.sinks, sinks_), scores_.slopes = numbers(o.alibi_slopes, slopes_);
     if (o.blocks) add_blocks(c, *o.blocks);
     if (o.attn_mask) {
       scores_.mask = o.attn_mask->data_ptr();
@@ -70,13 +75,6 @@ class OptionInputs {
                       static_cast<int>((c.params.q_len + size - 1) / size),
                       static_cast<int>(std::min<int64_t>(blocks_->index.size(0), INT32_MAX)),
                       static_cast<int>(std::min<int64_t>(blocks_->elements.size(0), INT32_MAX))};
-  }
-  static const Real* per_head(const AttentionCall& c, const OptionalTensor& t, const Tensor& query,
-                              OptionalTensor& copy) {
-    if (!t) return nullptr;
-    copy = aten::empty(query, {c.batch, c.q_heads}, sizeof(Real) == 8 ? ScalarType::Double : ScalarType::Float);
-    torch::stable::copy_(*copy, *t);
-    return static_cast<const Real*>(copy->data_ptr());
   }
   ScoresOf<Real> scores_{};
   OptionalTensor sinks_, slopes_, seed_;

@@ -257,7 +257,7 @@ BACKWARD_OPTIONS = [
     ("dropped weights count", "sm80_backward.cuh", "bits >> i & 1 ? x.weight : 0.f", "x.weight"),
     ("bits of another row", "scores.cuh", "c / 2 % RowTiles * 8 + c % 2,", "c / 2 % RowTiles * 8 + (c + 1) % 2,"),
     ("one head's slope goes on in the next", "sm80_backward.cuh", "        slope_sum = 0.f;\n", ""),
-    ("one warp's part of the slope", "sm80_backward.cuh", "w < kWarps; w++", "w < 1; w++"),
+    ("one warp's part of the slope", "slope_sum.cuh", "w < Warps; w++", "w < 1; w++"),
     ("sign of the sink's gradient", "backward_heads.cuh", "sum -= ptx::exp2", "sum += ptx::exp2"),
     ("the next tile's mask", "sm80_backward.cuh", "own_key(l), here}", "own_key(l), seen}"),
     (

@@ -5,6 +5,7 @@
 #pragma once
 #include "backward_passes.cuh"
 #include "scores.cuh"
+#include "slope_sum.cuh"
 
 namespace attnjourney {
 
@@ -105,6 +106,27 @@ struct Sm80Backward {
     }
   }
 
+  // This warp's keys of 16 queries from k0 on, of P or dS
+  static __device__ __forceinline__ void read_keys(uint32_t (&a)[kNT][4], uint32_t tile, int k0, const Lane& l) {
+#pragma unroll
+    for (int i = 0; i < kNT; i++)
+      ptx::ldmatrix_x4(a[i], at_col(tile, l.wn * kWarpKeys + i * 16 + l.l16, k0 / 8 + l.lh));
+  }
+  // acc += A B for these 16 queries
+  template <bool Guarded>
+  static __device__ __forceinline__ void accumulate_step(KeySums& acc, const uint32_t (&a)[kNT][4], uint32_t b_tile,
+                                                         int k0, const Lane& l) {
+#pragma unroll
+    for (int j = 0; j < kDT / 2; j++) {
+      uint32_t b[4];
+      ptx::ldmatrix_x4_trans(b, at_row(b_tile, k0 + l.l16, l.wm * (D / 16) + j * 2 + l.lh));
+#pragma unroll
+      for (int i = 0; i < kNT; i++) {
+        const auto mma = Guarded ? guarded_mma<T> : pair_mma<T>;
+        mma(acc[i][2 * j], acc[i][2 * j + 1], a[i], b);
+      }
+    }
+  }
   // acc += A B over this warp's half of the queries (A in registers), then over the other half (A from shared memory).
   static __device__ __forceinline__ void accumulate(KeySums& acc, const Fragments& own, uint32_t other, uint32_t b_tile,
                                                     const Lane& l) {
@@ -114,21 +136,12 @@ struct Sm80Backward {
       for (int kk = 0; kk < kKS; kk++) {
         const int k0 = (half ? l.wm ^ 1 : l.wm) * (Rows / 2) + kk * 16;
         uint32_t a[kNT][4];
+        if (half)
+          read_keys(a, other, k0, l);
+        else
 #pragma unroll
-        for (int i = 0; i < kNT; i++) {
-          if (half)
-            ptx::ldmatrix_x4(a[i], at_col(other, l.wn * kWarpKeys + i * 16 + l.l16, k0 / 8 + l.lh));
-          else
-#pragma unroll
-            for (int e = 0; e < 4; e++) a[i][e] = own[i][kk][e];
-        }
-#pragma unroll
-        for (int j = 0; j < kDT / 2; j++) {
-          uint32_t b[4];
-          ptx::ldmatrix_x4_trans(b, at_row(b_tile, k0 + l.l16, l.wm * (D / 16) + j * 2 + l.lh));
-#pragma unroll
-          for (int i = 0; i < kNT; i++) pair_mma<T>(acc[i][2 * j], acc[i][2 * j + 1], a[i], b);
-        }
+          for (int i = 0; i < 4 * kNT; i++) a[i / 4][i % 4] = own[i / 4][kk][i % 4];
+        accumulate_step<false>(acc, a, b_tile, k0, l);
       }
   }
   // The same where B may hold numbers that are not finite: rare, so all of A from shared memory, a step at a time.
@@ -137,16 +150,8 @@ struct Sm80Backward {
 #pragma unroll 1
     for (int k0 = 0; k0 < Rows; k0 += 16) {
       uint32_t a[kNT][4];
-#pragma unroll
-      for (int i = 0; i < kNT; i++)
-        ptx::ldmatrix_x4(a[i], at_col(a_tile, l.wn * kWarpKeys + i * 16 + l.l16, k0 / 8 + l.lh));
-#pragma unroll
-      for (int j = 0; j < kDT / 2; j++) {
-        uint32_t b[4];
-        ptx::ldmatrix_x4_trans(b, at_row(b_tile, k0 + l.l16, l.wm * (D / 16) + j * 2 + l.lh));
-#pragma unroll
-        for (int i = 0; i < kNT; i++) guarded_mma<T>(acc[i][2 * j], acc[i][2 * j + 1], a[i], b);
-      }
+      read_keys(a, a_tile, k0, l);
+      accumulate_step<true>(acc, a, b_tile, k0, l);
     }
   }
   // Are all numbers finite that the products with rows [0, Count) of a tile, columns of chunks [chunk, chunk + Chunks),
@@ -407,7 +412,8 @@ struct Sm80Backward {
         if (tid == 0) ptx::turn_pass(p.turn + 2 * tile, (Options ? *held_turn : turn) + 1);
       }
       if (Options && p.slope_sum && (next >= total || at.head != head)) {
-        add_slopes(p, where, head, slope_sum, reinterpret_cast<float*>(smem + kTileBytes + Window::kBytes));
+        add_slopes<Keys, kWarps>(p, where, head, slope_sum,
+                                 reinterpret_cast<float*>(smem + kTileBytes + Window::kBytes));
         slope_sum = 0.f;
       }
     }
@@ -434,22 +440,6 @@ struct Sm80Backward {
       grad_product = x.grad * x.slope;
     }
   };
-
-  // This block's part of the gradient of a head's slope.
-  static __device__ __forceinline__ void add_slopes(const BackwardTask& p, const BackwardTile& where, int head,
-                                                    float sum, float* parts) {
-    const int tid = threadIdx.x;
-#pragma unroll
-    for (int m = 1; m < 32; m *= 2) sum += ptx::shfl_xor(sum, m);
-    if (tid % 32 == 0) parts[tid / 32] = sum;
-    __syncthreads();
-    if (tid != 0) return;
-    float total = 0.f;
-    for (int w = 0; w < kWarps; w++) total += parts[w];
-    const int slot =
-        where.key_tile + (p.cu_q ? first_packed_tile(p.cu_k, Keys, where.batch) : where.batch * p.key_tiles);
-    p.slope_sum[int64_t(slot) * p.q_heads + head] = total;
-  }
 
   // dK and dV leave through the K and V tiles, so that global stores are whole 16-byte chunks.
   static __device__ __forceinline__ void write(const BackwardTask& p, const BackwardTile& where, const Sequence& held,

@@ -2,7 +2,7 @@
 // block: Keys keys of one key head, all query tiles of all its query heads. S^T = K Q^T and dP^T = V dO^T, so that P^T
 // and dS^T are already A operands of dV += P^T dO and dK += dS^T Q; dQ = dS K needs dS in shared memory.
 #pragma once
-#include "backward_task.cuh"
+#include "slope_sum.cuh"
 #include "wide_tiles.cuh"
 
 namespace attnjourney {
@@ -179,7 +179,7 @@ struct WideBackward {
         if (tid == 0) ptx::turn_pass(p.turn + 2 * tile, turn + 1);
       }
       if (p.slope_sum && (next >= total || at.head != head)) {
-        add_slopes(p, where, head, warp % kParts == 0 ? slope_sum : 0, tiles.parts);
+        add_slopes<Keys, kWarps>(p, where, head, warp % kParts == 0 ? slope_sum : 0, tiles.parts);
         slope_sum = 0;
       }
       if (Stages == 1) {
@@ -323,19 +323,6 @@ struct WideBackward {
           for (int j = 0; j < kW; j++) dq[j][2 * h + e] += ds * x[j];
         }
       }
-  }
-
-  // This block's part of the gradient of a head's slope.
-  static __device__ __forceinline__ void add_slopes(const BackwardTaskOf<Real>& p, const BackwardTile& where, int head,
-                                                    Real sum, Real* parts) {
-#pragma unroll
-    for (int m = 1; m < 32; m *= 2) sum += ptx::shfl_xor(sum, m);
-    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = sum;
-    __syncthreads();
-    if (threadIdx.x != 0) return;
-    const int slot =
-        where.key_tile + (p.cu_q ? first_packed_tile(p.cu_k, Keys, where.batch) : where.batch * p.key_tiles);
-    p.slope_sum[int64_t(slot) * p.q_heads + head] = parts[0] + parts[1] + parts[2] + parts[3];
   }
 
   static __device__ __forceinline__ void write(void* to, const Strides& strides, const Sums& d, Real scale,
