@@ -323,13 +323,15 @@ def _gpu() -> list[Case]:
                 )  # fmt: skip
     cases.append(Case("gpu-bf16-gqa8-n8192-causal", "gpu", 2, 16, 2, q_len=8192, head_dim=128, dtype="bf16",
                       causal=True, check=False))  # fmt: skip
-    # 4k tokens with options; what hides tells in `of peak` how much of the whole it leaves out
-    of_options = [("padding", dict(mask="padding")), ("float", dict(mask="float")), ("dropout", dict(dropout=0.1))]
-    of_options += [("float-grad", dict(mask="float-grad", passes=("forward", "backward")))]
-    of_options += [("window512", dict(option="window", extent=512, causal=True)), ("alibi", dict(option="alibi"))]
-    for name, fields in of_options:
-        cases.append(Case(f"gpu-options-bf16-d128-n4096-{name}", "gpu-options", 2 if "float" in name else 4, 16,
-                          q_len=4096, head_dim=128, dtype="bf16", check=False, **fields))  # fmt: skip
+    # with options; a float mask is one for each head
+    trained = dict(mask="float-grad", passes=("forward", "backward"))
+    of_options = [("padding", dict(mask="padding")), ("float", dict(mask="float")), ("float-grad", trained),
+                  ("dropout", dict(dropout=0.1)), ("alibi", dict(option="alibi")),
+                  ("window512", dict(option="window", extent=512, causal=True))]  # fmt: skip
+    for d in (128, 64):
+        for name, fields in of_options[: 6 if d == 128 else 4]:
+            cases.append(Case(f"gpu-options-bf16-d{d}-n4096-{name}", "gpu-options", 4, 2048 // d,
+                              q_len=4096, head_dim=d, dtype="bf16", check=False, **fields))  # fmt: skip
     for layer, sizes in (("gqa", dict(kv_heads=4, head_dim=128)), ("mla", dict(head_dim=192, v_head_dim=128))):
         cases.append(Case(f"gpu-layer-{layer}-n4096", "gpu", 2, 16, q_len=4096, layer=layer, causal=True, dtype="bf16",
                           check=False, **sizes))  # fmt: skip
@@ -352,15 +354,6 @@ def _gpu() -> list[Case]:
     for dtype, n in (("bf16", 2048), ("bf16", 16384), ("fp32", 16384)):
         cases.append(Case(f"gpu-linear-{dtype}-n{n}", "gpu-linear", 16384 // n, 16, q_len=n, dtype=dtype,
                           function="linear", check=n <= 4096, passes=("forward", "backward")))  # fmt: skip
-    for d in (64, 128):
-        for name, option in (
-            ("padding", dict(mask="padding")),
-            ("float", dict(mask="float")),
-            ("dropout", dict(dropout=0.1)),
-        ):
-            cases.append(Case(f"gpu-options-bf16-d{d}-n4096-{name}", "gpu-options", 4, 2048 // d, q_len=4096,
-                              head_dim=d, dtype="bf16", check=False, passes=("forward", "backward"),
-                              **option))  # fmt: skip
     cases.append(Case("gpu-blocks-bf16-n8192", "gpu-blocks", 1, 16, q_len=8192, head_dim=128, mask="bigbird", extent=64,
                       dtype="bf16", check=False))  # fmt: skip
     return cases

@@ -90,10 +90,6 @@ def steps(out: Path, cases: str) -> dict[str, list[tuple[list[str], int]]]:
                 60,
             ),
             (
-                [*bench, "--case", cases or "gpu-options", "--peers", backends, "--json", str(out / "options.json")],
-                60,
-            ),
-            (
                 [*bench, "--case", cases or "gpu-linear", "--peers", "plain", "--json", str(out / "linear.json")],
                 30,
             ),
