@@ -95,10 +95,14 @@ __device__ __forceinline__ uint32_t seen_in_mask(const ScoresOf<Real>& s, const 
   return seen;
 }
 
-// A bias in log2 units: the lowest finite numbers stay finite, only -inf hides.
+// A bias in log2 units: the lowest finite numbers stay finite, only -inf hides. finite_bias: x is not that.
 template <class Real>
 __device__ __forceinline__ Real finite_bias(Real x) {
   return fmax(x * Limits<Real>::kLog2E, Limits<Real>::kLowest);
+}
+template <class Real>
+__device__ __forceinline__ Real bias_log2(Real x) {
+  return x == -INFINITY ? x : finite_bias(x);
 }
 
 // An element of a floating mask in log2 units
@@ -107,7 +111,7 @@ __device__ __forceinline__ Real mask_value(const ScoresOf<Real>& s, const HeadSc
   const int64_t at = row * s.mask_row + key * s.mask_col;
   const Real x = s.mask_kind == MaskElement::fp32 ? reinterpret_cast<const float*>(h.mask)[at]
                                                   : ptx::to_float(reinterpret_cast<const T*>(h.mask)[at]);
-  return x == -INFINITY ? x : finite_bias(x);
+  return bias_log2(x);
 }
 
 // A sink in log2 units

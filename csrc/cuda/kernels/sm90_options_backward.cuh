@@ -216,7 +216,7 @@ struct Sm90OptionsBackward {
     const Sm90OptionsBackwardMemory<S> m(ptx::smem_addr(smem));
     Work& work = *reinterpret_cast<Work*>(smem + (m.work - m.k));
     if (threadIdx.x == 0) {
-      const BackwardTile where = p.cu_q ? BackwardTile(p, S::kKeys) : BackwardTile(p);
+      const BackwardTile where = p.cu_q ? BackwardTile(p, blockIdx.x, S::kKeys) : BackwardTile(p, blockIdx.x);
       const Sequence sequence = sequence_of<true>(p, where.batch);
       work.where = where;
       work.sequence = sequence;
