@@ -151,23 +151,26 @@ def test_tiles_that_a_mask_hides_are_skipped(programs):
     assert half * 2 == blocked * 2 == full
 
 
-def attempts(program, name):
-    """What may notice a fault, the quick ones first."""
+def attempts(program, name, file):
+    """What may notice a fault, the likely ones first."""
     entry, biased = {**KERNELS, **BIASED}[name], name in BIASED
     for turn in range(len(run.ORDER_NAMES)):
         orders = run.ORDER_NAMES[turn:] + run.ORDER_NAMES[:turn]
-        for check, cases in checks(biased):
-            yield from [partial(check, program, entry, case, orders[i % 6]) for i, case in enumerate(cases)]
-        yield partial(check_nan, program, entry, biased, orders[0])
+        rare = [partial(check_nan, program, entry, biased, orders[0])]
         if not biased:
-            yield partial(check_packed_nan, program, entry, orders[0])
-            yield partial(blocks.check_forward, program, entry, blocks.FAR, orders[0])
+            rare = [partial(check_packed_nan, program, entry, orders[0]), *rare]
+            rare.append(partial(blocks.check_forward, program, entry, blocks.FAR, orders[0]))
+        of_sequences = file in (faults_options_forward.PRODUCER, faults_options_forward.OUTPUT)
+        yield from rare if of_sequences else ()
+        for check, cases in sorted(checks(biased), key=lambda c: of_sequences and len(c[1])):
+            yield from [partial(check, program, entry, case, orders[i % 6]) for i, case in enumerate(cases)]
+        yield from () if of_sequences else rare
 
 
 @pytest.mark.parametrize("name,what,file,old,new", FAULTS, ids=[f[1] for f in FAULTS])
 def test_faulty_forward_is_found(programs, name, what, file, old, new):
     entry = {**KERNELS, **BIASED}[name]
-    for attempt in attempts(build.program(*entry[0], build.faulty_sources(file, old, new)), name):
+    for attempt in attempts(build.program(*entry[0], build.faulty_sources(file, old, new)), name, file):
         try:
             attempt()
         except (AssertionError, run.EmulatorError) as found:

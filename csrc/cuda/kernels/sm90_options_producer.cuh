@@ -73,12 +73,13 @@ struct Sm90OptionsProducer : Sm90ForwardLoads<S> {
       if (!more) break;
       i = Loads::next_tile(i);
       const int head = first.head / p.group;
-      while (n >= 0) {
-        const int next = seen_from(n - 1, first, second), stage = Loads::wait_k();
+      for (int before = -1, next; n >= 0; before = n, n = next) {  // a tile's V follows the K of the next one
+        next = seen_from(n - 1, first, second);
+        const int stage = Loads::wait_k();
         stages[stage] = {n, Sm90OptionsTile::pack(first.kind(n), second.kind(n), next < 0)};
         Loads::load_k(stage, head, item, first.k_begin + n * S::kKeys);
-        Loads::load_v(k_count - 1, head, item, first.k_begin + n * S::kKeys, first.key_end);
-        n = next;
+        if (before >= 0) Loads::load_v(k_count - 2, head, item, first.k_begin + before * S::kKeys, first.key_end);
+        if (next < 0) Loads::load_v(k_count - 1, head, item, first.k_begin + n * S::kKeys, first.key_end);
       }
     }
     Loads::finish();

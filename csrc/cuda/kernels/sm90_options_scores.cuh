@@ -86,9 +86,14 @@ struct Sm90OptionsScores {
 #pragma unroll
       for (int j = 0; j < kCount / 4 / kWords; j++)
 #pragma unroll
-        for (int w = 0; w < kWords; w++) {
-          raw[(2 * j + 0) * kWords + w] = reinterpret_cast<const uint32_t*>(a + 8 * j)[w];
-          raw[(2 * j + 1) * kWords + w] = reinterpret_cast<const uint32_t*>(b + 8 * j)[w];
+        for (int h = 0; h < 2; h++) {
+          const X* at = (h ? b : a) + 8 * j;
+          if constexpr (kWords == 1) {
+            raw[2 * j + h] = *reinterpret_cast<const uint32_t*>(at);
+          } else {
+            const uint2 v = *reinterpret_cast<const uint2*>(at);
+            raw[4 * j + 2 * h] = v.x, raw[4 * j + 2 * h + 1] = v.y;
+          }
         }
       return;
     }

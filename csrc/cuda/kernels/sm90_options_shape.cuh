@@ -30,15 +30,18 @@ struct Sm90OptionsTile {
   __device__ __forceinline__ bool last() const { return flags >> 4; }
 };
 
+template <class T, int Dqk, int Dv, int QueryStages>
+using Sm90OptionsBase = Sm90ForwardShape<T, Dqk, Dv, 2, 128, Dqk == 64 ? 4 : 2, QueryStages, true, false, 0, false>;
+
 // Bias: the mask is floating; else it is boolean, of blocks, or there is none.
 template <class T, int Dqk, int Dv, int QueryStages, bool Bias>
-struct Sm90OptionsShape : Sm90ForwardShape<T, Dqk, Dv, 2, 128, 2, QueryStages, true, false, 0, false> {
-  using Plain = Sm90ForwardShape<T, Dqk, Dv, 2, 128, 2, QueryStages, true, false, 0, false>;
+struct Sm90OptionsShape : Sm90OptionsBase<T, Dqk, Dv, QueryStages> {
+  using Base = Sm90OptionsBase<T, Dqk, Dv, QueryStages>;
   static constexpr bool kOptions = true, kBias = Bias;
   // P V of a tile under the scores of the next one; a bias takes the registers that this needs
   static constexpr bool kOverlap = !Bias;
-  static constexpr int kSlotsAt = Plain::kSmemBytes, kTilesAt = kSlotsAt + 8 * sizeof(Sm90OptionsSlot);
-  static constexpr int kSmemBytes = kTilesAt + Plain::kStages * sizeof(Sm90OptionsTile);
+  static constexpr int kSlotsAt = Base::kSmemBytes, kTilesAt = kSlotsAt + 8 * sizeof(Sm90OptionsSlot);
+  static constexpr int kSmemBytes = kTilesAt + Base::kStages * sizeof(Sm90OptionsTile);
   static_assert(kSlotsAt % alignof(Sm90OptionsSlot) == 0 && kSmemBytes <= 227 * 1024);
 };
 
