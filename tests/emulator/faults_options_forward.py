@@ -45,6 +45,12 @@ PLAIN = [  # without a floating mask
     ("lse of the first sequence", OUTPUT, "int64_t(x.head) * p.q_len + x.q_begin", "int64_t(x.head) * p.q_len"),
 ]
 BIAS = [  # with one
+    (
+        "what is not finite in a bias not noticed",
+        SCORES,
+        "return !ptx::any((large & 0x80008000u) != 0);",
+        "return true;",
+    ),
     ("what a bias hides is not looked at", FORWARD, "      if (S::kBias)\n", "      if (false)\n"),
     (
         "second half of a float32 bias is the first",

@@ -115,6 +115,15 @@ struct Sm90OptionsScores {
     }
   }
 
+  // Is every number of a bias in pairs of T finite, and far from where bias_log2 ends?
+  __device__ __forceinline__ bool moderate() const {
+    constexpr uint32_t kStep = ptx::is_bf16<T> ? 0x01800180u : 0x04000400u;  // to the sign's place from 2^126, from inf
+    uint32_t large = 0;
+#pragma unroll
+    for (int j = 0; j < kCount / 2; j++) large |= (raw[S::kBias ? j : 0] & 0x7fff7fffu) + kStep;
+    return !ptx::any((large & 0x80008000u) != 0);
+  }
+
   // Under the products of tile n. row: the thread's first one
   __device__ __forceinline__ void look(const Slot& x, int n, TileKind kind, int row, int lane) {
     const Scores& o = p.scores;
@@ -166,7 +175,13 @@ struct Sm90OptionsScores {
       lowest = fminf(lowest, bias);
     };
     if constexpr (S::kBias) {
-      if (o.mask_kind == MaskElement::same) {
+      if (o.mask_kind == MaskElement::same && moderate()) {
+#pragma unroll
+        for (int i = 0; i < kCount; i++) {
+          const float2 bias = ptx::unpack2<T>(raw[i / 2]);
+          s[i] = s[i] * factor + (i % 2 ? bias.y : bias.x) * kLog2E;
+        }
+      } else if (o.mask_kind == MaskElement::same) {
 #pragma unroll
         for (int j = 0; j < kCount / 2; j++) {
           const float2 bias = ptx::unpack2<T>(raw[j]);
