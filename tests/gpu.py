@@ -22,7 +22,11 @@ import torch, attnjourney
 for dim, dtype in ((64, torch.bfloat16), (128, torch.float16), (64, torch.float32), (20, torch.float64)):
     q, k, v = (torch.randn(1, h, 150, dim, device="cuda", dtype=dtype, requires_grad=True) for h in (2, 1, 1))
     lengths = torch.tensor([130], device="cuda")
-    for options in ({}, {"is_causal": True}, {"window_size": (40, 3), "key_lengths": lengths}):
+    bias = torch.randn(150, 150, device="cuda", dtype=dtype)
+    for options in (
+        {}, {"is_causal": True}, {"window_size": (40, 3), "key_lengths": lengths},
+        {"attn_mask": bias > 0, "dropout_p": 0.1}, {"attn_mask": bias, "softcap": 5.0},
+    ):
         attnjourney.attention(q, k, v, enable_gqa=True, **options).sum().backward()
     blocks = attnjourney.BlockMask.from_function(lambda b, h, i, j: (i // 16 + j // 16) % 3 > i % 2, 1, 1, 150, 150, 16)
     attnjourney.attention(q, k, v, blocks.to("cuda"), enable_gqa=True).sum().backward()
