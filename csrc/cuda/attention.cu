@@ -82,8 +82,7 @@ void launch_backward(const BackwardTaskOf<double>& p, const AttentionCall&, cons
 }
 void launch_backward(const BackwardTask& p, const AttentionCall& c, const Device& device, cudaStream_t stream,
                      const Tensor& query, bool hopper, bool options_used, bool ranged) {
-  if (c.dtype == ScalarType::Float && !options_used && splits_backward(p, device))
-    return split_backward(p, query, device, stream);
+  if (c.dtype == ScalarType::Float && !options_used && splits(p)) return split_backward(p, query, device, stream);
   const bool bf16 = c.dtype == ScalarType::BFloat16;
   const BackwardLaunch launch = c.dtype == ScalarType::Float ? wide_backward_fp32
                                 : hopper && options_used

@@ -48,11 +48,8 @@ constexpr int wide_rows(int size, int element, bool small) {
   return size * element == 256 ? 32 : small && element == 8 && size > 64 ? 8 : 16;
 }
 constexpr int wide_keys(int size, int element) { return size * element <= 512 ? 64 : size * element == 1024 ? 32 : 16; }
-// query tiles of the backward for float in planes of halves, and bytes of shared memory of a block
+// most query tiles of the backward for float in planes of halves
 constexpr int split_rows(int size) { return 4096 / size; }
-constexpr int split_backward_bytes(int size) {
-  return 4 * (64 + split_rows(size)) * 2 * size + 256 * split_rows(size) + 8 * split_rows(size) + 80;
-}
 // Hopper's kernels end at 128, in the forward at 192 with values of 128; above, those of sm_80 run there too.
 inline bool hopper_forward(int size) { return size != 256256; }
 inline bool hopper_backward(int size) { return size != 256; }

@@ -2,14 +2,8 @@
 // columns, and the launches.
 #pragma once
 #include "device.h"
-#include "split_forward.h"
 
 namespace attnjourney {
-
-// On every GPU whose blocks may have the memory: below 128 dimensions all, up to 128 those with 163 KB.
-inline bool splits_backward(const BackwardTask& p, const Device& device) {
-  return splits(p) && split_backward_bytes(backward_size(p.head_dim, p.v_head_dim)) <= device.shared_bytes;
-}
 
 inline void split_backward(const BackwardTask& p, const Tensor& query, const Device& device, cudaStream_t stream) {
   const int64_t dim = backward_size(p.head_dim, p.v_head_dim), rows = 8192 / dim;

@@ -10,16 +10,20 @@
 #endif
 
 using namespace attnjourney;
+#ifdef SMALL
+using Kernel = SplitBackwardSmall;
+#else
 using Kernel = SplitBackwardOf<DIM>;
+#endif
 
 int main(int argc, char** argv) {
   return driver::run(argc, argv, [](const driver::Arguments& a) {
     driver::BackwardInputs<float, float> in(a);
     BackwardTask& p = in.p;
-    constexpr int kRows = Kernel::kRows, kTile = SplitSize<DIM>::kRows;
+    constexpr int kWhole = 4096 / DIM, kTile = SplitSize<DIM>::kRows;
     const size_t pairs = static_cast<size_t>(p.batch) * p.q_heads, kv_pairs = static_cast<size_t>(p.batch) * p.kv_heads;
     p.tile_rows = DIM == 64 ? 32 : 16, p.tile_keys = Kernel::kKeys;  // of WideBackward
-    p.rows = (p.q_len + kRows - 1) / kRows * kRows, p.key_tiles = (p.kv_len + 63) / 64;
+    p.rows = (p.q_len + kWhole - 1) / kWhole * kWhole, p.key_tiles = (p.kv_len + 63) / 64;
     const size_t rows = pairs * p.rows;
     emulator::Buffer<float> lse2(rows, "lse2"), delta(rows, "delta"), query_sum(rows * DIM, "query_sum");
     emulator::Buffer<int> turn(std::vector<int>(2 * rows / 16, 0), "turn");

@@ -5,11 +5,11 @@
 namespace attnjourney {
 namespace {
 
-template <int D>
+template <class Kernel>
 void launch_split_backward(const BackwardTask& p, const SplitBackwardPlanes& w, const Device& device,
                            cudaStream_t stream) {
-  using Kernel = SplitBackwardOf<D>;
-  static_assert(Kernel::kRows == split_rows(D) && Kernel::kSmemBytes == split_backward_bytes(D));
+  constexpr int D = Kernel::kD;
+  static_assert(split_rows(D) % Kernel::kRows == 0);
   const int64_t rows = int64_t{p.batch} * p.q_heads * p.rows;
   const int64_t planes = int64_t{p.q_heads} * w.query_tiles + int64_t{p.kv_heads} * w.key_tiles;
   const auto pass = [&](auto kernel, int64_t threads, auto... arguments) {
@@ -28,8 +28,12 @@ void launch_split_backward(const BackwardTask& p, const SplitBackwardPlanes& w, 
 
 void sm80_split_backward_fp32(const BackwardTask& p, const SplitBackwardPlanes& w, const Device& device,
                               cudaStream_t stream) {
-  if (backward_size(p.head_dim, p.v_head_dim) == 64) return launch_split_backward<64>(p, w, device, stream);
-  launch_split_backward<128>(p, w, device, stream);
+  static_assert(SplitBackwardOf<64>::kSmemBytes <= kSmallShared && SplitBackwardSmall::kSmemBytes <= kSmallShared);
+  const bool small = device.shared_bytes < SplitBackwardOf<128>::kSmemBytes;
+  const auto launch_it = backward_size(p.head_dim, p.v_head_dim) == 64 ? launch_split_backward<SplitBackwardOf<64>>
+                         : small                                       ? launch_split_backward<SplitBackwardSmall>
+                                                                       : launch_split_backward<SplitBackwardOf<128>>;
+  launch_it(p, w, device, stream);
 }
 
 }  // namespace attnjourney

@@ -5,8 +5,8 @@
 //
 // One block: 64 keys of one key head, all query tiles of all its query heads; a warp has 16 keys. S^T = K Q^T and dP^T
 // = V dO^T, so that P^T and dS^T are already A operands of dV += P^T dO and dK += dS^T Q; dQ = dS K by way of shared
-// memory, 32 x 32 a warp. P, at most 1, is split times 2^14; dS times the power of two that brings the block's largest
-// to [2^14, 2^15). Tiles are loaded as soon as the last product with the one before is done: two blocks share a
+// memory, 32 columns a warp. P, at most 1, is split times 2^14; dS times the power of two that brings the block's
+// largest to [2^14, 2^15). Tiles are loaded as soon as the last product with the one before is done: two blocks share a
 // multiprocessor, and one multiplies while the other waits.
 #pragma once
 #include "backward_task.cuh"
@@ -21,7 +21,8 @@ struct SplitBackward {
   static constexpr int kKeyPlane = kKeys * kRow, kPlane = Rows * kRow, kScorePlane = kKeys * kCol;
   static constexpr int kTileBytes = 4 * kKeyPlane + 4 * kPlane + 2 * kScorePlane, kStats = 2 * Rows * 4;
   static constexpr int kSmemBytes = kTileBytes + kStats + 4 * kWarps + 64;
-  static_assert(Rows * D == 4096, "32 x 32 of dQ a warp");
+  static constexpr int kHigh = Rows * D / 2048, kUnit = kHigh * 512;  // of dQ, a warp: 16s of rows; numbers
+  static_assert(kHigh == 1 || kHigh == 2);
   static constexpr float kLow = 1 / kLowFactor, kTop = 16384.f;
   using Scores = float[Rows / 8][4];  // element e of tile j: key g + 8 (e / 2), query 8 j + 2 t + e % 2
   using Sums = float[D / 8][4];       // the same with columns for queries
@@ -65,7 +66,7 @@ struct SplitBackward {
     return tile + row * kRow + ((chunk ^ (row & 7)) << 4);
   }
   static __device__ __forceinline__ uint32_t at_col(uint32_t tile, uint32_t row, uint32_t chunk) {
-    return tile + row * kCol + ((chunk ^ (Rows == 32 ? row >> 1 & 3 : row & 7)) << 4);  // 32: rows of four chunks
+    return tile + row * kCol + ((chunk ^ row / (128 / kCol) % (kCol / 16)) << 4);  // 128 bytes: all banks
   }
   // Where a thread reads fragments of 16 rows by 16 columns for ldmatrix: of A, or transposed, of B; and of B by rows.
   // Addresses are made anew for every product, with few registers: lane() hides that they are always the same.
@@ -187,7 +188,7 @@ struct SplitBackward {
         for (int i = 0; i < 8; i++) {
           float sum = large[j][i / 4][i % 4];
           if (k == kPerPair - 1) sum += small[j][i / 4][i % 4] * kLow;
-          if (k % 2 == 1) d[2 * pair + i / 4][i % 4] += sum * factor;
+          if (k % 2 == 1 || k == kPerPair - 1) d[2 * pair + i / 4][i % 4] += sum * factor;
         }
       }
     }
@@ -206,17 +207,17 @@ struct SplitBackward {
       }
   }
 
-  // dQ of this tile times factor: a warp's 32 rows by 32 columns
+  // dQ of this tile times factor: a warp's 16 kHigh rows by 32 columns
   static __device__ __forceinline__ void add_query(float* sum_tile, const Tiles& tiles, float factor, int dim) {
-    const uint32_t lane_ = lane(), warp_ = warp(), row = warp_ / (D / 32) * 32, column = warp_ % (D / 32);
+    const uint32_t lane_ = lane(), warp_ = warp(), row = warp_ / (D / 32) * (16 * kHigh), column = warp_ % (D / 32);
     if (static_cast<int>(column * 32) >= dim) return;
     const Reader of_b{reader(tiles.key + column / 2 * 128, 0, lane_).at ^ column % 2 * 64};
-    float large[2][2][2][4] = {}, small[2][2][2][4] = {};  // rows, columns in 16s
+    float large[kHigh][2][2][4] = {}, small[kHigh][2][2][4] = {};  // rows, columns in 16s
 #pragma unroll
     for (int k = 0; k < kKeys / 16; k++) {
-      uint32_t a[2][2][4];
+      uint32_t a[kHigh][2][4];
 #pragma unroll
-      for (int i = 0; i < 4; i++)
+      for (int i = 0; i < 2 * kHigh; i++)
         ptx::ldmatrix_x4_trans(a[i / 2][i % 2],
                                at_col(tiles.score + i % 2 * kScorePlane, 16 * k + lane_ / 16 * 8 + lane_ % 8,
                                       row / 8 + i / 2 * 2 + lane_ / 8 % 2));
@@ -226,21 +227,21 @@ struct SplitBackward {
 #pragma unroll
         for (int half = 0; half < 2; half++) ptx::ldmatrix_x4_trans(b[half], of_b(j, 16 * k) + half * kKeyPlane);
 #pragma unroll
-        for (int i = 0; i < 2; i++) add(large[i][j], small[i][j], a[i][0], a[i][1], b[0], b[1]);
+        for (int i = 0; i < kHigh; i++) add(large[i][j], small[i][j], a[i][0], a[i][1], b[0], b[1]);
       }
     }
-    float* to = sum_tile + warp_ * 1024 + lane_;
+    float* to = sum_tile + warp_ * kUnit + lane_;
 #pragma unroll
-    for (int i = 0; i < 32; i++) {
+    for (int i = 0; i < kUnit / 32; i++) {
       const int m = i / 16, j = i / 8 % 2, n = i / 4 % 2, e = i % 4;
       ptx::reduce_add(to + i * 32, (large[m][j][n][e] + small[m][j][n][e] * kLow) * factor);
     }
   }
   // columns 4 chunk .. of a row of query_sum's tile, where a warp adds to 32 neighbours
   static __device__ __forceinline__ void load_query(float (&x)[4], const float* tile, int row, int chunk) {
-    const int warp = row / 32 * (D / 32) + chunk / 8,
-              element = (row % 32 / 16 * 4 + chunk % 8 / 2) * 4 + row / 8 % 2 * 2;
-    const float* from = tile + warp * 1024 + element * 32 + row % 8 * 4 + chunk % 2 * 2;
+    const int warp = row / (16 * kHigh) * (D / 32) + chunk / 8;
+    const int element = (row / 16 % kHigh * 4 + chunk % 8 / 2) * 4 + row / 8 % 2 * 2;
+    const float* from = tile + warp * kUnit + element * 32 + row % 8 * 4 + chunk % 2 * 2;
     x[0] = from[0], x[1] = from[32], x[2] = from[1], x[3] = from[33];
   }
 
@@ -408,6 +409,8 @@ struct SplitBackward {
 // The kernels that are built, by size (launch.h).
 template <int D>
 struct SplitBackwardOf : SplitBackward<D, 4096 / D> {};
+// where shared memory is small
+struct SplitBackwardSmall : SplitBackward<128, 16> {};
 
 // grid: key_tiles * kv_heads * batch
 template <class Kernel>
