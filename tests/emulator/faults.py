@@ -227,7 +227,7 @@ FORWARD_OPTIONS = [
         "row + 8 * h < sequence.q_len && sink != -INFINITY",
         "sink != -INFINITY",
     ),
-    ("the first item's mask for all", "scores.cuh", "batch_offset(p.scores, p.scores.mask_batch, batch)", "0"),
+    ("the first item's mask for all", "scores.cuh", " + batch_offset(s, s.mask_batch, batch)", ""),
     ("the first head's mask for all", "scores.cuh", "head * s.mask_head + ", ""),
     ("halves of a boolean mask exchanged", "scores.cuh", "mask[F::row(i) *", "mask[F::row(i ^ 2) *"),
     (

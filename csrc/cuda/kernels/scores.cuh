@@ -66,17 +66,21 @@ struct HeadScoresOf {
   Real slope;                 // in log2 units
   uint32_t index;             // batch * q_heads + head
   __device__ __forceinline__ HeadScoresOf(const SequenceTaskOf<Real>& p, int q_heads, int batch, int head)
-      : HeadScoresOf(p, q_heads, batch, head,
-                     p.scores.mask_kind == MaskElement::none ? 0 : batch_offset(p.scores, p.scores.mask_batch, batch)) {
-  }
-  // mask_batch: batch_offset of the mask
-  __device__ __forceinline__ HeadScoresOf(const SequenceTaskOf<Real>& p, int q_heads, int batch, int head,
-                                          int64_t mask_batch)
       : mask(nullptr), slope(0), index(batch * q_heads + head) {
     const ScoresOf<Real>& s = p.scores;
     if (s.slopes) slope = s.slopes[index] * Limits<Real>::kLog2E;
     if (s.mask_kind == MaskElement::none) return;
-    mask = static_cast<const unsigned char*>(s.mask) + (head * s.mask_head + mask_batch) * s.mask_bytes;
+    const int64_t at = head * s.mask_head + batch_offset(s, s.mask_batch, batch);
+    mask = static_cast<const unsigned char*>(s.mask) + at * s.mask_bytes;
+  }
+  // item_mask: where the item's mask begins, found before
+  __device__ __forceinline__ HeadScoresOf(const SequenceTaskOf<Real>& p, int q_heads, int batch, int head,
+                                          int64_t item_mask)
+      : mask(nullptr), slope(0), index(batch * q_heads + head) {
+    if (p.scores.slopes) slope = p.scores.slopes[index] * Limits<Real>::kLog2E;
+    if (p.scores.mask_kind == MaskElement::none) return;
+    mask = static_cast<const unsigned char*>(p.scores.mask) +
+           (item_mask + head * p.scores.mask_head) * p.scores.mask_bytes;
   }
   __device__ __forceinline__ HeadBlocks blocks(const ScoresOf<Real>& s) const {
     return {s.blocks, reinterpret_cast<const int*>(mask)};
@@ -151,15 +155,19 @@ template <class Real>
 struct WeightedScore {
   Real weight, grad, slope;
 };
-// product: q . k; lse in log2 units; grad: dO . v; keep: dropout keeps the weight; away() -> distance; bias: the value
-// of a floating mask, which hides nothing that is visible
-template <class T, class Real, class Away>
-__device__ __forceinline__ WeightedScore<Real> weighted_by(const ScoresOf<Real>& s, Real slope, Away&& away, Real bias,
-                                                           bool visible, bool keep, Real product, Real scale_log2,
-                                                           Real lse, Real grad, Real delta) {
+// product: q . k; lse in log2 units; grad: dO . v; keep: dropout keeps the weight; away() -> distance, bias() -> the
+// mask's value
+template <class T, class Real, class Away, class Bias>
+__device__ __forceinline__ WeightedScore<Real> weighted_by(const ScoresOf<Real>& s, Real slope, Away&& away,
+                                                           Bias&& bias, bool visible, bool keep, Real product,
+                                                           Real scale_log2, Real lse, Real grad, Real delta) {
   Score<Real> x = capped<T>(s, product, scale_log2);
   if (s.slopes) x.value -= slope * away();
-  if (s.mask_kind > MaskElement::boolean) x.value += bias;
+  if (s.mask_kind > MaskElement::boolean && visible) {
+    const Real b = bias();
+    x.value += b;
+    visible = b != -INFINITY;
+  }
   const Real above = x.value - lse;  // more than rounding above 0 only where lse is beyond its precision
   const Real weight = visible ? ptx::exp2(above > 1 ? Real(1) : above) : 0;
   if (s.seed) grad = keep ? grad * s.keep_scale : 0;
@@ -169,14 +177,9 @@ template <class T, class Real>
 __device__ __forceinline__ WeightedScore<Real> weighted(const ScoresOf<Real>& s, const HeadScoresOf<Real>& h, int row,
                                                         int key, int offset, bool visible, bool keep, Real product,
                                                         Real scale_log2, Real lse, Real grad, Real delta) {
-  Real bias = 0;
-  if (s.mask_kind > MaskElement::boolean && visible) {
-    bias = mask_value<T>(s, h, row, key);
-    visible = bias != -INFINITY;
-  }
   return weighted_by<T>(
-      s, h.slope, [&] { return distance<Real>(row, key, offset); }, bias, visible, keep, product, scale_log2, lse, grad,
-      delta);
+      s, h.slope, [&] { return distance<Real>(row, key, offset); }, [&] { return mask_value<T>(s, h, row, key); },
+      visible, keep, product, scale_log2, lse, grad, delta);
 }
 
 // Bits of eight keys of a row: kept or dropped.

@@ -108,8 +108,9 @@ struct Sm90OptionsBackwardScores {
             const int x = 8 * i + 4 * j + 2 * h + e, r = Fragment::row(x), k = Fragment::key(x);
             const bool visible = here >> x & 1, keep = (Bias && !All) || (bits >> x & 1);
             const auto distance = [&] { return fabsf(away + static_cast<float>(r - k)); };
-            const auto w = weighted_by<T>(o, head.slope, distance, bias[4 * j + 2 * h + e], visible, keep, s[x],
-                                          p.scale_log2, lse[2 * j + e], dp[x], delta[2 * j + e]);
+            const auto value = [&] { return bias[4 * j + 2 * h + e]; };
+            const auto w = weighted_by<T>(o, head.slope, distance, value, visible, keep, s[x], p.scale_log2,
+                                          lse[2 * j + e], dp[x], delta[2 * j + e]);
             if (slopes) sum -= w.grad * distance();
             pr[e] = keep ? w.weight : 0.f;
             ds[e] = All ? w.grad * w.slope : w.grad;
