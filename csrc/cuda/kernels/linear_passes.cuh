@@ -1,7 +1,6 @@
 // The passes around the walk of linear attention; 256 threads a block.
 #pragma once
 #include "linear_rows.cuh"
-#include "numbers.cuh"
 
 namespace attnjourney {
 
@@ -56,11 +55,11 @@ __global__ void __launch_bounds__(kLinearPassThreads) linear_prepare(const Linea
   const int64_t pair = row / p.length, at = row - pair * p.length;
   const T* grad_out =
       static_cast<const T*>(p.grad_out) + pair / p.q_heads * p.batch + pair % p.q_heads * p.head + at * p.row;
+  const T* out = static_cast<const T*>(p.out) + row * p.cols;
   const C denominator = static_cast<const C*>(p.denominator)[row];
   const C inverse = denominator == C(0) ? C(0) : C(1) / denominator;
   C sum = 0;
-  for (int e = lane; e < p.cols; e += 32)
-    sum += LinearElement<T>::load(grad_out, e) * inverse * LinearElement<T>::load(p.out, row * p.cols + e);
+  for (int e = lane; e < p.cols; e += 32) sum += ptx::to_float(grad_out[e]) * inverse * ptx::to_float(out[e]);
   sum = warp_sum(sum);
   if (lane) return;
   if (p.grad_denominator) sum -= static_cast<const C*>(p.grad_denominator)[row];

@@ -1,8 +1,8 @@
 // Rows between memory and the tiles of linear attention: feature maps, 16-byte chunks, single elements where rows do
 // not lie in chunks.
 #pragma once
-#include "../ptx/sm80.cuh"
 #include "linear_task.cuh"
+#include "numbers.cuh"
 
 namespace attnjourney {
 
@@ -24,8 +24,8 @@ __device__ __forceinline__ C feature_slope(FeatureMap map, C x) {
 
 template <class T>
 struct LinearElement {  // of tensors; arithmetic is in C
-  using C = float;
-  static constexpr int kChunk = 8;
+  using C = Compute<T>;
+  static constexpr int kChunk = kVector<T>;
   static __device__ __forceinline__ void unpack(const uint4& v, C (&x)[kChunk]) {
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -37,24 +37,16 @@ struct LinearElement {  // of tensors; arithmetic is in C
   static __device__ __forceinline__ uint4 pack(const C (&x)[kChunk]) {
     return {ptx::pack2<T>(x[0], x[1]), ptx::pack2<T>(x[2], x[3]), ptx::pack2<T>(x[4], x[5]), ptx::pack2<T>(x[6], x[7])};
   }
-  static __device__ __forceinline__ C load(const void* base, int64_t i) {
-    return ptx::unpack2<T>(static_cast<const uint16_t*>(base)[i]).x;
-  }
-  static __device__ __forceinline__ void store(void* base, int64_t i, C x) {
-    static_cast<uint16_t*>(base)[i] = static_cast<uint16_t>(ptx::pack2<T>(x, 0.f));
-  }
 };
 template <class C_>
 struct LinearPlainElement {
   using C = C_;
-  static constexpr int kChunk = 16 / sizeof(C);
+  static constexpr int kChunk = kVector<C>;
   static __device__ __forceinline__ void unpack(const uint4& v, C (&x)[kChunk]) {
 #pragma unroll
     for (int i = 0; i < kChunk; i++) x[i] = reinterpret_cast<const C*>(&v)[i];
   }
   static __device__ __forceinline__ uint4 pack(const C (&x)[kChunk]) { return *reinterpret_cast<const uint4*>(x); }
-  static __device__ __forceinline__ C load(const void* base, int64_t i) { return static_cast<const C*>(base)[i]; }
-  static __device__ __forceinline__ void store(void* base, int64_t i, C x) { static_cast<C*>(base)[i] = x; }
 };
 template <>
 struct LinearElement<float> : LinearPlainElement<float> {};
@@ -71,7 +63,8 @@ __device__ __forceinline__ void load_chunk(const void* base, int64_t at, int cou
     return;
   }
 #pragma unroll
-  for (int j = 0; j < E::kChunk; j++) x[j] = j < count ? E::load(base, at + j) : typename E::C(0);
+  for (int j = 0; j < E::kChunk; j++)
+    x[j] = j < count ? ptx::to_float(static_cast<const T*>(base)[at + j]) : typename E::C(0);
 }
 template <class T>
 __device__ __forceinline__ void store_chunk(void* base, int64_t at, int count, bool chunks,
@@ -83,7 +76,7 @@ __device__ __forceinline__ void store_chunk(void* base, int64_t at, int count, b
   }
 #pragma unroll
   for (int j = 0; j < E::kChunk; j++)
-    if (j < count) E::store(base, at + j, x[j]);
+    if (j < count) store_one(static_cast<T*>(base) + at + j, x[j]);
 }
 
 // One head of A, B or C.
