@@ -19,9 +19,11 @@ REPORT = re.compile(
     r"Used (\d+) registers",
     re.DOTALL,
 )
-PASSES = ("backward_query", "backward_key_value")  # named after a kernel, whose shared memory they do not take
+# named after a kernel, whose shared memory they do not take
+PASSES = ("backward_query", "backward_key_value", "split_query")
 # kernels whose first template argument is not what holds kSmemBytes
 SHARED = {
+    "split_backward": "{}",
     "split_planes": "SplitSize<{}>",
     "sm90_split_forward": "typename Sm90SplitForward<{}>::S",
 }
