@@ -26,7 +26,8 @@ help:  ## list the targets
 build: $(VENV)/.torch-$(TORCH)  ## (default) virtual environment with torch and tools, and the libraries in attnjourney/
 	@$(PY) setup.py -q build_ext --inplace
 
-test: build  ## build, then all tests, a process for each core
+test: build  ## build, then all tests, a process for each core; where nvcc is, the CUDA library is built for them too
+	ATTNJOURNEY_CUDA=1 $(PY) setup.py -q build_ext --build-lib build/cuda
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -q -n auto --dist loadfile $(PYTEST_ARGS)
 
 demo: build  ## build, then the demo: make demo TEXT=book.txt

@@ -6,8 +6,10 @@ import subprocess
 import pytest
 import torch
 from emulator import build, faults, run
+from emulator.remembered import remembered
 from testing import GRADIENT_FACTOR, assert_close_to_reference, plain_run, random_tensor, reference_run
 
+plain_run, reference_run = remembered(plain_run), remembered(reference_run)
 pytestmark = pytest.mark.skipif(build.unsupported() is not None, reason=str(build.unsupported()))
 
 

@@ -44,7 +44,7 @@ struct Release {  // what a block's count after a fence tells the blocks that co
   Clock clock;
 };
 enum class State { runnable, blocked, done };
-struct Thread {
+struct alignas(64) Thread {
   void* stack_pointer;
   char* stack;
   uint3 index;

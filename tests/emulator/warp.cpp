@@ -130,11 +130,15 @@ void mma_m16n8k16(float* d, const uint32_t* a, const uint32_t* b, bool bf16, Sit
       return static_cast<double>(ma[i][k]) * static_cast<double>(mb[k][j]);
     };
     for (int i = 0; i < 16; i++)
-      for (int j = 0; j < 8; j++)
-        for (int k = 0; k < 16; k += options.cut_sums ? 4 : 1)
-          mc[i][j] = options.cut_sums ? add_and_cut(mc[i][j], product(i, k, j), product(i, k + 1, j),
-                                                    product(i, k + 2, j), product(i, k + 3, j))
-                                      : mc[i][j] + ma[i][k] * mb[k][j];
+      for (int k = 0; k < 16; k += options.cut_sums ? 4 : 1) {
+        if (options.cut_sums) {
+          for (int j = 0; j < 8; j++)
+            mc[i][j] = add_and_cut(mc[i][j], product(i, k, j), product(i, k + 1, j), product(i, k + 2, j),
+                                   product(i, k + 3, j));
+        } else {
+          for (int j = 0; j < 8; j++) mc[i][j] += ma[i][k] * mb[k][j];
+        }
+      }
     for (int i = 0; i < 32; i++)
       for (int q = 0; q < 4; q++) l[i]->d[q] = mc[i / 4 + 8 * (q >> 1)][2 * (i % 4) + (q & 1)];
   });
