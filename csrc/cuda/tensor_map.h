@@ -32,7 +32,10 @@ inline CUtensorMap encode_tensor_map(const TensorMapOf& t) {
   }();
   const auto u = [](int64_t x) { return static_cast<cuuint64_t>(x); };
   const cuuint64_t size[4] = {u(t.dim), u(t.heads), u(t.length), u(t.batch)};
-  const cuuint64_t stride[3] = {2 * u(t.strides.head), 2 * u(t.strides.row), 2 * u(t.strides.batch)};
+  // of one item nobody asks for the stride, which may be 0; a multiple of 16 bytes is wanted all the same
+  const auto bytes = [&](int64_t items, int64_t stride) { return items > 1 ? 2 * u(stride) : 16; };
+  const cuuint64_t stride[3] = {bytes(t.heads, t.strides.head), bytes(t.length, t.strides.row),
+                                bytes(t.batch, t.strides.batch)};
   const cuuint32_t box[4] = {64, 1, static_cast<cuuint32_t>(t.rows), 1}, step[4] = {1, 1, 1, 1};
   CUtensorMap map;
   const CUresult e =

@@ -29,9 +29,8 @@ void launch_split_backward(const BackwardTask& p, const SplitBackwardPlanes& w, 
 void sm80_split_backward_fp32(const BackwardTask& p, const SplitBackwardPlanes& w, const Device& device,
                               cudaStream_t stream) {
   static_assert(SplitBackwardOf<64>::kSmemBytes <= kSmallShared && SplitBackwardSmall::kSmemBytes <= kSmallShared);
-  const bool small = device.shared_bytes < SplitBackwardOf<128>::kSmemBytes;
   const auto launch_it = backward_size(p.head_dim, p.v_head_dim) == 64 ? launch_split_backward<SplitBackwardOf<64>>
-                         : small                                       ? launch_split_backward<SplitBackwardSmall>
+                         : device.small()                              ? launch_split_backward<SplitBackwardSmall>
                                                                        : launch_split_backward<SplitBackwardOf<128>>;
   launch_it(p, w, device, stream);
 }

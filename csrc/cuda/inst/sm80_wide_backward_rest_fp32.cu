@@ -10,6 +10,6 @@ void attnjourney::sm80_wide_backward_rest_fp32(const BackwardTask& p, const uint
            tiles);
   };
   if (backward_size(p.head_dim, p.v_head_dim) == 64) return go.template operator()<WideBackwardOf<float, 64>>();
-  if (device.shared_bytes < kMiddleShared) return go.template operator()<WideBackwardSmall<float, 128>>();
+  if (device.small()) return go.template operator()<WideBackwardSmall<float, 128>>();
   go.template operator()<WideBackwardOf<float, 128>>();
 }

@@ -12,8 +12,7 @@ void launch_sm90_options_forward(ForwardTask p, const TileKinds& kinds, const De
     constexpr bool bf16 = ptx::is_bf16<T>;
     plan_forward(p, S::kRows);
     const int kv_heads = p.q_heads / p.group, items = p.cu_q ? 1 : p.batch;
-    const auto map = [&](const void* data, Strides s, int heads, int length, int dim, int rows) {
-      if (p.cu_q) s.batch = 8;  // not used; TMA wants a multiple of 16 bytes
+    const auto map = [&](const void* data, const Strides& s, int heads, int length, int dim, int rows) {
       return tensor_map(data, s, items, heads, length, dim, rows, bf16);
     };
     const auto value = [&](int rows) { return map(p.value, p.value_strides, kv_heads, p.kv_len, p.v_head_dim, rows); };
