@@ -2,14 +2,14 @@
 #   TORCH=2.13.0    the torch that is installed           PIP_ARGS=   added to pip install torch, such as --index-url URL
 #   PYTHON=python3  the interpreter of the virtual environment, and of `make gpu`
 #   PYTEST_ARGS=    added to pytest                       ARGS=       added to benchmarks.run
-#   CHROMIUM=       the browser of tests/test_page.py, if it is not `chromium` on PATH
+#   CHROMIUM=       the browser of tests/seeing/test_page.py, if it is not `chromium` on PATH
 #   TEXT=           a text file for the demo              OUT=        where results go
 #   PART=bench CASES=...  parts of `make gpu`, and its benchmarks      PREBUILT=1  `make gpu` takes the libraries as they are
 # See setup.py for CXX, CXXFLAGS, MAX_JOBS and CUDA_HOME.
 TORCH ?= 2.13.0
 PYTHON ?= python3
 VENV ?= .venv
-ASAN_TESTS ?= tests/test_fuzz.py
+ASAN_TESTS ?= tests/attention/test_fuzz.py
 CXX ?= g++
 
 PY := $(VENV)/bin/python
@@ -37,11 +37,11 @@ bench: build  ## build, then the benchmarks: make bench ARGS="..."
 	$(PY) -m benchmarks.run $(ARGS)
 
 gpu: OUT := $(or $(OUT),build/gpu)
-gpu:  ## on a machine with a GPU, with PYTHON's own torch: build, then the parts of tests/gpu.py, results in OUT
+gpu:  ## on a machine with a GPU, with PYTHON's own torch: build, then the parts of tools/gpu.py, results in OUT
 	@$(PYTHON) -c 'import torch; raise SystemExit(not torch.cuda.is_available())' 2>/dev/null \
 		|| { echo "make gpu: $(PYTHON) has no torch that sees a CUDA device (torch.cuda.is_available() is False)"; exit 1; }
 	$(if $(PREBUILT),,$(PYTHON) setup.py -q build_ext --inplace)
-	PYTHONPATH=. $(PYTHON) tests/gpu.py --out "$(OUT)" --part "$(PART)" --cases "$(CASES)"
+	PYTHONPATH=. $(PYTHON) tools/gpu.py --out "$(OUT)" --part "$(PART)" --cases "$(CASES)"
 
 lint: $(VENV)/.torch-$(TORCH)  ## check the style of C++ and Python
 	@$(VENV)/bin/clang-format --dry-run --Werror $(CXX_FILES)

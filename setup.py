@@ -48,10 +48,12 @@ ISAS = {
     "avx512_bf16": (X86, [*AVX512, "-mavx512bf16"]),
     "amx": (X86, [*AVX512, "-mavx512bf16"]),  # its own instructions are written in assembly
 }
-# csrc/cuda/inst/<arch>_*.cu: what is compiled for it; sm_80's PTX serves every later GPU. Files without kernels: sm_80.
+# The first folder that holds a file says what it is compiled for. inst/ has the kernels: for sm_80 and as PTX, which
+# serves every later GPU, those of inst/sm90 for Hopper alone. Other files have no kernels.
 CUDA_ARCHS = {
-    "sm80": ["arch=compute_80,code=[sm_80,compute_80]"],
-    "sm90": ["arch=compute_90a,code=sm_90a"],
+    "csrc/cuda/inst/sm90": "arch=compute_90a,code=sm_90a",
+    "csrc/cuda/inst": "arch=compute_80,code=[sm_80,compute_80]",
+    "csrc/cuda": "arch=compute_80,code=sm_80",
 }
 
 SANITIZE = os.environ.get("ATTNJOURNEY_SANITIZE", "0") not in ("", "0")
@@ -76,7 +78,7 @@ COMMON = ["-std=c++20", TORCH_TARGET, "-Icsrc", *(["-DATTNJOURNEY_X86=1"] if X86
 CXX_FLAGS = [*COMMON, *OPTIMIZE, "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]
 CXX_FLAGS += ["-ffp-contract=off"]  # fused products are written as such; a*b + c rounds twice, on every machine
 CXX_FLAGS += ["-Wall", "-Wextra"]
-# ptxas reports registers and spills of each kernel; tests/test_cuda_build.py reads them from the .log files
+# ptxas reports registers and spills of each kernel; tests/cuda/test_build.py reads them from the .log files
 NVCC_FLAGS = [*COMMON, "-O3", "-DNDEBUG", "-DUSE_CUDA", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v"]
 
 
@@ -133,8 +135,9 @@ def sources(*patterns: str) -> list[Path]:
 def cpu_sources() -> list[Path]:
     # Instruction-set files last, simplest first: of an inline function emitted twice the linker keeps the first copy,
     # and that one must run on every machine.
+    entries = [source for source in sources("csrc/**/*.cpp") if not source.is_relative_to("csrc/cpu/isa")]
     isa = [source for source in sources("csrc/cpu/isa/*.cpp") if ISAS[isa_of(source)][0]]
-    return [*sources("csrc/*.cpp", "csrc/cpu/*.cpp"), *sorted(isa, key=lambda source: list(ISAS).index(isa_of(source)))]
+    return [*entries, *sorted(isa, key=lambda source: list(ISAS).index(isa_of(source)))]
 
 
 def extensions() -> list[Extension]:
@@ -205,9 +208,8 @@ class BuildLibraries(build_ext):
             twin = ["-DATTNJOURNEY_AMX_TWIN=1"] if str(source) in TWIN else []
             output = (Path("build", "twin") if twin else BUILD) / source.with_suffix(".o")
             if cuda:
-                arch = CUDA_ARCHS.get(source.name.split("_")[0], ["arch=compute_80,code=sm_80"])
-                archs = [flag for target in arch for flag in ("-gencode", target)]
-                command = [find_nvcc(), "-ccbin", CXX[0], *NVCC_FLAGS, *archs, *headers]
+                arch = next(arch for folder, arch in CUDA_ARCHS.items() if source.is_relative_to(folder))
+                command = [find_nvcc(), "-ccbin", CXX[0], *NVCC_FLAGS, "-gencode", arch, *headers]
             else:
                 isa = ISAS[isa_of(source)][1] if source.parent.name == "isa" else []
                 command = [*CXX, *CXX_FLAGS, *isa, *twin, *headers, *extra]

@@ -1,4 +1,4 @@
-"""The checks of attention for tensors without data (meta tensors, tracing); csrc/attention.cpp checks the others."""
+"""The checks of attention for tensors without data (meta tensors, tracing); csrc/attention checks the others."""
 
 from __future__ import annotations
 

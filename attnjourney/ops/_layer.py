@@ -1,4 +1,4 @@
-"""What the layer operators (mha, gpt_attention, gqa, mla) say alike about themselves; csrc/layers.h on this side."""
+"""What the layer operators (mha, gpt_attention, gqa, mla) say alike about themselves; see csrc/layers/layers.h."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def layer_flops(
     return forward, 2 * projections + pairs * (3 * head_dim + 2 * v_head_dim)
 
 
-# ---- what csrc/layers.h checks, for tensors without data: meta tensors, tracing
+# ---- what csrc/layers/layers.h checks, for tensors without data: meta tensors, tracing
 
 
 def check_heads(name: str, heads: int, width_name: str, width: int) -> int:

@@ -197,7 +197,7 @@ def _mha(call: dict, outputs: tuple) -> Scores:
     query, key, value, heads = call["query"], call["key"], call["value"], call["num_heads"]
     batch, length, embed = query.shape
     keys = length if key is None else key.shape[1]
-    # `projected` holds one block per distinct input; the projections of a block lie side by side (csrc/mha.cpp)
+    # `projected` holds one block per distinct input; the projections of a block lie side by side (csrc/layers/mha.cpp)
     with_query = 3 if key is None and value is None else 2 if key is None else 1
     first = projected[: batch * length * with_query * embed].view(batch, length, with_query * embed)
     q = first[..., :embed]

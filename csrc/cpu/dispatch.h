@@ -2,9 +2,9 @@
 #pragma once
 #include <cstdint>
 
-#include "../attention_params.h"
-#include "../decode_params.h"
-#include "../linear_params.h"
+#include "attention/params.h"
+#include "decode/params.h"
+#include "linear/params.h"
 
 namespace attnjourney {
 
@@ -19,15 +19,15 @@ struct AttentionKernels {
   int64_t (*forward_space)(const AttentionParams&, int64_t rows);
   void (*forward)(const AttentionParams&, const HeadPointers&, int64_t first_row, int64_t rows, void* space);
   int64_t (*backward_space)(const AttentionParams&);
-  // the share `part` of `parts` of one key/value head; see kernels/attention_walk.h
+  // the share `part` of `parts` of one key/value head; see kernels/attention/walk.h
   void (*backward)(const AttentionParams&, const HeadPointers* group, const HeadGradients* gradients, int64_t part,
                    int64_t parts, void* partial_query, void* space);
   void (*sum_parts)(const AttentionParams&, const void* partial_query, int64_t part_stride, int64_t parts,
                     int64_t first_row, int64_t rows, const HeadGradients&);
-  // the weights of up to backward_tile rows; see kernels/attention_weights.h
+  // the weights of up to backward_tile rows; see kernels/attention/weights.h
   int64_t (*weights_space)(const AttentionParams&);
   void (*weights)(const AttentionParams&, const HeadPointers&, int64_t first_row, int64_t rows, void* space);
-  // derivatives in a direction; see kernels/attention_jvp.h and kernels/attention_backward_jvp.h
+  // derivatives in a direction; see kernels/attention/jvp.h and kernels/attention/backward_jvp.h
   int64_t (*jvp_space)(const AttentionParams&, int64_t rows);
   void (*jvp)(const AttentionParams&, const HeadPointers&, const HeadTangents&, int64_t first_row, int64_t rows,
               void* space);
@@ -36,7 +36,7 @@ struct AttentionKernels {
                        const HeadGradients* gradients, int64_t part, int64_t parts, void* partial_query, void* space);
 };
 
-// Decoding in one dtype, see kernels/decode.h. Sizes are bytes; scratch and partials are 64-byte aligned.
+// Decoding in one dtype, see kernels/decode/decode.h. Sizes are bytes; scratch and partials are 64-byte aligned.
 struct DecodeKernels {
   int64_t (*space)(const DecodeParams&, int64_t rows);
   int64_t (*partial_size)(const DecodeParams&, int64_t rows);
@@ -47,7 +47,7 @@ struct DecodeKernels {
   void (*product)(const HeadProductParams&, void* space);
 };
 
-// Linear attention in one dtype: see kernels/linear_attention.h and kernels/linear_attention_backward.h. Blocks and
+// Linear attention in one dtype: see kernels/linear/forward.h and kernels/linear/backward.h. Blocks and
 // scratch (bytes, for any of the functions) are 64-byte aligned.
 struct LinearKernels {
   int64_t chunk;  // rows

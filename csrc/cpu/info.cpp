@@ -7,7 +7,7 @@
 #include <numeric>
 #include <string>
 
-#include "block_lists.h"
+#include "cpu/attention/block_lists.h"
 #include "plan.h"
 
 namespace attnjourney {

@@ -1,5 +1,5 @@
 // CPU registration of the attention operators.
-#include "../attention_boxed.h"
+#include "attention/boxed.h"
 
 namespace attnjourney {
 namespace {

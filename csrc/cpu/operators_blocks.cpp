@@ -1,5 +1,5 @@
 // CPU registration of attention under a mask of blocks, and of its derivatives.
-#include "../block_attention_boxed.h"
+#include "attention/block_attention_boxed.h"
 
 namespace attnjourney {
 namespace {

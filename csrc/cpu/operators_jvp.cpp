@@ -1,5 +1,5 @@
 // CPU registration of the derivatives of attention and of its backward.
-#include "../attention_boxed_jvp.h"
+#include "attention/boxed_jvp.h"
 
 namespace attnjourney {
 namespace {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "kernels/block_step.h"
+#include "cpu/kernels/attention/block_step.h"
 #include "threads.h"
 
 namespace attnjourney {

@@ -2,9 +2,9 @@
 #pragma once
 #include <vector>
 
-#include "../attention.h"
+#include "attention/attention.h"
+#include "cpu/attention/sequences.h"
 #include "dispatch.h"
-#include "sequences.h"
 
 namespace attnjourney {
 

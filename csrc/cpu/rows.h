@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
-#include "../aten.h"
-#include "kernels/common.h"
+#include "core/aten.h"
+#include "cpu/kernels/common/common.h"
 
 namespace attnjourney {
 

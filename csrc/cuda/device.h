@@ -6,8 +6,8 @@
 #include <map>
 #include <mutex>
 
-#include "../aten.h"
-#include "../checks.h"
+#include "core/aten.h"
+#include "core/checks.h"
 #include "launch.h"
 
 namespace attnjourney {

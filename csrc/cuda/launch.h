@@ -6,8 +6,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "kernels/backward_task.cuh"
-#include "kernels/split_task.cuh"
+#include "cuda/kernels/common/backward_task.cuh"
+#include "cuda/kernels/fp32/fp16x2_task.cuh"
 
 namespace attnjourney {
 
@@ -41,7 +41,7 @@ constexpr int backward_rows(int size) { return 8192 / size; }
 constexpr int backward_keys(int size, bool options, bool small) {
   return size == 256 && small ? 32 : size == 256 || options ? 64 : 128;
 }
-// Up to so many rows of a query head, its last block turns the sums into dQ (sm90_backward_finish.cuh): 1 MB at most.
+// Up to so many rows of a query head, its last block turns the sums into dQ (sm90/backward_finish.cuh): 1 MB at most.
 constexpr int kShortRows = 2048;
 // query and key tiles of the backward for float and double, `element` bytes
 constexpr int wide_rows(int size, int element, bool small) {
@@ -67,7 +67,7 @@ struct TileKinds;
 void sm90_options_forward_bf16(ForwardTask, const TileKinds& kinds, const Device&, cudaStream_t);
 void sm90_options_forward_fp16(ForwardTask, const TileKinds& kinds, const Device&, cudaStream_t);
 
-// What a mask does to tiles of rows and keys, for a kernel that walks them (kernels/tile_kinds.cuh).
+// What a mask does to tiles of rows and keys, for a kernel that walks them (kernels/common/tile_kinds.cuh).
 void sm80_tile_kinds(const SequenceTask&, const TileKinds&, int keys, cudaStream_t);
 
 // float on Hopper without options, head_dim up to 128: planes first, then the products. Does nothing where numbers do

@@ -1,8 +1,8 @@
 // From tensors of any rank and strides to the layout that kernels take: [batch, heads, length, dim], 16-byte chunks of
 // dense rows, one stride over all batch dimensions. What does not lie so is copied. Strides count elements.
 #pragma once
-#include "../attention.h"
-#include "kernels/forward_task.cuh"
+#include "attention/attention.h"
+#include "cuda/kernels/common/forward_task.cuh"
 
 namespace attnjourney {
 

@@ -1,6 +1,6 @@
 // CUDA registration of the attention operators.
-#include "../block_attention_boxed.h"
-#include "attention_cuda.h"
+#include "attention/block_attention_boxed.h"
+#include "cuda/attention/attention_cuda.h"
 
 namespace attnjourney {
 namespace {

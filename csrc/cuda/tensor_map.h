@@ -5,7 +5,7 @@
 #include <memory>
 
 #include "launch.h"
-#include "recent.h"
+#include "recent_cache.h"
 
 namespace attnjourney {
 

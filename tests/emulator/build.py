@@ -13,13 +13,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build/emulator"
-EMULATOR = ROOT / "tests/emulator"
+MACHINE = ROOT / "tests/emulator/machine"  # the GPU
+PROGRAMS = ROOT / "tests/emulator/programs"
 CXX = os.environ.get("CXX") or "g++"
 COMMON = ["-std=c++20", "-Wall", "-Wextra", "-Wno-terminate", "-Wno-unknown-pragmas"]
 # The kernel's file: accesses through the hooks of memory.cpp, arrays and alignment checked, registers start as noise.
 CHECKED = ["-O1", "-g1", "-fsanitize=thread,bounds,alignment", "-fno-sanitize-recover=bounds,alignment"]
 CHECKED += ["--param", "tsan-instrument-func-entry-exit=0", "-ftrivial-auto-var-init=pattern"]
-PARTS = ["scheduler", "memory", "warp", "wide", "tma", "wgmma"]
+PARTS = ["scheduler", "memory", "warp", "fp32", "tma", "wgmma"]
 
 
 def unsupported() -> str | None:
@@ -50,7 +51,8 @@ def _sources(*files: Path) -> list[bytes]:
 
 
 def _kernels(csrc: Path) -> list[Path]:
-    return [*csrc.glob("*.h"), *csrc.glob("cuda/*/*.cuh")]
+    """The files that kernels are made of."""
+    return [*csrc.glob("core/*.h"), *csrc.glob("*/params.h"), *csrc.glob("cuda/**/*.cuh")]
 
 
 def _once(target: Path, make) -> Path:
@@ -69,10 +71,10 @@ def _once(target: Path, make) -> Path:
 
 
 def emulator_objects() -> list[Path]:
-    headers = [path.read_bytes() for path in sorted(EMULATOR.glob("*.h"))]
+    headers = [path.read_bytes() for path in sorted(MACHINE.glob("*.h"))]
 
     def compile_part(part: str) -> Path:
-        source = EMULATOR / f"{part}.cpp"
+        source = MACHINE / f"{part}.cpp"
         target = BUILD / f"{part}-{_name(*headers, source.read_bytes())}.o"
         return _once(target, lambda out: _run([CXX, *COMMON, "-O3", "-c", str(source), "-o", str(out)]))
 
@@ -82,8 +84,8 @@ def emulator_objects() -> list[Path]:
 
 def prefix() -> Path:
     """What every program includes of the emulator, compiled once for all of them."""
-    headers = ["driver.h", "ptx_sm90.h", "ptx_wide.h"]
-    text = "".join(f'#include "{EMULATOR / header}"\n' for header in headers)
+    headers = ["driver.h", "ptx_sm90.h", "ptx_fp32.h"]
+    text = "".join(f'#include "{MACHINE / header}"\n' for header in headers)
 
     def make(out: Path) -> None:
         out.mkdir()
@@ -91,21 +93,21 @@ def prefix() -> Path:
         command = [CXX, *COMMON, *CHECKED, f"-I{ROOT / 'tests'}", "-x", "c++-header", str(out / "prefix.h")]
         _run([*command, "-o", str(out / "prefix.h.gch")])
 
-    name = _name(text, CXX, *COMMON, *CHECKED, *_sources(*EMULATOR.glob("*.h")))
+    name = _name(text, CXX, *COMMON, *CHECKED, *_sources(*MACHINE.glob("*.h")))
     return _once(BUILD / f"prefix-{name}", make) / "prefix.h"
 
 
 def program(source: str, defines: tuple[str, ...] = (), csrc: Path | None = None) -> Path:
-    """tests/emulator/<source>.cpp as a program, with the kernels of `csrc` (default: the product's)."""
+    """programs/<source>.cpp as a program, with the kernels of `csrc` (default: the product's)."""
     csrc = csrc or ROOT / "csrc"
-    files = [EMULATOR / f"{source}.cpp", *EMULATOR.glob("*.h"), *_kernels(csrc)]
+    files = [PROGRAMS / f"{source}.cpp", *PROGRAMS.glob("*.h"), *MACHINE.glob("*.h"), *_kernels(csrc)]
     name = _name(CXX, *COMMON, *CHECKED, *_sources(*files), *defines)
     objects = emulator_objects()
 
     def make(out: Path) -> None:
         flags = [*COMMON, *CHECKED, "-include", str(prefix()), f"-I{csrc}", f"-I{ROOT / 'tests'}"]
         flags += [f"-D{d}" for d in defines]
-        _run([CXX, *flags, "-c", str(EMULATOR / f"{source}.cpp"), "-o", f"{out}.o"])
+        _run([CXX, *flags, "-c", str(PROGRAMS / f"{source}.cpp"), "-o", f"{out}.o"])
         _run([CXX, f"{out}.o", *map(str, objects), "-lubsan", "-ldl", "-o", str(out)])
         Path(f"{out}.o").unlink()
 
@@ -128,10 +130,10 @@ def faulty_sources(file: str, old: str, new: str) -> Path:
         raise ValueError(f"{file} has {text.count(old)} times, expected once: {old}")
 
     def make(out: Path) -> None:
-        out.mkdir(parents=True)
-        for header in (ROOT / "csrc").glob("*.h"):
-            shutil.copy(header, out)
-        shutil.copytree(ROOT / "csrc/cuda", out / "cuda")
+        for source in _kernels(ROOT / "csrc"):
+            copy = out / source.relative_to(ROOT / "csrc")
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, copy)
         (out / "cuda/kernels" / file).write_text(text.replace(old, new))
 
     return _once(BUILD / f"faulty-{_name(*_sources(*_kernels(ROOT / 'csrc')), file, old, new)}", make)

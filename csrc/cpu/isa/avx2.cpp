@@ -14,7 +14,7 @@ struct Tuning {
 }  // namespace
 }  // namespace attnjourney
 
-#include "../kernels/table.h"
+#include "cpu/kernels/table.h"
 
 namespace attnjourney {
 const KernelTable avx2_kernels = make_table("avx2");

@@ -2,7 +2,7 @@
 #include "vec_avx512.h"
 
 // what follows is compiled for these
-#include "../kernels/table.h"
+#include "cpu/kernels/table.h"
 
 namespace attnjourney {
 const KernelTable avx512_kernels = make_table("avx512");

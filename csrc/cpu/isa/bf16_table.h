@@ -5,12 +5,12 @@
 #include "tuning_avx512.h"
 
 // what follows is compiled for these
-#include "../dispatch.h"
-#include "../kernels/attention_forward_dot.h"
-#include "../kernels/attention_jvp_dot.h"
-#include "../kernels/decode.h"
-#include "../kernels/linear_products_dot.h"
-#include "../kernels/linear_table.h"
+#include "cpu/dispatch.h"
+#include "cpu/kernels/attention/forward_pairs.h"
+#include "cpu/kernels/attention/jvp_pairs.h"
+#include "cpu/kernels/decode/decode.h"
+#include "cpu/kernels/linear/pair_products.h"
+#include "cpu/kernels/linear/table.h"
 
 namespace attnjourney {
 namespace {

@@ -1,10 +1,10 @@
 // The products of row_products.h for eight rows, by pairs of bfloat16 numbers: queries and keys as they lie in memory,
 // two keys' values beside two keys' weights.
 #pragma once
-#include "dot_avx512_bf16.h"
+#include "pairs_avx512_bf16.h"
 
 // what follows is compiled for these
-#include "../kernels/lines_ahead.h"
+#include "cpu/kernels/decode/line_prefetch.h"
 
 namespace attnjourney {
 namespace {

@@ -13,7 +13,7 @@ struct Tuning {
 }  // namespace
 }  // namespace attnjourney
 
-#include "../kernels/table.h"
+#include "cpu/kernels/table.h"
 
 namespace attnjourney {
 const KernelTable scalar_kernels = make_table("scalar");

@@ -2,7 +2,7 @@
 #pragma once
 #include <immintrin.h>
 
-#include "../kernels/common.h"
+#include "cpu/kernels/common/common.h"
 
 namespace attnjourney {
 namespace {

@@ -5,7 +5,7 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
 
-#include "../kernels/common.h"
+#include "cpu/kernels/common/common.h"
 
 namespace attnjourney {
 namespace {

@@ -1,6 +1,6 @@
 // Vec of one lane: runs everywhere, and the shortest statement of what the other two must do.
 #pragma once
-#include "../kernels/common.h"
+#include "cpu/kernels/common/common.h"
 
 namespace attnjourney {
 namespace {

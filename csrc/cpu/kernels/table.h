@@ -1,14 +1,14 @@
 // The kernel table of one ISA. An ISA's source file includes its Vec, states its Tuning and then includes this.
 #pragma once
-#include "../dispatch.h"
-#include "attention_backward.h"
-#include "attention_backward_jvp.h"
-#include "attention_forward.h"
-#include "attention_jvp.h"
-#include "attention_weights.h"
-#include "decode.h"
-#include "head_product.h"
-#include "linear_table.h"
+#include "cpu/dispatch.h"
+#include "cpu/kernels/attention/backward.h"
+#include "cpu/kernels/attention/backward_jvp.h"
+#include "cpu/kernels/attention/forward.h"
+#include "cpu/kernels/attention/jvp.h"
+#include "cpu/kernels/attention/weights.h"
+#include "cpu/kernels/decode/decode.h"
+#include "cpu/kernels/decode/head_product.h"
+#include "cpu/kernels/linear/table.h"
 
 namespace attnjourney {
 namespace {

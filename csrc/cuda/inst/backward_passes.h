@@ -1,6 +1,6 @@
 // A backward kernel between its passes.
 #pragma once
-#include "../kernels/backward_passes.cuh"
+#include "cuda/kernels/common/backward_passes.cuh"
 #include "sizes.h"
 
 namespace attnjourney {

@@ -2,7 +2,7 @@
 // and 8.7, 99 on 8.6, 8.9 and 12.x. Every kernel is asserted to fit where it is launched; what needs more than 99 KB
 // has a smaller one besides.
 #pragma once
-#include "../launch.h"
+#include "cuda/launch.h"
 
 namespace attnjourney {
 

@@ -2,7 +2,7 @@
 // gets the same names from the emulator, which runs the kernels on the CPU (tests/emulator).
 #pragma once
 #ifdef __CUDACC__
-#include "wide_device.cuh"
+#include "fp32_device.cuh"
 #else
-#include "emulator/ptx_wide.h"
+#include "emulator/machine/ptx_fp32.h"
 #endif

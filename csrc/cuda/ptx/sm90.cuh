@@ -5,5 +5,5 @@
 #include "sm90_device.cuh"
 #include "wgmma_device.cuh"
 #else
-#include "emulator/ptx_sm90.h"
+#include "emulator/machine/ptx_sm90.h"
 #endif

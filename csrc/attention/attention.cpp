@@ -1,0 +1,271 @@
+#include "attention.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "block_mask.h"
+#include "schema.h"
+
+namespace attnjourney {
+namespace {
+
+// the head dimension is the third from the end; rank 2 has none
+int64_t heads_of(const Tensor& t) { return t.dim() >= 3 ? t.size(t.dim() - 3) : 1; }
+
+void check_rank(const char* name, const Tensor& t, const Tensor& query) {
+  check_value(t.dim() >= 2, name, ": expected at least 2 dimensions (..., length, head_dim), got shape ",
+              shape_text(t));
+  check_value(t.dim() == query.dim(), name, ": expected the rank of query, ", query.dim(), " (query has shape ",
+              shape_text(query), "), got shape ", shape_text(t));
+}
+
+// no heads at all go with no heads only
+bool divides(int64_t part, int64_t whole) { return part > 0 ? whole > 0 && whole % part == 0 : whole == 0; }
+
+// heads of the call: equal, broadcast from 1, or grouped under enable_gqa
+void check_heads(AttentionCall& c, const Tensor& query, const Tensor& key, const Tensor& value, bool enable_gqa) {
+  const int64_t hq = heads_of(query), hk = heads_of(key), hv = heads_of(value);
+  if (enable_gqa && query.dim() >= 3) {
+    check_value(divides(hk, hq), "key: expected a head count that divides query's, ", hq, ", got ", hk,
+                " (key has shape ", shape_text(key), ")");
+    check_value(divides(hv, hq), "value: expected a head count that divides query's, ", hq, ", got ", hv,
+                " (value has shape ", shape_text(value), ")");
+    c.q_heads = hq;
+  } else {
+    const int64_t h = hq != 1 ? hq : hk != 1 ? hk : hv;
+    check_value(hk == h || hk == 1, "key: expected ", h, " heads (dimension -3) or 1, got ", hk, " (shape ",
+                shape_text(key), "); grouped heads need enable_gqa=True");
+    check_value(hv == h || hv == 1, "value: expected ", h, " heads (dimension -3) or 1, got ", hv, " (shape ",
+                shape_text(value), "); grouped heads need enable_gqa=True");
+    c.q_heads = h;
+  }
+  // The finer of the two decides the grouping; the other one repeats through head_div. A group must divide both.
+  c.kv_heads = c.q_heads == 0 ? 0 : std::max(hk, hv);
+  if (c.kv_heads > 0 && (c.kv_heads % hk || c.kv_heads % hv)) c.kv_heads = c.q_heads;
+  c.params.group = c.kv_heads > 0 ? c.q_heads / c.kv_heads : 1;
+}
+
+void check_batch(AttentionCall& c, const Tensor& query, const Tensor& key, const Tensor& value) {
+  c.batch_dims = std::max(0, c.rank - 3);
+  check_value(c.batch_dims <= max_batch_dims, "query: expected at most ", max_batch_dims + 3, " dimensions, got ",
+              c.rank);
+  for (int d = 0; d < c.batch_dims; d++) {
+    const int64_t q = query.size(d), k = key.size(d), v = value.size(d), n = q != 1 ? q : k != 1 ? k : v;
+    check_value(k == n || k == 1, "key: expected size ", n, " or 1 in batch dimension ", d, " (query has shape ",
+                shape_text(query), "), got shape ", shape_text(key));
+    check_value(v == n || v == 1, "value: expected size ", n, " or 1 in batch dimension ", d, " (query has shape ",
+                shape_text(query), "), got shape ", shape_text(value));
+    c.batch_size[d] = n;
+    c.batch *= n;
+  }
+}
+
+bool is_index(const Tensor& t) { return t.scalar_type() == ScalarType::Int || t.scalar_type() == ScalarType::Long; }
+
+void check_mask(AttentionCall& c, const Tensor& mask, const Tensor& query) {
+  std::vector<int64_t> want = c.leading();
+  want.push_back(c.params.q_len);
+  want.push_back(c.params.kv_len);
+  check_mask_tensor(mask, want, query);
+  const ScalarType t = mask.scalar_type();
+  c.params.mask = t == ScalarType::Bool ? MaskKind::boolean : MaskKind::floating;
+  c.params.mask_fp32 = t == ScalarType::Float && query.scalar_type() != ScalarType::Float;
+  c.mask = mask_map(c, mask, c.params.mask_row, c.params.mask_col);
+}
+
+void check_lengths(const char* name, const OptionalTensor& t, int64_t count, const Tensor& query) {
+  if (!t) return;
+  check_runtime(is_index(*t), name, ": expected dtype torch.int64 or torch.int32, got ", dtype_text(t->scalar_type()));
+  check_value(t->dim() == 1 && t->size(0) == count, name, ": expected shape (", count, ",), one number for each ",
+              "sequence, got ", shape_text(*t));
+  check_same_device(name, *t, "query", query);
+}
+
+void check_packed(AttentionCall& c, const AttentionOptions& o, const Tensor& query) {
+  check_value(!o.attn_mask, "attn_mask: packed sequences take none");
+  for (const auto& [name, t] : {std::pair{"cu_seqlens_q", o.cu_seqlens_q}, std::pair{"cu_seqlens_k", o.cu_seqlens_k}})
+    check_value(t->dim() == 1 && t->size(0) >= 1, name, ": expected shape (sequences + 1,), got ", shape_text(*t));
+  c.batch = o.cu_seqlens_q->size(0) - 1;
+  check_lengths("cu_seqlens_q", o.cu_seqlens_q, c.batch + 1, query);
+  check_value(o.cu_seqlens_k->size(0) == c.batch + 1, "cu_seqlens_k: expected the shape of cu_seqlens_q, (",
+              c.batch + 1, ",), got ", shape_text(*o.cu_seqlens_k));
+  check_lengths("cu_seqlens_k", o.cu_seqlens_k, c.batch + 1, query);
+  c.packed = true;
+}
+
+// which keys are visible, and what is done to the scores
+void check_scores(AttentionCall& c, const AttentionOptions& o, const Tensor& query) {
+  AttentionParams& p = c.params;
+  check_value(o.causal_alignment == 0 || o.causal_alignment == 1,
+              "causal_alignment: expected 0 (top-left) or 1 (bottom-right), got ", o.causal_alignment);
+  c.bottom_right = o.causal_alignment == 1;
+  const auto [left, right] = o.window;
+  check_value(left >= -1 && right >= -1, "window_size: expected two numbers from -1 (unbounded), got (", left, ", ",
+              right, ")");
+  check_value(o.prefix_length >= 0, "prefix_length: expected a number from 0, got ", o.prefix_length);
+  if (left >= 0) p.keys.left = std::min(left, KeyRanges::unbounded);
+  if (right >= 0) p.keys.right = std::min(right, KeyRanges::unbounded);
+  if (o.is_causal) p.keys.right = 0;
+  p.keys.prefix = std::min(o.prefix_length, p.kv_len);
+  p.keys.key_length = p.kv_len;
+  if (c.bottom_right) p.keys.offset = p.kv_len - p.q_len;
+  check_lengths("key_lengths", o.key_lengths, c.batch, query);
+  check_lengths("query_lengths", o.query_lengths, c.batch, query);
+  check_value(o.softcap >= 0 && std::isfinite(o.softcap), "softcap: expected a finite number from 0, got ", o.softcap);
+  p.softcap = o.softcap;
+  check_per_head("sinks", o.sinks, c.batch, c.q_heads, query);
+  check_per_head("alibi_slopes", o.alibi_slopes, c.batch, c.q_heads, query);
+  p.alibi = o.alibi_slopes.has_value();
+}
+
+}  // namespace
+
+void check_mask_tensor(const Tensor& mask, const std::vector<int64_t>& want, const Tensor& query) {
+  const ScalarType t = mask.scalar_type();
+  check_runtime(t == ScalarType::Bool || t == query.scalar_type() || t == ScalarType::Float,
+                "attn_mask: expected dtype torch.bool, ", dtype_text(query.scalar_type()),
+                " (query's) or torch.float32, got ", dtype_text(t));
+  check_same_device("attn_mask", mask, "query", query);
+  const int64_t extra = static_cast<int64_t>(want.size()) - mask.dim();
+  bool ok = extra >= 0;
+  for (int64_t d = 0; ok && d < mask.dim(); d++) ok = mask.size(d) == want[d + extra] || mask.size(d) == 1;
+  check_value(ok, "attn_mask: expected a shape that broadcasts to ", list_text(want), ", got ", shape_text(mask));
+}
+
+void check_per_head(const char* name, const OptionalTensor& t, int64_t batch, int64_t heads, const Tensor& query) {
+  if (!t) return;
+  const ScalarType own = t->scalar_type();
+  check_runtime(own == query.scalar_type() || own == ScalarType::Float, name, ": expected dtype ",
+                dtype_text(query.scalar_type()), " (query's) or torch.float32, got ", dtype_text(own));
+  const bool per_head = t->dim() == 1 && t->size(0) == heads;
+  const bool per_item = t->dim() == 2 && t->size(0) == batch && t->size(1) == heads;
+  check_value(per_head || per_item, name, ": expected shape (", heads, ",) or (", batch, ", ", heads,
+              ") (heads of query, or batch and heads), got ", shape_text(*t));
+  check_same_device(name, *t, "query", query);
+}
+
+HeadMap mask_map(const AttentionCall& c, const Tensor& mask, int64_t& row, int64_t& col) {
+  HeadMap m;
+  const auto stride = [&](int64_t from_end) {
+    const int64_t d = mask.dim() - from_end;
+    return d >= 0 && mask.size(d) != 1 ? mask.stride(d) : 0;
+  };
+  col = stride(1);
+  row = stride(2);
+  if (c.rank >= 3) m.head_stride = stride(3);
+  for (int d = 0; d < c.batch_dims; d++) m.batch_stride[d] = stride(c.rank - d);
+  return m;
+}
+
+std::vector<int64_t> AttentionCall::leading() const {
+  std::vector<int64_t> s(batch_size, batch_size + batch_dims);
+  if (rank >= 3) s.push_back(q_heads);
+  return s;
+}
+
+HeadMap head_map(const AttentionCall& call, const Tensor& t, int64_t heads) {
+  HeadMap m;
+  const int64_t own = heads_of(t);
+  m.head_div = own > 0 ? std::max<int64_t>(1, heads / own) : 1;
+  m.head_stride = call.rank >= 3 && own != 1 ? t.stride(call.rank - 3) : 0;
+  for (int d = 0; d < call.batch_dims; d++) m.batch_stride[d] = t.size(d) != 1 ? t.stride(d) : 0;
+  return m;
+}
+
+AttentionCall check_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                              const AttentionOptions& options) {
+  AttentionCall c;
+  c.rank = static_cast<int>(query.dim());
+  check_rank("query", query, query);
+  check_rank("key", key, query);
+  check_rank("value", value, query);
+  check_floating("query", query);
+  check_same_dtype("key", key, "query", query);
+  check_same_dtype("value", value, "query", query);
+  check_same_device("key", key, "query", query);
+  check_same_device("value", value, "query", query);
+  check_heads(c, query, key, value, options.enable_gqa);
+  check_batch(c, query, key, value);
+
+  AttentionParams& p = c.params;
+  p.q_len = query.size(c.rank - 2);
+  p.kv_len = key.size(c.rank - 2);
+  p.head_dim = query.size(c.rank - 1);
+  p.v_head_dim = value.size(c.rank - 1);
+  check_value(p.head_dim > 0, "query: expected a head_dim (last dimension) of at least 1, got shape ",
+              shape_text(query));
+  check_value(key.size(c.rank - 1) == p.head_dim, "key: expected the head_dim of query, ", p.head_dim, ", got ",
+              key.size(c.rank - 1), " (key has shape ", shape_text(key), ")");
+  check_value(value.size(c.rank - 2) == p.kv_len, "value: expected the length of key, ", p.kv_len, ", got ",
+              value.size(c.rank - 2), " (value has shape ", shape_text(value), ")");
+  check_value(p.v_head_dim > 0, "value: expected a head_dim (last dimension) of at least 1, got shape ",
+              shape_text(value));
+
+  check_dropout(options.dropout_p);
+  p.scale = options.scale.value_or(1.0 / std::sqrt(static_cast<double>(p.head_dim)));
+  check_value(std::isfinite(p.scale), "scale: expected a finite number, got ", p.scale);
+  if (options.cu_seqlens_q) check_packed(c, options, query);
+  check_scores(c, options, query);
+  if (options.dropout_p > 0) {
+    check_value(options.dropout_seed.has_value(),
+                "dropout_seed: expected an int64 tensor when dropout_p > 0, got None");
+    const Tensor& seed = *options.dropout_seed;
+    check_runtime(seed.scalar_type() == ScalarType::Long && seed.numel() == 1,
+                  "dropout_seed: expected one torch.int64 number, got ", dtype_text(seed.scalar_type()), " of shape ",
+                  shape_text(seed));
+  }
+  if (options.attn_mask) check_mask(c, *options.attn_mask, query);
+  if (options.blocks) check_blocks(c, *options.blocks, query);
+
+  p.q_row = query.stride(c.rank - 2);
+  p.k_row = key.stride(c.rank - 2);
+  p.v_row = value.stride(c.rank - 2);
+  c.query = head_map(c, query, c.q_heads);
+  c.key = head_map(c, key, c.q_heads);
+  c.value = head_map(c, value, c.q_heads);
+  c.dtype = query.scalar_type();
+  c.lse_dtype = c.dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  return c;
+}
+
+}  // namespace attnjourney
+
+// `need` is a bit set: 1 query, 2 key, 4 value, 8 attn_mask, 16 sinks, 32 alibi_slopes; a gradient not needed comes
+// back with shape (0,).
+STABLE_TORCH_LIBRARY(attnjourney, m) {
+  m.def(
+      "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, "
+      "bool is_causal=False, *, float? scale=None, bool enable_gqa=False, " ATTNJOURNEY_ATTENTION_OPTIONS
+      ") -> Tensor");
+  m.def(
+      "attention_with_lse(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, "
+      "bool is_causal=False, *, float? scale=None, bool enable_gqa=False, " ATTNJOURNEY_ATTENTION_OPTIONS
+      ") -> (Tensor out, Tensor lse)");
+  m.def(
+      "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, "
+      "bool is_causal=False, *, float? scale=None, bool enable_gqa=False, " ATTNJOURNEY_ATTENTION_OPTIONS
+      ") -> (Tensor out, Tensor lse)");
+  m.def(
+      "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
+      "Tensor? attn_mask, Tensor out, Tensor lse, float dropout_p=0.0, bool is_causal=False, *, float? scale=None, "
+      "bool enable_gqa=False, " ATTNJOURNEY_ATTENTION_OPTIONS
+      ", int need=63) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_attn_mask, "
+      "Tensor grad_sinks, Tensor grad_alibi_slopes)");
+  m.def(
+      "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+      "float dropout_p=0.0, bool is_causal=False, *, float? scale=None, " ATTNJOURNEY_VARLEN_OPTIONS ") -> Tensor");
+  m.def(
+      "varlen_attention_forward(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+      "float dropout_p=0.0, bool is_causal=False, *, float? scale=None, " ATTNJOURNEY_VARLEN_OPTIONS
+      ") -> (Tensor out, Tensor lse)");
+  m.def(
+      "varlen_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
+      "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor out, Tensor lse, float dropout_p=0.0, bool is_causal=False, *, "
+      "float? scale=None, " ATTNJOURNEY_VARLEN_OPTIONS
+      ", int need=31) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks, "
+      "Tensor grad_alibi_slopes)");
+  m.def(
+      "_attention_weights(Tensor query, Tensor key, Tensor lse, Tensor rows, Tensor heads, Tensor? attn_mask=None, "
+      "bool is_causal=False, *, float? scale=None, bool enable_gqa=False, " ATTNJOURNEY_ATTENTION_OPTIONS
+      ") -> Tensor");
+}

@@ -1,0 +1,169 @@
+// CPU entry of attention's backward.
+#include <algorithm>
+
+#include "attention_cpu.h"
+#include "cpu/kernels/common/common.h"
+#include "cpu/plan.h"
+#include "cpu/threads.h"
+#include "head_inputs.h"
+#include "mask_gradient.h"
+#include "tangents.h"
+
+namespace attnjourney {
+namespace {
+
+// sums[batch * q_heads][parts] -> a gradient (q_heads,) or (batch, q_heads)
+void write_per_head(const AttentionCall& c, const std::vector<double>& sums, int64_t parts, const Tensor& grad) {
+  const int64_t n = grad.numel();
+  std::vector<double> x(static_cast<size_t>(n));
+  for (int64_t i = 0; i < c.batch * c.q_heads * parts; i++) x[i / parts % n] += sums[i];
+  const auto write = [&](auto kind) {
+    for (int64_t i = 0; i < n; i++)
+      store_one(static_cast<decltype(kind)*>(grad.data_ptr()) + i, Compute<decltype(kind)>(x[i]));
+  };
+  switch (grad.scalar_type()) {
+    case ScalarType::Double:
+      return write(double{});
+    case ScalarType::BFloat16:
+      return write(bf16{});
+    case ScalarType::Half:
+      return write(f16{});
+    default:
+      return write(float{});
+  }
+}
+
+// the backward, or with `tangents` its derivative in their direction
+void backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,
+              const Tensor& value, const AttentionOptions& options, const Tensor& out, const Tensor& lse,
+              const AttentionTangents* tangents, AttentionGradients& gradients) {
+  const Tensor q = aten::rows_contiguous(query), k = aten::rows_contiguous(key), v = aten::rows_contiguous(value);
+  const Tensor o = aten::rows_contiguous(out), go = aten::rows_contiguous(grad_out), l = aten::contiguous(lse);
+  OptionalTensor gl;
+  if (grad_lse) gl = aten::contiguous(*grad_lse);
+  AttentionCall c = check_attention(q, k, v, options);
+  AttentionParams& p = c.params;
+  p.dropout = Dropout::from(options.dropout_p, seed_of(options));
+  p.out_row = o.stride(c.rank - 2);
+  p.grad_out_row = go.stride(c.rank - 2);
+
+  if (p.q_len == 0 || c.batch * c.q_heads == 0 || (p.kv_len == 0 && !gradients.sinks)) {  // nothing sees anything
+    for (OptionalTensor* g : {&gradients.query, &gradients.key, &gradients.value, &gradients.attn_mask,
+                              &gradients.sinks, &gradients.alibi_slopes})
+      if (*g) torch::stable::zero_(**g);
+    return;
+  }
+
+  const Sequences sequences(c, options);
+  const Tangents directions(c, tangents ? *tangents : AttentionTangents{});
+  const HeadInputs heads(c, options, sequences, q, k, v, o, l);
+  const HeadMap grad_out_map = head_map(c, go, c.q_heads);
+  const auto map_of = [&](const OptionalTensor& t, int64_t heads) { return t ? head_map(c, *t, heads) : HeadMap{}; };
+  const HeadMap gq_map = map_of(gradients.query, c.q_heads), gk_map = map_of(gradients.key, c.kv_heads);
+  const HeadMap gv_map = map_of(gradients.value, c.kv_heads);
+  const HeadWalk grads(c, grad_out_map, go);
+  const HeadWalk gq(c, gq_map, gradients.query.value_or(q)), gk(c, gk_map, gradients.key.value_or(q));
+  const HeadWalk gv(c, gv_map, gradients.value.value_or(q));
+  char* grad_lses = gl ? static_cast<char*>(gl->data_ptr()) : nullptr;
+
+  if (gradients.query) clear_rows(c, sequences, gq, c.q_heads, *gradients.query);
+  if (c.packed)
+    for (OptionalTensor* g : {&gradients.key, &gradients.value}) {
+      if (!*g || sequences.used_keys() == p.kv_len) continue;
+      Tensor rest = torch::stable::narrow(**g, c.rank - 2, sequences.used_keys(), p.kv_len - sequences.used_keys());
+      torch::stable::zero_(rest);
+    }
+
+  MaskGradient mask_gradient(c, sequences, gradients.attn_mask, c.batch * c.kv_heads);
+  std::vector<BackwardPlan> plans;
+  int64_t most_parts = 1;
+  for (const std::vector<int64_t>& items : mask_gradient.rounds()) {
+    plans.push_back(plan_backward(c, sequences, items));
+    most_parts = std::max(most_parts, plans.back().parts);
+  }
+  mask_gradient.allocate(most_parts);
+  const size_t sums = static_cast<size_t>(c.batch * c.q_heads * most_parts);
+  std::vector<double> grad_sinks(gradients.sinks ? sums : 0), grad_slopes(gradients.alibi_slopes ? sums : 0);
+
+  const auto group_of = [&](int64_t item, int64_t part, HeadPointers* h, HeadGradients* g) {
+    const int64_t b = item / c.kv_heads, kv = item % c.kv_heads;
+    const int64_t q_begin = sequences.q_begin(b), k_begin = sequences.k_begin(b);
+    for (int64_t i = 0; i < p.group; i++) {
+      const int64_t head = kv * p.group + i, bh = b * c.q_heads + head;
+      h[i] = heads.at(b, head);
+      h[i].grad_out = grads.at(b, head, q_begin);
+      if (grad_lses) h[i].grad_lse = lse_at(c, grad_lses, b, head, q_begin);
+      if (gradients.query) g[i].query = gq.at(b, head, q_begin), g[i].query_row = gradients.query->stride(c.rank - 2);
+      if (gradients.key) g[i].key = gk.at(b, kv, k_begin), g[i].key_row = gradients.key->stride(c.rank - 2);
+      if (gradients.value) g[i].value = gv.at(b, kv, k_begin), g[i].value_row = gradients.value->stride(c.rank - 2);
+      mask_gradient.place(g[i], item, part, b, head);
+      if (gradients.sinks) g[i].sink = &grad_sinks[static_cast<size_t>(bh * most_parts)];
+      if (gradients.alibi_slopes) g[i].slope = &grad_slopes[static_cast<size_t>(bh * most_parts + part)];
+    }
+  };
+
+  const AttentionKernels& kernel = kernels_for(c);
+  const AttentionParams largest = sequences.largest();
+  const int64_t space = tangents ? kernel.backward_jvp_space(largest) : kernel.backward_space(largest);
+  const int64_t compute_item = item_size(c.lse_dtype);
+  const int64_t ld = (p.head_dim + 64 / compute_item - 1) / (64 / compute_item) * (64 / compute_item);
+  const int64_t part_numbers = p.group * largest.q_len * ld;
+  for (const BackwardPlan& plan : plans) {
+    const int64_t split = plan.split, parts = plan.parts, whole = static_cast<int64_t>(plan.items.size()) - split;
+    const auto run = [&](int64_t item, int64_t part, int64_t n_parts, void* partial, void* scratch) {
+      std::vector<HeadPointers> h(static_cast<size_t>(p.group));
+      std::vector<HeadGradients> g(static_cast<size_t>(p.group));
+      group_of(item, part, h.data(), g.data());
+      const AttentionParams own = sequences.params(item / c.kv_heads);
+      if (!tangents) return kernel.backward(own, h.data(), g.data(), part, n_parts, partial, scratch);
+      std::vector<HeadTangents> d;
+      for (int64_t i = 0; i < p.group; i++)
+        d.push_back(directions.at(sequences, item / c.kv_heads, item % c.kv_heads * p.group + i));
+      kernel.backward_jvp(own, h.data(), d.data(), g.data(), part, n_parts, partial, scratch);
+    };
+    if (split) {
+      Tensor partials = aten::empty(q, {gradients.query ? split * parts * part_numbers : 0}, c.lse_dtype);
+      char* partial = static_cast<char*>(partials.mutable_data_ptr());
+      run_queue(split * parts, plan.threads, space, [&](int64_t i, void* scratch) {
+        run(plan.items[static_cast<size_t>(i / parts)], i % parts, parts,
+            gradients.query ? partial + i * part_numbers * compute_item : nullptr, scratch);
+      });
+      constexpr int64_t rows = 256;
+      const int64_t blocks = gradients.query ? (largest.q_len + rows - 1) / rows : 0;
+      run_queue(split * p.group * blocks, plan.threads, 0, [&](int64_t i, void*) {
+        const int64_t index = i / (p.group * blocks), member = i / blocks % p.group, first = i % blocks * rows;
+        const int64_t item = plan.items[static_cast<size_t>(index)], b = item / c.kv_heads, kv = item % c.kv_heads;
+        const int64_t q_len = sequences.q_len(b);
+        if (first >= q_len) return;
+        HeadGradients g;
+        g.query = gq.at(b, kv * p.group + member, sequences.q_begin(b));
+        g.query_row = gradients.query->stride(c.rank - 2);
+        kernel.sum_parts(p, partial + (index * parts * part_numbers + member * q_len * ld) * compute_item, part_numbers,
+                         parts, first, std::min(rows, q_len - first), g);
+      });
+    }
+    run_queue(whole, plan.threads, space, [&](int64_t i, void* scratch) {
+      run(plan.items[static_cast<size_t>(split + i)], 0, 1, nullptr, scratch);
+    });
+  }
+  mask_gradient.finish();
+  if (gradients.sinks) write_per_head(c, grad_sinks, most_parts, *gradients.sinks);
+  if (gradients.alibi_slopes) write_per_head(c, grad_slopes, most_parts, *gradients.alibi_slopes);
+}
+
+}  // namespace
+
+void attention_backward_cpu(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query,
+                            const Tensor& key, const Tensor& value, const AttentionOptions& options, const Tensor& out,
+                            const Tensor& lse, AttentionGradients& gradients) {
+  backward(grad_out, grad_lse, query, key, value, options, out, lse, nullptr, gradients);
+}
+
+void attention_backward_jvp_cpu(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query,
+                                const Tensor& key, const Tensor& value, const AttentionOptions& options,
+                                const Tensor& out, const Tensor& lse, const AttentionTangents& tangents,
+                                AttentionGradients& gradients) {
+  backward(grad_out, grad_lse, query, key, value, options, out, lse, &tangents, gradients);
+}
+
+}  // namespace attnjourney

@@ -1,0 +1,72 @@
+// CPU entry of attention's forward: the walk over batch, heads and work items. The operators around it are in
+// operators.cpp.
+#include "attention/attention.h"
+
+#include <cmath>
+#include <cstring>
+
+#include "attention_cpu.h"
+#include "cpu/plan.h"
+#include "cpu/threads.h"
+#include "head_inputs.h"
+
+namespace attnjourney {
+
+uint64_t seed_of(const AttentionOptions& options) {
+  return options.dropout_p > 0
+             ? static_cast<uint64_t>(*static_cast<const int64_t*>(options.dropout_seed->const_data_ptr()))
+             : 0;
+}
+
+void clear_rows(const AttentionCall& c, const Sequences& sequences, const HeadWalk& walk, int64_t heads,
+                const Tensor& t) {
+  const int64_t row = t.stride(c.rank - 2) * item_size(t.scalar_type());
+  const int64_t width = t.size(c.rank - 1) * item_size(t.scalar_type());
+  sequences.unused_rows([&](int64_t b, int64_t first, int64_t count) {
+    for (int64_t h = 0; h < heads; h++)
+      for (int64_t r = first; r < first + count; r++)
+        std::memset(static_cast<char*>(walk.at(b, h)) + r * row, 0, static_cast<size_t>(width));
+  });
+}
+
+namespace {
+
+void forward(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionOptions& options, Tensor& out,
+             Tensor& lse) {
+  const Tensor q = aten::rows_contiguous(query), k = aten::rows_contiguous(key), v = aten::rows_contiguous(value);
+  AttentionCall c = check_attention(q, k, v, options);
+  AttentionParams& p = c.params;
+  if (c.q_heads * p.q_len == 0) return;
+  p.dropout = Dropout::from(options.dropout_p, seed_of(options));
+  p.out_row = out.stride(c.rank - 2);
+  const Sequences sequences(c, options);
+  const HeadInputs heads(c, options, sequences, q, k, v, out, lse);
+  char* lses = static_cast<char*>(lse.mutable_data_ptr());
+
+  clear_rows(c, sequences, heads.out(), c.q_heads, out);
+  sequences.unused_rows([&](int64_t b, int64_t first, int64_t count) {
+    for (int64_t h = 0; h < c.q_heads; h++) {
+      void* at = lse_at(c, lses, b, h, 0);
+      for (int64_t r = first; r < first + count; r++)
+        if (c.lse_dtype == ScalarType::Double)
+          static_cast<double*>(at)[r] = -INFINITY;
+        else
+          static_cast<float*>(at)[r] = -INFINITY;
+    }
+  });
+
+  const ForwardPlan plan = plan_forward(c, sequences);
+  const int64_t space = plan.kernel->forward_space(p, std::min(plan.rows, p.q_len));
+  run_queue(plan.items, plan.threads, space, [&](int64_t item, void* scratch) {
+    const auto [b, head, block] = plan.at(item, sequences);
+    const AttentionParams own = sequences.params(b);
+    const int64_t first = block * plan.rows;
+    plan.kernel->forward(own, heads.at(b, head), first, std::min(plan.rows, own.q_len - first), scratch);
+  });
+}
+
+}  // namespace
+
+const AttentionBackend cpu_attention = {forward, attention_backward_cpu, attention_jvp_cpu, attention_backward_jvp_cpu};
+
+}  // namespace attnjourney

@@ -1,0 +1,47 @@
+// CPU entry of attention's jvp: the walk over batch, heads and work items of the forward.
+#include <algorithm>
+
+#include "attention_cpu.h"
+#include "cpu/plan.h"
+#include "cpu/threads.h"
+#include "head_inputs.h"
+#include "tangents.h"
+
+namespace attnjourney {
+
+void attention_jvp_cpu(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionOptions& options,
+                       const Tensor& out, const Tensor& lse, const AttentionTangents& tangents) {
+  const Tensor q = aten::rows_contiguous(query), k = aten::rows_contiguous(key), v = aten::rows_contiguous(value);
+  const Tensor o = aten::rows_contiguous(out), l = aten::contiguous(lse);
+  AttentionCall c = check_attention(q, k, v, options);
+  AttentionParams& p = c.params;
+  if (c.q_heads * p.q_len == 0) return;
+  p.dropout = Dropout::from(options.dropout_p, seed_of(options));
+  p.out_row = o.stride(c.rank - 2);
+  const Sequences sequences(c, options);
+  const HeadInputs heads(c, options, sequences, q, k, v, o, l);
+  const HeadMap written_map = head_map(c, *tangents.out, c.q_heads);
+  const HeadWalk written(c, written_map, *tangents.out);
+  const Tangents directions(c, tangents);
+  char* lse_tangents = static_cast<char*>(tangents.lse->data_ptr());
+
+  clear_rows(c, sequences, written, c.q_heads, *tangents.out);
+  sequences.unused_rows([&](int64_t b, int64_t first, int64_t count) {
+    for (int64_t h = 0; h < c.q_heads; h++) {
+      char* at = lse_at(c, lse_tangents, b, h, first);
+      std::fill(at, at + count * item_size(c.lse_dtype), char{0});
+    }
+  });
+
+  const ForwardPlan plan = plan_forward(c, sequences);
+  run_queue(plan.items, plan.threads, plan.kernel->jvp_space(p, std::min(plan.rows, p.q_len)),
+            [&](int64_t item, void* scratch) {
+              const auto [b, head, block] = plan.at(item, sequences);
+              const AttentionParams own = sequences.params(b);
+              const int64_t first = block * plan.rows;
+              plan.kernel->jvp(own, heads.at(b, head), directions.at(sequences, b, head), first,
+                               std::min(plan.rows, own.q_len - first), scratch);
+            });
+}
+
+}  // namespace attnjourney

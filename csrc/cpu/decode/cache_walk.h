@@ -1,0 +1,54 @@
+// Where the keys of a sequence lie in a dense, paged or ring cache.
+#pragma once
+#include <algorithm>
+#include <vector>
+
+#include "decode/decode.h"
+#include "decode/params.h"
+
+namespace attnjourney {
+
+inline int64_t bytes_of(ScalarType t) { return t == ScalarType::Double ? 8 : t == ScalarType::Float ? 4 : 2; }
+
+class CacheWalk {
+ public:
+  CacheWalk(const DecodeCall& call, const DecodeInputs& in)
+      : call_(call),
+        key_(plane(in.key)),
+        value_(plane(in.value)),
+        table_(in.block_table ? static_cast<const int32_t*>(in.block_table->const_data_ptr()) : nullptr),
+        max_blocks_(in.block_table ? in.block_table->size(1) : 0) {}
+
+  // appends keys [from, to) of (batch, kv head), in pieces that lie together
+  void runs(int64_t batch, int64_t head, int64_t from, int64_t to, std::vector<DecodeRun>& found) const {
+    const int64_t piece = call_.block_size ? call_.block_size : call_.capacity;
+    while (from < to) {
+      const int64_t slot = call_.ring || table_ ? from % piece : from;
+      const int64_t count = std::min(to - from, piece - slot);
+      const int64_t outer = table_ ? table_[batch * max_blocks_ + from / piece] : batch;
+      found.push_back({key_.at(outer, head, slot), value_.at(outer, head, slot), from, count});
+      from += count;
+    }
+  }
+  int64_t key_row() const { return key_.row; }
+  int64_t value_row() const { return value_.row; }
+
+ private:
+  struct Plane {
+    const char* data;
+    int64_t item, outer, head, row;  // bytes of an element; strides in elements
+    const void* at(int64_t o, int64_t h, int64_t slot) const {
+      return data + (o * outer + h * head + slot * row) * item;
+    }
+  };
+  static Plane plane(const Tensor& t) {
+    return {static_cast<const char*>(t.const_data_ptr()), bytes_of(t.scalar_type()), t.stride(0), t.stride(1),
+            t.stride(2)};
+  }
+  const DecodeCall& call_;
+  Plane key_, value_;
+  const int32_t* table_;
+  int64_t max_blocks_;
+};
+
+}  // namespace attnjourney

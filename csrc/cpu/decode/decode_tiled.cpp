@@ -1,0 +1,124 @@
+// Many query rows over a cache: a prompt, or a large piece of one. The tiled kernel of kernels/attention/forward.h,
+// with each sequence's own key ranges.
+#include "decode_tiled.h"
+
+#include <cstring>
+
+#include "cache_walk.h"
+#include "cpu/plan.h"
+#include "cpu/threads.h"
+
+namespace attnjourney {
+namespace {
+
+// The visible keys of each (sequence, key/value head) in one piece: in place if the cache is dense, else copied.
+struct Pieces {
+  std::vector<const void*> key, value;
+  std::vector<Tensor> copies;
+  int64_t key_row, value_row;
+};
+Pieces in_one_piece(const DecodeCall& c, const DecodeInputs& in, const std::vector<KeyRange>& seen) {
+  const CacheWalk walk(c, in);
+  const int64_t item = bytes_of(in.key.scalar_type()), kb = c.head_dim * item, vb = c.v_head_dim * item;
+  const bool copy = c.ring || c.block_size;
+  Pieces pieces;
+  pieces.key_row = copy ? c.head_dim : walk.key_row();
+  pieces.value_row = copy ? c.v_head_dim : walk.value_row();
+  for (int64_t b = 0; b < c.batch; b++) {
+    const KeyRange range = seen[static_cast<size_t>(b)];
+    const int64_t n = std::max<int64_t>(0, range.end - range.begin);
+    char *keys = nullptr, *values = nullptr;
+    if (copy) {
+      pieces.copies.push_back(aten::empty(in.key, {c.kv_heads * n * (c.head_dim + c.v_head_dim)}));
+      keys = static_cast<char*>(pieces.copies.back().mutable_data_ptr());
+      values = keys + c.kv_heads * n * kb;
+    }
+    std::vector<DecodeRun> runs;
+    for (int64_t h = 0; h < c.kv_heads; h++) {
+      runs.clear();
+      walk.runs(b, h, range.begin, range.end, runs);
+      if (!copy) {
+        pieces.key.push_back(runs.empty() ? nullptr : runs.front().key);
+        pieces.value.push_back(runs.empty() ? nullptr : runs.front().value);
+        continue;
+      }
+      pieces.key.push_back(keys + h * n * kb);
+      pieces.value.push_back(values + h * n * vb);
+      for (const DecodeRun& run : runs)
+        for (int64_t j = 0; j < run.count; j++) {
+          const int64_t to = h * n + run.first - range.begin + j;
+          std::memcpy(keys + to * kb, static_cast<const char*>(run.key) + j * walk.key_row() * item,
+                      static_cast<size_t>(kb));
+          std::memcpy(values + to * vb, static_cast<const char*>(run.value) + j * walk.value_row() * item,
+                      static_cast<size_t>(vb));
+        }
+    }
+  }
+  return pieces;
+}
+
+}  // namespace
+
+void decode_tiled(const DecodeCall& c, const DecodeInputs& in, const Tensor& query, const Tensor& out,
+                  const Tensor& lse) {
+  const int64_t* lengths = static_cast<const int64_t*>(in.lengths.const_data_ptr());
+  AttentionCall call;
+  call.batch = c.batch, call.q_heads = c.q_heads, call.kv_heads = c.kv_heads;
+  call.dtype = query.scalar_type(), call.lse_dtype = lse.scalar_type();
+  AttentionParams& shared = call.params;
+  shared.q_len = c.q_len, shared.head_dim = c.head_dim, shared.v_head_dim = c.v_head_dim;
+  shared.group = c.group, shared.scale = c.scale;
+  shared.softcap = c.softcap, shared.alibi = in.alibi_slopes.has_value();
+  shared.mask = c.mask, shared.mask_fp32 = c.mask_fp32, shared.mask_row = c.mask_row, shared.mask_col = c.mask_col;
+  shared.q_row = query.stride(2), shared.out_row = c.v_head_dim;
+
+  std::vector<KeyRange> seen;
+  for (int64_t b = 0; b < c.batch; b++) {
+    const KeyRanges keys = c.keys(lengths[b]);
+    KeyRange range = keys.any(0, c.q_len - 1);
+    if (keys.prefix > 0) range = {0, std::max(range.end, keys.prefix)};
+    seen.push_back(range);
+    shared.kv_len = std::max(shared.kv_len, seen.back().end - seen.back().begin);
+  }
+  const Pieces pieces = in_one_piece(c, in, seen);
+  shared.k_row = pieces.key_row, shared.v_row = pieces.value_row;
+  std::vector<AttentionParams> params(static_cast<size_t>(c.batch), shared);
+  shared.keys.key_length = shared.kv_len;
+  int64_t space = 0;
+  const Sequences alike(call, {});
+  const ForwardPlan plan = plan_forward(call, alike);
+  for (int64_t b = 0; b < c.batch; b++) {  // counted from the first key seen
+    AttentionParams& p = params[static_cast<size_t>(b)];
+    const KeyRange range = seen[static_cast<size_t>(b)];
+    p.kv_len = std::max<int64_t>(0, range.end - range.begin);
+    p.keys = c.keys(lengths[b]);
+    p.keys.offset -= range.begin;
+    p.keys.key_length = p.kv_len;
+    space = std::max(space, plan.kernel->forward_space(p, std::min(plan.rows, c.q_len)));
+  }
+  const int64_t item = bytes_of(query.scalar_type()), lse_item = bytes_of(lse.scalar_type());
+  const char* const q = static_cast<const char*>(query.const_data_ptr());
+  char *const o = static_cast<char*>(out.mutable_data_ptr()), *const l = static_cast<char*>(lse.mutable_data_ptr());
+  const std::vector<double> sinks = per_head(in.sinks, c.batch, c.q_heads),
+                            slopes = per_head(in.alibi_slopes, c.batch, c.q_heads);
+  const char* const mask = in.attn_mask ? static_cast<const char*>(in.attn_mask->const_data_ptr()) : nullptr;
+  const int64_t mask_item = mask ? item_size(in.attn_mask->scalar_type()) : 0;
+  run_queue(plan.items, plan.threads, space, [&](int64_t i, void* scratch) {
+    const auto [b, head, block] = plan.at(i, alike);
+    const int64_t bh = b * c.q_heads + head, first = block * plan.rows;
+    HeadPointers h;
+    h.index = static_cast<uint32_t>(bh);
+    h.query = q + (b * query.stride(0) + head * query.stride(1)) * item;
+    h.key = pieces.key[static_cast<size_t>(b * c.kv_heads + head / c.group)];
+    h.value = pieces.value[static_cast<size_t>(b * c.kv_heads + head / c.group)];
+    const int64_t first_key = seen[static_cast<size_t>(b)].begin;
+    if (mask) h.mask = mask + (b * c.mask_batch + head * c.mask_head + first_key * c.mask_col) * mask_item;
+    if (!sinks.empty()) h.sink = sinks[static_cast<size_t>(bh)];
+    if (!slopes.empty()) h.slope = slopes[static_cast<size_t>(bh)];
+    h.out = o + bh * c.q_len * c.v_head_dim * item;
+    h.lse = l + bh * c.q_len * lse_item;
+    plan.kernel->forward(params[static_cast<size_t>(b)], h, first, std::min(plan.rows, c.q_len - first), scratch);
+  });
+}
+
+}  // namespace attnjourney

@@ -1,0 +1,92 @@
+// CPU entry of the dense and ring caches. Values are checked before the first write.
+#include "decode/kv_cache.h"
+
+#include <cstring>
+
+#include "cache_rows.h"
+
+namespace attnjourney {
+namespace {
+
+void append(const Tensor& key_cache, OptionalTensor value_cache, const Tensor& lengths, const Tensor& key,
+            OptionalTensor value, OptionalTensor counts, bool ring) {
+  const AppendInputs in{key_cache, std::move(value_cache), lengths, key, std::move(value), std::move(counts)};
+  check_append(in, false);
+  const int64_t batch = lengths.size(0), n = key.size(2), capacity = key_cache.size(2);
+  int64_t* const have = static_cast<int64_t*>(lengths.mutable_data_ptr());
+  const std::vector<int64_t> fresh = new_tokens(in);
+  for (int64_t b = 0; b < batch; b++) {
+    check_length("lengths", b, have[b], ring ? int64_t{1} << 40 : capacity, "the cache's capacity");
+    check_value(ring || have[b] + fresh[b] <= capacity, "key: the cache overflows: expected at most ",
+                capacity - have[b], " new tokens for batch row ", b, " (capacity ", capacity, ", length ", have[b],
+                "), got ", fresh[b]);
+  }
+  const auto write = [&](const Tensor& cache, const Tensor& tokens) {
+    const Tensor rows = aten::rows_contiguous(tokens);
+    const CacheRows to(cache), from(rows);
+    parallel_tokens(batch * cache.size(1), n * cache.size(3), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++) {
+        const int64_t b = i / cache.size(1), h = i % cache.size(1), count = fresh[b];
+        for (int64_t t = ring ? std::max<int64_t>(0, count - capacity) : 0; t < count; t++) {  // a ring keeps the last
+          const int64_t at = have[b] + t;
+          to.copy(b, h, ring ? at % capacity : at, from, b, h, n - count + t);
+        }
+      }
+    });
+  };
+  write(key_cache, key);
+  if (in.value) write(*in.value_cache, *in.value);
+  for (int64_t b = 0; b < batch; b++) have[b] += fresh[b];
+}
+
+void truncate(const Tensor& lengths, const Tensor& new_lengths, OptionalTensor lowest) {
+  check_truncate(lengths, new_lengths, lowest);
+  const int64_t batch = lengths.size(0);
+  const int64_t* const wanted = checked_truncation(lengths, new_lengths);
+  if (lowest) {
+    const int64_t* const low = static_cast<const int64_t*>(lowest->const_data_ptr());
+    for (int64_t b = 0; b < batch; b++)
+      check_value(wanted[b] >= low[b], "new_lengths: expected at least ", low[b], " for batch row ", b,
+                  ", older keys have been overwritten, got ", wanted[b]);
+  }
+  std::memcpy(lengths.mutable_data_ptr(), wanted, static_cast<size_t>(batch) * sizeof(int64_t));
+}
+
+void reorder(const Tensor& key_cache, OptionalTensor value_cache, const Tensor& lengths, const Tensor& batch_index) {
+  check_reorder(key_cache, value_cache, lengths, batch_index);
+  const int64_t batch = lengths.size(0);
+  const int64_t* const index = checked_batch_index(batch_index, lengths);
+  int64_t* const have = static_cast<int64_t*>(lengths.mutable_data_ptr());
+  const std::vector<int64_t> before(have, have + batch);
+  for (int64_t b = 0; b < batch; b++) check_length("lengths", b, before[b], int64_t{1} << 40, "2^40");
+  // rows that change go through a copy: the new order may be a cycle
+  const auto move = [&](const Tensor& cache) {
+    const CacheRows to(cache);
+    const int64_t heads = cache.size(1), capacity = cache.size(2);
+    std::vector<int64_t> start(static_cast<size_t>(batch) + 1, 0);
+    for (int64_t b = 0; b < batch; b++)
+      start[b + 1] = start[b] + (index[b] == b ? 0 : heads * std::min(before[index[b]], capacity));
+    if (start[batch] == 0) return;
+    std::vector<char> copy(static_cast<size_t>(start[batch] * to.row_bytes()));
+    const auto each = [&](const auto& f) {
+      for (int64_t b = 0; b < batch; b++)
+        for (int64_t i = start[b], n = std::min(before[index[b]], capacity); i < start[b + 1]; i++)
+          f(b, (i - start[b]) / n, (i - start[b]) % n, copy.data() + i * to.row_bytes());
+    };
+    each(
+        [&](int64_t b, int64_t h, int64_t slot, char* c) { std::memcpy(c, to.at(index[b], h, slot), to.row_bytes()); });
+    each([&](int64_t b, int64_t h, int64_t slot, char* c) { std::memcpy(to.at(b, h, slot), c, to.row_bytes()); });
+  };
+  move(key_cache);
+  if (value_cache) move(*value_cache);
+  for (int64_t b = 0; b < batch; b++) have[b] = before[index[b]];
+}
+
+}  // namespace
+}  // namespace attnjourney
+
+STABLE_TORCH_LIBRARY_IMPL(attnjourney, CPU, m) {
+  m.impl("kv_cache_append", TORCH_BOX(&attnjourney::append));
+  m.impl("kv_cache_truncate", TORCH_BOX(&attnjourney::truncate));
+  m.impl("kv_cache_reorder", TORCH_BOX(&attnjourney::reorder));
+}

@@ -1,0 +1,44 @@
+// CPU entry of mla_decode: the products of its heads.
+#include "decode/mla_decode_boxed.h"
+
+#include <algorithm>
+
+#include "cache_walk.h"
+#include "cpu/plan.h"
+#include "cpu/threads.h"
+
+namespace attnjourney {
+namespace {
+
+void head_products(const Tensor& x, const Tensor& w, bool transposed, const Tensor& out) {
+  HeadProductParams shared;
+  shared.rows = x.size(0) * x.size(2), shared.q_len = x.size(2), shared.inner = x.size(3), shared.width = out.size(3);
+  if (shared.rows * x.size(1) == 0) return;
+  shared.x_batch = x.stride(0), shared.x_row = x.stride(2), shared.w_row = w.stride(1);
+  shared.out_batch = out.stride(0), shared.out_row = out.stride(2), shared.transposed = transposed;
+  const DecodeKernels& kernel = kernels().decode[static_cast<int>(kernel_dtype(x.scalar_type()))];
+  const int64_t item = bytes_of(x.scalar_type()), heads = x.size(1);
+  const auto [from, weight, to] =
+      std::tuple{static_cast<const char*>(x.const_data_ptr()), static_cast<const char*>(w.const_data_ptr()),
+                 static_cast<char*>(out.mutable_data_ptr())};
+  // as in decode: 200 KB or 1 MFLOP are about 10 us
+  const double cost = static_cast<double>(heads * shared.inner * shared.width) *
+                      std::max(5.0 * static_cast<double>(item), 2.0 * static_cast<double>(shared.rows));
+  run_queue(heads, thread_count(heads, cost), kernel.product_space(shared),
+            [&, from = from, weight = weight, to = to](int64_t h, void* space) {
+              HeadProductParams p = shared;
+              p.x = from + h * x.stride(1) * item;
+              p.w = weight + h * w.stride(0) * item;
+              p.out = to + h * out.stride(1) * item;
+              kernel.product(p, space);
+            });
+}
+
+constexpr MlaDecodeBackend cpu_mla_decode{cpu_decode, cpu_decode, head_products};
+
+}  // namespace
+}  // namespace attnjourney
+
+STABLE_TORCH_LIBRARY_IMPL(attnjourney, CPU, m) {
+  m.impl("mla_decode", TORCH_BOX(&attnjourney::boxed_mla_decode<attnjourney::cpu_mla_decode>));
+}

@@ -1,0 +1,53 @@
+// Dropout on a tile of P^T, keys down and lanes over rows: the bits of csrc/core/philox.h, a vector of rows at a time.
+#pragma once
+#include "common.h"
+#include "core/philox.h"
+
+namespace attnjourney {
+namespace {
+
+// Philox on lanes: rows first_row + lane
+ATTN_INLINE void philox_lanes(uint64_t seed, uint32_t head, uint32_t first_row, uint32_t octet, Lanes (&word)[4]) {
+  Lanes c0 = lanes_set(first_row) + lanes_iota(), c1 = lanes_set(octet), c2 = lanes_set(head), c3 = lanes_set(0);
+  uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+  ATTN_UNROLL for (int i = 0; i < Philox::rounds; i++) {
+    Lanes high_a, low_a, high_b, low_b;
+    multiply_wide(c0, Philox::mul0, high_a, low_a);
+    multiply_wide(c2, Philox::mul1, high_b, low_b);
+    c0 = high_b ^ c1 ^ lanes_set(k0);
+    c2 = high_a ^ c3 ^ lanes_set(k1);
+    c1 = low_b;
+    c3 = low_a;
+    k0 += Philox::weyl0;
+    k1 += Philox::weyl1;
+  }
+  word[0] = c0, word[1] = c1, word[2] = c2, word[3] = c3;
+}
+
+// P[key][lane], keys k0 + begin .. k0 + end - 1 (k0 a multiple of 8), rows first_row + lane. Where dropped, 0 is
+// written, or with `mark` the value's sign is set instead (P itself is never negative).
+template <class C>
+ATTN_NOINLINE void drop_tile(const Dropout& dropout, uint32_t head, int64_t first_row, int64_t rows, int64_t k0,
+                             int64_t begin, int64_t end, bool mark, C* P, int64_t ldp) {
+  if constexpr (sizeof(C) == 4) {
+    for (int64_t k8 = begin & ~int64_t(7); k8 < end; k8 += 8)
+      for (int64_t i = 0; i < rows; i += Vf::width) {
+        Lanes word[4];
+        philox_lanes(dropout.seed, head, uint32_t(first_row + i), uint32_t((k0 + k8) >> 3), word);
+        ATTN_UNROLL for (int e = 0; e < 8; e++) {
+          const int64_t k = k8 + e;
+          if (k < begin || k >= end) continue;
+          C* x = P + k * ldp + i;
+          const Vf p = load(x), kept = keep_where(word[e >> 1], e & 1, dropout.threshold, p);
+          store(x, mark ? kept + (kept - p) : kept);  // kept - p is 0 or -p
+        }
+      }
+  } else {
+    for (int64_t k = begin; k < end; k++)
+      for (int64_t i = 0; i < rows; i++)
+        if (!dropout.keep(head, first_row + i, k0 + k)) P[k * ldp + i] = mark ? -P[k * ldp + i] : C(0);
+  }
+}
+
+}  // namespace
+}  // namespace attnjourney

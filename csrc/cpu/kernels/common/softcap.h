@@ -1,0 +1,75 @@
+// Softcap: a score s becomes cap * tanh(s / cap) (Gemma 2, arXiv 2408.00118). Queries are packed with 2 log2(e) / cap
+// folded in, so that a product z gives tanh = (2^z - 1) / (2^z + 1).
+#pragma once
+#include "attention/params.h"
+#include "common.h"
+
+namespace attnjourney {
+namespace {
+
+// what packed queries are multiplied by
+template <class C, class Params>
+ATTN_INLINE C query_factor(const Params& p) {
+  return C(p.softcap > 0 ? p.scale / p.softcap * (2 * log2_e) : p.scale * log2_e);
+}
+
+// (2^f - 1) / f for |f| <= 1/2, by its Taylor series: exact to rounding, also where 2^f - 1 would cancel
+ATTN_INLINE Vf power_quotient(Vf f) {
+  Vf p = Vf::set(1.5252733804e-05f);
+  p = fma(p, f, Vf::set(1.5403530393e-04f));
+  p = fma(p, f, Vf::set(1.3333558146e-03f));
+  p = fma(p, f, Vf::set(9.6181291076e-03f));
+  p = fma(p, f, Vf::set(5.5504108665e-02f));
+  p = fma(p, f, Vf::set(2.4022650696e-01f));
+  return fma(p, f, Vf::set(6.9314718056e-01f));
+}
+ATTN_INLINE Vd power_quotient(Vd f) {
+  Vd p = Vd::set(1.3691488853904129e-12);
+  p = fma(p, f, Vd::set(2.5678435993488205e-11));
+  p = fma(p, f, Vd::set(4.4455382718708116e-10));
+  p = fma(p, f, Vd::set(7.0549116208011233e-09));
+  p = fma(p, f, Vd::set(1.0178086009239699e-07));
+  p = fma(p, f, Vd::set(1.3215486790144309e-06));
+  p = fma(p, f, Vd::set(1.5252733804059840e-05));
+  p = fma(p, f, Vd::set(1.5403530393381610e-04));
+  p = fma(p, f, Vd::set(1.3333558146428443e-03));
+  p = fma(p, f, Vd::set(9.6181291076284772e-03));
+  p = fma(p, f, Vd::set(5.5504108664821580e-02));
+  p = fma(p, f, Vd::set(2.4022650695910071e-01));
+  return fma(p, f, Vd::set(6.9314718055994531e-01));
+}
+
+template <class C>
+ATTN_INLINE Vec<C> tanh_of_packed(Vec<C> z) {
+  const Vec<C> far = Vec<C>::set(sizeof(C) == 4 ? C(40) : C(80));  // tanh is 1 to rounding; a NaN stays one
+  z = min(far, max(Vec<C>::zero() - far, z));
+  const Vec<C> n = round(z), f = z - n, one = Vec<C>::set(C(1));
+  const Vec<C> power = scale_by_power(one, n);
+  const Vec<C> e = fma(power * f, power_quotient(f), power - one);  // 2^z - 1
+  return e / (e + Vec<C>::set(C(2)));
+}
+
+// x[vectors * W] -> cap * tanh
+template <class C>
+ATTN_NOINLINE void cap_scores(C* x, int vectors, C cap) {
+  constexpr int W = Vec<C>::width;
+  for (int i = 0; i < vectors; i++) store(x + i * W, Vec<C>::set(cap) * tanh_of_packed(load(x + i * W)));
+}
+
+// ... and tanh, whose 1 - tanh^2 is the derivative of the capped score by the score
+template <class C>
+ATTN_NOINLINE void cap_scores(C* x, int vectors, C cap, C* tanh) {
+  constexpr int W = Vec<C>::width;
+  for (int i = 0; i < vectors; i++) {
+    const Vec<C> t = tanh_of_packed(load(x + i * W));
+    store(x + i * W, Vec<C>::set(cap) * t);
+    store(tanh + i * W, t);
+  }
+}
+template <class C>
+ATTN_INLINE Vec<C> cap_slope(Vec<C> tanh) {
+  return Vec<C>::set(C(1)) - tanh * tanh;
+}
+
+}  // namespace
+}  // namespace attnjourney

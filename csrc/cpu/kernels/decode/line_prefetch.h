@@ -1,0 +1,140 @@
+// The cache lines that a product over few rows will read, asked for in the order of their turn and at an even pace: the
+// hardware's own prefetcher stops at every page and does not know what comes after a block of keys. Lines that come in
+// bursts, or too late by the latency of memory, cost a quarter of its bandwidth.
+#pragma once
+#include "cpu/kernels/common/common.h"
+#include "decode/params.h"
+
+namespace attnjourney {
+namespace {
+
+// Keys first .. first + count: from key `offset` of run `run` on, into the runs that follow.
+struct DecodeBlock {
+  int64_t run, offset, first, count;
+};
+
+// The runs of a chunk in blocks of at most `keys` keys without a gap.
+class BlockWalk {
+ public:
+  BlockWalk(const DecodeRun* runs, int64_t n, int64_t keys) : runs_(runs), n_(n), keys_(keys) {}
+  bool next(DecodeBlock& b) {
+    if (run_ == n_) return false;
+    b = {run_, offset_, runs_[run_].first + offset_, 0};
+    while (run_ < n_ && b.count < keys_ && runs_[run_].first + offset_ == b.first + b.count) {
+      const int64_t n = min_of(runs_[run_].count - offset_, keys_ - b.count);
+      b.count += n;
+      offset_ += n;
+      if (offset_ == runs_[run_].count) run_++, offset_ = 0;
+    }
+    return true;
+  }
+  // f(run, offset, count, before) for the pieces of a block; `before` keys of it lie before the piece
+  template <class F>
+  static ATTN_INLINE void pieces(const DecodeRun* runs, const DecodeBlock& b, F&& f) {
+    int64_t u = b.run, k = b.offset;
+    for (int64_t done = 0; done < b.count; u++, k = 0) {
+      const int64_t n = min_of(runs[u].count - k, b.count - done);
+      f(runs[u], k, n, done);
+      done += n;
+    }
+  }
+
+  int64_t size() const { return n_; }
+
+ private:
+  const DecodeRun* runs_;
+  int64_t n_, keys_, run_ = 0, offset_ = 0;
+};
+
+class LinesAhead {
+ public:
+  // rows of one matrix
+  LinesAhead(const void* rows, int64_t count, int64_t width, int64_t stride)
+      : walk_(nullptr, 0, 0), row_(static_cast<const char*>(rows)), stride_(stride), width_(width), rows_(count) {
+    join_rows();
+  }
+  // the keys of each block of the walk, then its values, unless they are part of the keys; bytes
+  LinesAhead(const DecodeRun* runs, const BlockWalk& walk, int64_t key_width, int64_t key_stride, int64_t value_width,
+             int64_t value_stride)
+      : runs_(runs), walk_(walk), widths_{key_width, value_width}, strides_{key_stride, value_stride} {}
+
+  // `bytes` for every `units` of work, the first `lead` bytes at once
+  void start(int64_t bytes, int64_t units, int64_t lead) {
+    rate_ = (bytes * (one / 64) + units - 1) / units;
+    credit_ = lead * (one / 64);
+    step(0);
+  }
+  ATTN_INLINE void step(int64_t units) {
+    const int64_t credit = credit_ + units * rate_;
+    credit_ = credit % one;
+    const char *p = at_, *end = end_;
+    for (int64_t n = credit / one; n > 0; n--) {
+      if (p >= end) {
+        p = next();
+        if (!p) return;
+        end = end_;
+      }
+      __builtin_prefetch(p);
+      p += 64;
+    }
+    at_ = p;
+  }
+
+ private:
+  static constexpr int64_t one = int64_t{1} << 16;  // credit for a line
+  static constexpr int64_t pages_ahead = 3;         // runs
+
+  ATTN_NOINLINE const char* next() {
+    while (rows_ == 0) {
+      if (left_ == 0) {
+        if (part_ == 0 && widths_[1] > 0 && block_.count > 0) {
+          part_ = 1;
+        } else {
+          part_ = 0;
+          if (!runs_ || !walk_.next(block_)) {
+            rate_ = credit_ = 0;
+            return nullptr;
+          }
+        }
+        run_ = block_.run, offset_ = block_.offset, left_ = block_.count;
+      }
+      if (run_ + pages_ahead < walk_.size()) touch(runs_[run_ + pages_ahead]);
+      const DecodeRun& r = runs_[run_++];
+      rows_ = min_of(left_, r.count - offset_);
+      left_ -= rows_;
+      stride_ = strides_[part_], width_ = widths_[part_];
+      row_ = static_cast<const char*>(part_ ? r.value : r.key) + offset_ * stride_;
+      offset_ = 0;
+      join_rows();
+    }
+    const char* p = row_;
+    rows_--;
+    row_ += stride_;
+    end_ = p + width_;
+    return p - reinterpret_cast<uintptr_t>(p) % 64;
+  }
+  // blocks of a paged cache lie anywhere: their pages are looked up before their lines come
+  void touch(const DecodeRun& r) const {
+    const char* const p = static_cast<const char*>(part_ ? r.value : r.key);
+    for (int64_t i = 0; i < r.count * strides_[part_]; i += 4096) __builtin_prefetch(p + i);
+  }
+  void join_rows() {
+    if (stride_ != width_) return;
+    width_ *= rows_;
+    rows_ = rows_ > 0;
+  }
+
+  const DecodeRun* runs_ = nullptr;
+  BlockWalk walk_;
+  int64_t widths_[2] = {0, 0}, strides_[2] = {0, 0};
+  DecodeBlock block_{0, 0, 0, 0};
+  int part_ = 0;
+  int64_t run_ = 0, offset_ = 0, left_ = 0;  // of the block
+  const char* row_ = nullptr;
+  int64_t stride_ = 0, width_ = 0, rows_ = 0;  // of the piece
+  const char *at_ = nullptr, *end_ = nullptr;
+  int64_t rate_ = 0, credit_ = 0;
+};
+
+}  // namespace
+}  // namespace attnjourney

@@ -1,0 +1,34 @@
+// float32 on Hopper: memory for the planes of halves, and the launches.
+#pragma once
+#include "cuda/device.h"
+
+namespace attnjourney {
+
+// Short calls gain nothing from planes.
+template <class Task>
+bool splits(const Task& p) {
+  return backward_size(p.head_dim, p.v_head_dim) <= 128 && p.q_len >= 128 && p.kv_len >= 128;
+}
+
+inline void split_forward(const ForwardTask& p, const Tensor& query, const Device& device, cudaStream_t stream) {
+  const int64_t dim = backward_size(p.head_dim, p.v_head_dim), rows = 8192 / dim;
+  SplitPlanes w{};
+  w.kv_heads = p.q_heads / p.group;
+  w.query_tiles = static_cast<int>((p.q_len + rows - 1) / rows);
+  w.key_tiles = static_cast<int>((p.kv_len + rows - 1) / rows);
+  const int64_t queries = int64_t{p.batch} * p.q_heads, keys = int64_t{p.batch} * w.kv_heads;
+  const int64_t key_bytes = keys * p.kv_len * 4 * dim, key_scales = keys * w.key_tiles * 16;
+  const int64_t query_bytes = queries * p.q_len * 4 * dim, query_scales = queries * w.query_tiles * 4;
+  const Tensor memory =
+      aten::empty(query, {query_bytes + 2 * key_bytes + key_scales + query_scales + 4}, ScalarType::Byte);
+  w.query = static_cast<unsigned char*>(memory.data_ptr());
+  w.key = w.query + query_bytes, w.value = w.key + key_bytes;
+  w.key_scale = reinterpret_cast<float4*>(w.value + key_bytes);
+  w.query_scale = reinterpret_cast<float*>(w.value + key_bytes + key_scales);
+  w.rare = reinterpret_cast<uint32_t*>(w.query_scale + queries * w.query_tiles);
+  cuda_check(cudaMemsetAsync(w.rare, 0, 4, stream), "cudaMemsetAsync");
+  sm90_split_forward_fp32(p, w, device, stream);
+  sm90_wide_forward_rest_fp32(p, w.rare, device, stream);
+}
+
+}  // namespace attnjourney

@@ -1,0 +1,54 @@
+// Lengths, offsets of packed sequences and ranges of keys as the kernels take them.
+#pragma once
+#include "attention/attention.h"
+#include "cuda/device.h"
+#include "cuda/kernels/common/sequence.cuh"
+
+namespace attnjourney {
+
+// inst/common/packed_offsets.cu
+void packed_offsets_int32(const int* given, int count, int total, int* out, cudaStream_t);
+void packed_offsets_int64(const int64_t* given, int count, int total, int* out, cudaStream_t);
+
+// Index tensors as the kernels read them: dense int32. Offsets fit the tensors then; lengths are cut to them where they
+// are read. Neither is looked at from here: that would wait for the device.
+struct Indices {
+  OptionalTensor query_lengths, key_lengths, cu_q, cu_k;
+  Indices(const AttentionCall& c, const AttentionOptions& o)
+      : query_lengths(int32(o.query_lengths)),
+        key_lengths(int32(o.key_lengths)),
+        cu_q(offsets(o.cu_seqlens_q, c.params.q_len)),
+        cu_k(offsets(o.cu_seqlens_k, c.params.kv_len)) {}
+  static OptionalTensor int32(const OptionalTensor& t) {
+    if (!t) return std::nullopt;
+    Tensor x = aten::empty(*t, {t->numel()}, ScalarType::Int);
+    torch::stable::copy_(x, *t);
+    return x;
+  }
+  static OptionalTensor offsets(const OptionalTensor& t, int64_t total) {
+    if (!t) return std::nullopt;
+    const Tensor given = aten::contiguous(*t), x = aten::empty(*t, {t->numel()}, ScalarType::Int);
+    const cudaStream_t stream = current_stream(t->get_device_index());
+    const int count = static_cast<int>(t->numel()), most = static_cast<int>(total);
+    int* out = static_cast<int*>(x.data_ptr());
+    if (given.scalar_type() == ScalarType::Int)
+      packed_offsets_int32(static_cast<const int*>(given.data_ptr()), count, most, out, stream);
+    else
+      packed_offsets_int64(static_cast<const int64_t*>(given.data_ptr()), count, most, out, stream);
+    return x;
+  }
+  static const int* data(const OptionalTensor& t) { return t ? static_cast<const int*>(t->data_ptr()) : nullptr; }
+};
+
+template <class Real>
+void describe_sequences(SequenceTaskOf<Real>& p, const AttentionCall& c, const Indices& indices) {
+  p.q_len = static_cast<int>(c.params.q_len), p.kv_len = static_cast<int>(c.params.kv_len);
+  const KeyRanges& keys = c.params.keys;
+  const auto bound = [](int64_t x) { return static_cast<int>(std::min<int64_t>(x, Ranges::unbounded)); };
+  p.keys.offset = static_cast<int>(keys.offset), p.keys.left = bound(keys.left), p.keys.right = bound(keys.right);
+  p.keys.prefix = static_cast<int>(keys.prefix), p.keys.key_length = p.kv_len, p.bottom_right = c.bottom_right;
+  p.cu_q = Indices::data(indices.cu_q), p.cu_k = Indices::data(indices.cu_k);
+  p.query_lengths = Indices::data(indices.query_lengths), p.key_lengths = Indices::data(indices.key_lengths);
+}
+
+}  // namespace attnjourney

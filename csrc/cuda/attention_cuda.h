@@ -1,9 +1,0 @@
-// The parts of the CUDA entry of attention.
-#pragma once
-#include "../attention.h"
-
-namespace attnjourney {
-
-extern const AttentionBackend cuda_attention;  // attention.cu
-
-}  // namespace attnjourney

@@ -1,0 +1,111 @@
+// CUDA entry of decode: few query rows over split keys (kernels/decode_*.cuh). Many go to decode_tiled.cu.
+#include "cuda/attention/per_head.h"
+#include "decode/decode_boxed.h"
+#include "decode_split.h"
+#include "mla_decode_cuda.h"
+
+namespace attnjourney {
+namespace {
+
+// Rows of one key head from which attention's kernels, which read keys once for 64 rows of a head, are the better ones:
+// until then, keys are split.
+constexpr int64_t few_rows = 128;
+
+CacheStrides strides_of(const Tensor& t) { return {t.stride(0), t.stride(1), t.stride(2)}; }
+
+void describe(DecodeTask& p, const DecodeCall& c, const DecodeInputs& in) {
+  const auto bound = [](int64_t x) { return static_cast<int>(std::min<int64_t>(x, Ranges::unbounded)); };
+  p.key = in.key.data_ptr(), p.value = in.value.data_ptr();
+  p.k = strides_of(in.key), p.v = strides_of(in.value);
+  p.lengths = static_cast<const int64_t*>(in.lengths.data_ptr());
+  p.longest = c.ring ? KeyRanges::unbounded : c.capacity;
+  if (in.attn_mask && in.attn_mask->size(-1) != 1) p.longest = std::min(p.longest, in.attn_mask->size(-1));
+  if (in.block_table) {
+    p.table = static_cast<const int*>(in.block_table->data_ptr());
+    p.blocks = static_cast<int>(in.key.size(0)), p.max_blocks = static_cast<int>(in.block_table->size(1));
+    p.block_size = static_cast<int>(c.block_size);
+  }
+  p.capacity = static_cast<int>(c.capacity), p.ring = c.ring;
+  p.batch = static_cast<int>(c.batch), p.kv_heads = static_cast<int>(c.kv_heads), p.group = static_cast<int>(c.group);
+  p.q_len = static_cast<int>(c.q_len), p.rows = p.group * p.q_len;
+  p.head_dim = static_cast<int>(c.head_dim), p.v_head_dim = static_cast<int>(c.v_head_dim);
+  p.left = bound(c.left), p.right = bound(c.right), p.prefix = static_cast<int>(c.prefix);
+  p.scale = c.scale, p.softcap = c.softcap;
+  p.scaled_only = c.softcap == 0 && !in.alibi_slopes && c.mask == MaskKind::none;
+  if (!in.attn_mask) return;
+  p.mask = in.attn_mask->data_ptr();
+  p.mask_kind = c.mask == MaskKind::boolean ? MaskElement::boolean
+                : c.mask_fp32               ? MaskElement::fp32
+                                            : MaskElement::same;
+  p.mask_bytes = static_cast<int>(in.attn_mask->element_size());
+  p.mask_batch = c.mask_batch, p.mask_head = c.mask_head, p.mask_row = c.mask_row, p.mask_col = c.mask_col;
+}
+
+void decode_few(const DecodeCall& c, const DecodeInputs& in, const DecodeTask& cache, const Tensor& query,
+                const Tensor& out, const Tensor& lse) {
+  const ScalarType type = query.scalar_type();
+  const CudaDecode& kernel = type == ScalarType::Double     ? sm80_decode_fp64
+                             : type == ScalarType::Float    ? sm80_decode_fp32
+                             : type == ScalarType::BFloat16 ? sm80_decode_bf16
+                                                            : sm80_decode_fp16;
+  decode_split(kernel, in_chunks(in.key) && in_chunks(in.value), c, in, cache, query, out, lse);
+}
+
+}  // namespace
+
+DecodeTask describe_cache(const DecodeCall& c, const DecodeInputs& in) {
+  DecodeTask p{};
+  describe(p, c, in);
+  return p;
+}
+
+void decode_split(const CudaDecode& kernel, bool chunked, const DecodeCall& c, const DecodeInputs& in, DecodeTask p,
+                  const Tensor& given, const Tensor& out, const Tensor& lse) {
+  const Tensor query = chunked && !in_chunks(given) ? torch::stable::clone(aten::contiguous(given)) : given;
+  const Device device = current_device(query);
+  p.query = query.data_ptr(), p.out = out.data_ptr(), p.lse = lse.data_ptr();
+  p.q_batch = query.stride(0), p.q_head = query.stride(1), p.q_row = query.stride(2);
+  OptionalTensor sinks, slopes;  // copies live as long as this
+  const auto numbers = [&](const OptionalTensor& t, OptionalTensor& held, const void*& data, int64_t& batch_stride) {
+    if (!t) return;
+    std::vector<int64_t> sizes{c.q_heads};
+    if (t->dim() == 2) sizes.insert(sizes.begin(), c.batch), batch_stride = c.q_heads;
+    held = per_head(t, sizes, lse.scalar_type(), query);
+    data = held->data_ptr();
+  };
+  numbers(in.sinks, sinks, p.sinks, p.sinks_batch);
+  numbers(in.alibi_slopes, slopes, p.slopes, p.slopes_batch);
+
+  const DecodeTiling tiling = kernel.tiling(p.head_dim, p.v_head_dim, p.rows, chunked);
+  p.row_tiles = (p.rows + tiling.rows - 1) / tiling.rows;
+  const int64_t units = c.batch * c.kv_heads * p.row_tiles;
+  int64_t keys = std::min<int64_t>(c.capacity, p.longest);  // that a sequence has at most
+  if (c.left < KeyRanges::unbounded)
+    keys = std::min(keys, c.prefix + c.left + c.q_len + std::min(c.right, KeyRanges::unbounded - 1));
+  p.splits = decode_splits(units, keys, tiling, device);
+  OptionalTensor parts;  // outputs, references and sums of every split
+  if (p.splits > 1) {
+    const int64_t rows = units * p.splits * tiling.rows;
+    parts = aten::empty(query, {rows * (2 + c.v_head_dim)}, lse.scalar_type());
+    p.part_stats = parts->data_ptr();
+    p.part_out = static_cast<char*>(p.part_stats) + rows * 2 * lse.element_size();
+  }
+  kernel.launch(p, chunked, current_stream(device.index));
+}
+
+void cuda_decode(const DecodeCall& c, const DecodeInputs& in, const Tensor& out, const Tensor& lse) {
+  if (is_of_latents(c, in)) return cuda_decode_latents(c, in, out, lse);
+  check_decode_served(c, in);
+  if (c.batch * c.q_heads * c.q_len == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(in.query.get_device_index());
+  const Tensor query = aten::rows_contiguous(in.query);
+  // a ring's mask has columns for keys that are gone
+  const bool tiled = c.group * c.q_len > few_rows && c.q_len > 16 && !(c.ring && in.attn_mask);
+  (tiled ? cuda_decode_tiled : decode_few)(c, in, describe_cache(c, in), query, out, lse);
+}
+
+}  // namespace attnjourney
+
+STABLE_TORCH_LIBRARY_IMPL(attnjourney, CUDA, m) {
+  m.impl("decode", TORCH_BOX(&attnjourney::boxed_decode<attnjourney::cuda_decode>));
+}

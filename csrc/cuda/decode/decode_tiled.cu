@@ -1,0 +1,71 @@
+// Many query rows over a cache: a prompt, or a large piece of one, through attention's own kernels. A dense cache is
+// read where it lies; the keys of blocks or of a ring are first brought into one piece, some sequences at a time.
+#include "cuda/attention/attention_cuda.h"
+#include "cuda/cache/cache_cuda.h"
+#include "decode_cuda.h"
+
+namespace attnjourney {
+namespace {
+
+constexpr int64_t piece_bytes = int64_t{256} << 20;  // or one sequence's keys and values
+
+AttentionOptions options_of(const DecodeCall& c, const DecodeInputs& in) {
+  AttentionOptions o{};
+  o.attn_mask = in.attn_mask;
+  o.is_causal = in.is_causal, o.scale = c.scale, o.enable_gqa = true;
+  o.causal_alignment = 1;
+  o.window = {in.left, in.right};
+  o.prefix_length = in.prefix_length, o.softcap = in.softcap;
+  o.sinks = in.sinks, o.alibi_slopes = in.alibi_slopes;
+  o.key_lengths = in.lengths;
+  return o;
+}
+
+// items [first, first + n) of a dimension, counted from the end; left alone where it broadcasts or is not there
+OptionalTensor cut(const OptionalTensor& t, int64_t from_end, int64_t first, int64_t n) {
+  if (!t || t->dim() < from_end || t->size(t->dim() - from_end) == 1) return t;
+  return torch::stable::narrow(const_cast<Tensor&>(*t), t->dim() - from_end, first, n);
+}
+Tensor part(const Tensor& t, int64_t first, int64_t n) { return *cut(t, t.dim(), first, n); }
+
+void in_pieces(const DecodeCall& c, const DecodeInputs& in, const Tensor& query, const DecodeTask& cache, int64_t keys,
+               const Tensor& out, const Tensor& lse) {
+  const int64_t numbers_each = c.kv_heads * keys,
+                bytes = numbers_each * (c.head_dim + c.v_head_dim) * in.key.element_size();
+  const int64_t most = std::clamp<int64_t>(piece_bytes / std::max<int64_t>(1, bytes), 1, c.batch);
+  GatherTask g{};
+  int unit = 0;
+  g.cache = cache, g.heads = static_cast<int>(c.kv_heads);
+  const Tensor key = aten::empty(in.key, {most, c.kv_heads, keys, c.head_dim});
+  const Tensor value = aten::empty(in.key, {most, c.kv_heads, keys, c.v_head_dim});
+  const Tensor held = aten::empty(in.lengths, {most});
+  g.from = cache_tensors(in.key, in.value, {&key, &value}, unit);
+  g.to[0] = rows_of(key), g.to[1] = rows_of(value), g.held = numbers(held);
+  g.parts = append_parts(numbers_each * std::max(g.from.units[0], g.from.units[1]));
+  const cudaStream_t stream = current_stream(query.get_device_index());
+  for (int64_t first = 0; first < c.batch; first += most) {
+    const int64_t n = std::min(most, c.batch - first);
+    g.first_sequence = static_cast<int>(first);
+    launch_cache_gather(g, static_cast<int>(n), unit, stream);
+    AttentionOptions o = options_of(c, in);
+    o.key_lengths = part(held, 0, n);
+    o.attn_mask = cut(in.attn_mask, 4, first, n);
+    o.sinks = cut(in.sinks, 2, first, n), o.alibi_slopes = cut(in.alibi_slopes, 2, first, n);
+    Tensor own_out = part(out, first, n), own_lse = part(lse, first, n);
+    cuda_attention.forward(part(query, first, n), part(key, 0, n), part(value, 0, n), o, own_out, own_lse);
+  }
+}
+
+}  // namespace
+
+void cuda_decode_tiled(const DecodeCall& c, const DecodeInputs& in, const DecodeTask& cache, const Tensor& query,
+                       const Tensor& out, const Tensor& lse) {
+  int64_t keys = c.capacity;  // a mask's columns, where it has fewer
+  if (in.attn_mask && in.attn_mask->size(-1) != 1) keys = std::min(keys, in.attn_mask->size(-1));
+  if (c.ring || c.block_size) return in_pieces(c, in, query, cache, keys, out, lse);
+  Tensor key = in.key, value = in.value, to = out, to_lse = lse;
+  cuda_attention.forward(query, torch::stable::narrow(key, 2, 0, keys), torch::stable::narrow(value, 2, 0, keys),
+                         options_of(c, in), to, to_lse);
+}
+
+}  // namespace attnjourney

@@ -1,0 +1,55 @@
+// The launch function of decoding for one dtype.
+#pragma once
+#include "cuda/decode/launch_decode.h"
+#include "cuda/inst/sizes.h"
+#include "cuda/kernels/decode/decode_fma.cuh"
+#include "cuda/kernels/decode/decode_merge.cuh"
+#include "cuda/kernels/decode/decode_mma.cuh"
+
+namespace attnjourney {
+
+// f<Kernel>() for the kernel on mma.sync that takes these head dims and that many rows
+template <class T, class F>
+auto with_decode_mma(int head_dim, int v_head_dim, int rows, F&& f) {
+  const int dim = std::max(head_dim, v_head_dim);
+  if (rows > 16) {
+    if (dim <= 64) return f.template operator()<DecodeMma<T, 64, 4, 8, true>>();
+    if (dim <= 128) return f.template operator()<DecodeMma<T, 128, 4, 8, true>>();
+    return f.template operator()<DecodeMma<T, 256, 4, 5, true>>();
+  }
+  if (dim <= 64) return f.template operator()<DecodeMma<T, 64, 4, 4>>();
+  if (dim <= 128) return f.template operator()<DecodeMma<T, 128, 4, 3>>();
+  return f.template operator()<DecodeMma<T, 256, 2, 3>>();
+}
+
+template <class T>
+DecodeTiling decode_tiling(int head_dim, int v_head_dim, int rows, bool chunked) {
+  if constexpr (sizeof(T) == 2)
+    if (chunked)
+      return with_decode_mma<T>(head_dim, v_head_dim, rows,
+                                [&]<class K>() { return DecodeTiling{K::kRows, K::kKeys, K::kSmemBytes, K::kBlocks}; });
+  using Shape = DecodeFmaShape<T>;
+  return {Shape::kRows, Shape::kKeys, Shape(head_dim, v_head_dim).bytes(), DecodeFma<T>::kBlocks};
+}
+
+template <class T>
+void launch_sm80_decode(const DecodeTask& p, bool chunked, cudaStream_t stream) {
+  const DecodeTiling tiling = decode_tiling<T>(p.head_dim, p.v_head_dim, p.rows, chunked);
+  const int64_t pairs = int64_t{p.batch} * p.kv_heads, blocks = pairs * p.row_tiles * p.splits;
+  bool done = false;
+  if constexpr (sizeof(T) == 2)
+    if (chunked) {
+      with_decode_mma<T>(p.head_dim, p.v_head_dim, p.rows, [&]<class K>() {
+        static_assert(fits(K::kSmemBytes, true));
+        launch(decode_mma<K>, blocks, K::kThreads, K::kSmemBytes, stream, p);
+      });
+      done = true;
+    }
+  static_assert(fits(DecodeFmaShape<T>(256, 256).bytes(), true));
+  if (!done) launch(decode_fma<T>, blocks, DecodeFma<T>::kThreads, tiling.smem_bytes, stream, p, chunked);
+  if (p.splits > 1)
+    launch(decode_merge<T>, pairs * p.rows, kMergeThreads, merge_smem<Compute<T>>(p.splits, p.v_head_dim), stream, p,
+           tiling.rows);
+}
+
+}  // namespace attnjourney

@@ -1,0 +1,50 @@
+// The launch functions of decoding over latents for one dtype.
+#pragma once
+#include "cuda/decode/launch_latent.h"
+#include "cuda/inst/sizes.h"
+#include "cuda/kernels/decode/decode_merge.cuh"
+#include "cuda/kernels/decode/latent_fma.cuh"
+
+namespace attnjourney {
+
+constexpr int kRoundKeys = 8192;  // a part of 64 rows weighs as much as the keys of a thousand: few of them
+
+// kernel over all parts, and what joins them; tile_rows: of the kernel
+template <class T, class Kernel>
+void launch_latent(Kernel kernel, const DecodeTask& p, int threads, int smem_bytes, int tile_rows,
+                   cudaStream_t stream) {
+  const int64_t items = int64_t{p.batch} * p.kv_heads;
+  launch(kernel, items * p.row_tiles * p.splits, threads, smem_bytes, stream, p);
+  if (p.splits > 1)
+    launch(decode_merge<T>, items * p.rows, kMergeThreads, merge_smem<Compute<T>>(p.splits, p.v_head_dim), stream, p,
+           tile_rows);
+}
+
+template <class K>
+constexpr CudaDecode latent_mma_decode{
+    [](int, int, int, bool) { return DecodeTiling{K::kRows, K::kKeys, K::kSmemBytes, K::kBlocks, kRoundKeys}; },
+    [](const DecodeTask& p, bool, cudaStream_t stream) {
+      launch_latent<typename K::T>(latent_mma<K>, p, K::kThreads, K::kSmemBytes, K::kRows, stream);
+    }};
+
+template <class T>
+constexpr CudaDecode latent_fma_decode{
+    [](int head_dim, int, int, bool) {
+      using K = LatentFma<T>;
+      return DecodeTiling{K::kRows, K::kKeys, K::smem_bytes(head_dim), K::kBlocks, kRoundKeys};
+    },
+    [](const DecodeTask& p, bool, cudaStream_t stream) {
+      using K = LatentFma<T>;
+      static_assert(fits(K::smem_bytes(kLatentDim), true));
+      launch_latent<T>(latent_fma<K>, p, K::kThreads, K::smem_bytes(p.head_dim), K::kRows, stream);
+    }};
+
+template <class T>
+constexpr LatentDecode latent_decode = [] {
+  using Large = LatentMma<T, 64, 32>;
+  using Small = LatentMma<T, 32, 16>;
+  static_assert(fits(Large::kSmemBytes, false) && fits(Small::kSmemBytes, true));
+  return LatentDecode{latent_mma_decode<Large>, latent_mma_decode<Small>, latent_fma_decode<T>};
+}();
+
+}  // namespace attnjourney

@@ -1,0 +1,56 @@
+// The launch function of the mma.sync backward with options for one dtype.
+#pragma once
+#include <type_traits>
+
+#include "cuda/inst/backward_passes.h"
+#include "cuda/kernels/common/backward_heads.cuh"
+#include "cuda/kernels/sm80/backward.cuh"
+#include "cuda/kernels/sm80/mask_gradient.cuh"
+
+namespace attnjourney {
+
+// f<Kernel>() for what takes these head dims; size: as backward_size says; small: Device::small()
+template <class T, bool Deterministic, class F>
+void with_sm80_options_backward(int size, bool small, F&& f) {
+  with_size(size, [&]<int D>() {
+    using Usual = Sm80Backward<T, D, backward_rows(D), backward_keys(D, true, false), Deterministic, true>;
+    using Small = Sm80BackwardSmall<T, D, Deterministic>;
+    static_assert(fits(Usual::kSmemBytes, false) && fits(Small::kSmemBytes, true));
+    static_assert(Small::kRows == backward_rows(D) && Small::kKeys == backward_keys(D, true, true));
+    small ? f.template operator()<Small>() : f.template operator()<Usual>();
+  });
+}
+
+// The gradients of sinks, of slopes and of a floating mask, after the main kernel.
+template <class T>
+void launch_option_gradients(const BackwardTask& p, cudaStream_t stream) {
+  const auto per_head = [&](auto kernel, bool per_item) {
+    launch(kernel, int64_t{per_item ? p.batch : 1} * p.q_heads, kPassThreads, kHeadsBytes, stream, p);
+  };
+  if (p.grad_sinks) per_head(backward_per_head<true, float>, p.sinks_per_item);
+  if (p.grad_slopes) per_head(backward_per_head<false, float>, p.slopes_per_item);
+  if (!p.mask_gradient.sum) return;
+  with_size(backward_size(p.head_dim, p.v_head_dim), [&]<int D>() {
+    using Gradient = Sm80MaskGradient<T, D>;
+    static_assert(fits(Gradient::kSmemBytes, true));
+    launch(mask_gradient<Gradient, float>, mask_gradient_blocks<Gradient>(p), Gradient::kThreads, Gradient::kSmemBytes,
+           stream, p);
+  });
+}
+
+template <class T>
+void launch_sm80_options_backward(const BackwardTask& p, const Device& device, cudaStream_t stream) {
+  const auto go = [&]<class K>() {
+    launch_backward<K>(p, stream, [&] {
+      if (p.grad_query || p.grad_key || p.grad_value || p.slope_sum)
+        launch(sm80_backward<K, true>, int64_t{p.key_tiles} * p.kv_heads * (p.cu_q ? 1 : p.batch), K::kThreads,
+               K::kSmemBytes, stream, p);
+      launch_option_gradients<T>(p, stream);
+    });
+  };
+  const int size = backward_size(p.head_dim, p.v_head_dim);
+  p.turn ? with_sm80_options_backward<T, true>(size, device.small(), go)
+         : with_sm80_options_backward<T, false>(size, device.small(), go);
+}
+
+}  // namespace attnjourney

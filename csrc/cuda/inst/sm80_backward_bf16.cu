@@ -1,5 +1,0 @@
-#include "sm80_backward.h"
-
-void attnjourney::sm80_backward_bf16(BackwardTask p, bool ranged, const Device&, cudaStream_t stream) {
-  launch_sm80_backward<Bf16>(p, ranged, stream);
-}

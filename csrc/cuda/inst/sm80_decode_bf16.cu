@@ -1,5 +1,0 @@
-#include "sm80_decode.h"
-
-namespace attnjourney {
-const CudaDecode sm80_decode_bf16{decode_tiling<Bf16>, launch_sm80_decode<Bf16>};
-}  // namespace attnjourney

@@ -1,5 +1,0 @@
-#include "sm80_latent.h"
-
-namespace attnjourney {
-const CudaDecode sm80_latent_fp32 = latent_fma_decode<float>;
-}  // namespace attnjourney

@@ -1,5 +1,0 @@
-#include "wide_forward.h"
-
-void attnjourney::wide_forward_fp32(ForwardTaskOf<float> p, bool, const Device& device, cudaStream_t stream) {
-  launch_wide_forward<float>(p, device, stream);
-}

@@ -1,5 +1,0 @@
-#include "wide_forward.h"
-
-void attnjourney::wide_forward_fp64(ForwardTaskOf<double> p, bool, const Device& device, cudaStream_t stream) {
-  launch_wide_forward<double>(p, device, stream);
-}

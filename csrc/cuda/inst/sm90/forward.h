@@ -1,0 +1,43 @@
+// The launch function of the Hopper forward for one dtype, and the tile sizes that were fastest on an H100.
+#pragma once
+#include "cuda/kernels/sm90/forward.cuh"
+#include "cuda/launch.h"
+#include "cuda/tensor_map.h"
+
+namespace attnjourney {
+
+template <class T>
+void launch_sm90_forward(ForwardTask p, bool ranged, const Device& device, cudaStream_t stream) {
+  const auto go = [&]<class S>() {
+    constexpr bool bf16 = ptx::is_bf16<T>;
+    plan_forward(p, S::kRows);
+    const int kv_heads = p.q_heads / p.group;
+    const Sm90ForwardMaps maps{
+        tensor_map(p.query, p.query_strides, p.batch, p.q_heads, p.q_len, p.head_dim, 64, bf16),
+        tensor_map(p.key, p.key_strides, p.batch, kv_heads, p.kv_len, p.head_dim, S::kKeys, bf16),
+        tensor_map(p.value, p.value_strides, p.batch, kv_heads, p.kv_len, p.v_head_dim, S::kKeys, bf16),
+        tensor_map(p.out, p.out_strides, p.batch, p.q_heads, p.q_len, p.v_head_dim, 16, bf16),
+        tensor_map(p.value, p.value_strides, p.batch, kv_heads, p.kv_len, p.v_head_dim, 8, bf16),
+        tensor_map(p.value, p.value_strides, p.batch, kv_heads, p.kv_len, p.v_head_dim, 1, bf16)};
+    launch(sm90_forward<S>, p.total < device.multiprocessors ? p.total : device.multiprocessors, S::kThreads,
+           S::kSmemBytes, stream, maps, p);
+  };
+  // dtype, Dqk, Dv, warpgroups, keys, stages, Q stages, ranged, ping-pong, ahead, store
+  const auto pick = [&]<bool Ranged>() {
+    const int size = forward_size(p.head_dim, p.v_head_dim);
+    if (size == 128128)
+      return go.template operator()<Sm90ForwardShape<T, 128, 128, 2, 128, 2, 2, Ranged, false, 4, true>>();
+    if (size == 192128)
+      return go.template operator()<Sm90ForwardShape<T, 192, 128, 2, 128, 2, 1, Ranged, true, 4, false>>();
+    if constexpr (Ranged)
+      if (p.kv_len <= 1024)
+        return go.template operator()<Sm90ForwardShape<T, 64, 64, 2, 128, 2, 2, true, true, 4, true>>();
+    go.template operator()<Sm90ForwardShape<T, 64, 64, 3, 128, 2, 2, Ranged, true, 0, true>>();
+  };
+  if (ranged)
+    pick.template operator()<true>();
+  else
+    pick.template operator()<false>();
+}
+
+}  // namespace attnjourney

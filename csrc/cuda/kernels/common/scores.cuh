@@ -1,0 +1,331 @@
+// What the options of attention do to a tile of scores: softcap, ALiBi, mask tensors, dropout. Written once for both
+// kernels on mma.sync, which hold a tile in fragments of different shapes.
+#pragma once
+#include "block_tiles.cuh"
+#include "core/philox.h"
+#include "cuda/ptx/sm80.cuh"
+
+namespace attnjourney {
+
+// What a finite bias is at least in log2 units, and a sink at most.
+template <class Real>
+struct Limits {
+  static constexpr Real kLog2E = 1.4426950408889634f, kLowest = -1.7e38f, kHighest = 3.4e38f;
+};
+template <>
+struct Limits<double> {
+  static constexpr double kLog2E = 1.4426950408889634074, kLowest = -0.89e308, kHighest = 1.79e308;
+};
+constexpr float kLog2E = Limits<float>::kLog2E, kLowest = Limits<float>::kLowest, kHighest = Limits<float>::kHighest;
+
+// The elements of a thread, (row, key) from that of element 0: m16n8k16 accumulators with rows down (forward),
+template <int Tiles>
+struct RowFragment {
+  static constexpr int kCount = 4 * Tiles;
+  static constexpr __host__ __device__ int row(int i) { return i / 2 % 2 * 8; }
+  static constexpr __host__ __device__ int key(int i) { return i / 4 * 8 + i % 2; }
+};
+// and with keys down (backward).
+template <int KeyTiles, int RowTiles>
+struct KeyFragment {
+  static constexpr int kCount = 4 * KeyTiles * RowTiles;
+  static constexpr __host__ __device__ int row(int i) { return i / 4 % RowTiles * 8 + i % 2; }
+  static constexpr __host__ __device__ int key(int i) { return i / (4 * RowTiles) * 16 + i / 2 % 2 * 8; }
+};
+
+// One bit for each element: does its row see its key?
+template <class F>
+constexpr uint32_t kAllSeen = F::kCount == 32 ? ~0u : (1u << F::kCount % 32) - 1;
+
+template <class F>
+__device__ __forceinline__ uint32_t seen_in_range(const Sequence& s, int row, int key) {
+  uint32_t seen = 0;
+#pragma unroll
+  for (int i = 0; i < F::kCount; i++) {
+    const int r = row + F::row(i);
+    if (r < s.q_len && s.keys.visible(r, key + F::key(i))) seen |= 1u << i;
+  }
+  return seen;
+}
+
+template <class Real>
+__device__ __forceinline__ int64_t batch_offset(const ScoresOf<Real>& s, const int64_t (&strides)[kMaskDims],
+                                                int batch) {
+  int64_t at = 0;
+  for (int d = s.mask_dims - 1; d >= 0; d--) {
+    at += batch % s.mask_size[d] * strides[d];
+    batch /= s.mask_size[d];
+  }
+  return at;
+}
+
+// One head's part of the options.
+template <class Real>
+struct HeadScoresOf {
+  const unsigned char* mask;  // of its first row and key, or its offsets of blocks
+  Real slope;                 // in log2 units
+  uint32_t index;             // batch * q_heads + head
+  __device__ __forceinline__ HeadScoresOf(const SequenceTaskOf<Real>& p, int q_heads, int batch, int head)
+      : mask(nullptr), slope(0), index(batch * q_heads + head) {
+    const ScoresOf<Real>& s = p.scores;
+    if (s.slopes) slope = s.slopes[index] * Limits<Real>::kLog2E;
+    if (s.mask_kind == MaskElement::none) return;
+    const int64_t at = head * s.mask_head + batch_offset(s, s.mask_batch, batch);
+    mask = static_cast<const unsigned char*>(s.mask) + at * s.mask_bytes;
+  }
+  // item_mask: where the item's mask begins, found before
+  __device__ __forceinline__ HeadScoresOf(const SequenceTaskOf<Real>& p, int q_heads, int batch, int head,
+                                          int64_t item_mask)
+      : mask(nullptr), slope(0), index(batch * q_heads + head) {
+    if (p.scores.slopes) slope = p.scores.slopes[index] * Limits<Real>::kLog2E;
+    if (p.scores.mask_kind == MaskElement::none) return;
+    mask = static_cast<const unsigned char*>(p.scores.mask) +
+           (item_mask + head * p.scores.mask_head) * p.scores.mask_bytes;
+  }
+  __device__ __forceinline__ HeadBlocks blocks(const ScoresOf<Real>& s) const {
+    return {s.blocks, reinterpret_cast<const int*>(mask)};
+  }
+};
+using HeadScores = HeadScoresOf<float>;
+
+// `seen` without what a boolean mask hides
+template <class F, class Real>
+__device__ __forceinline__ uint32_t seen_in_mask(const ScoresOf<Real>& s, const HeadScoresOf<Real>& h, int row, int key,
+                                                 uint32_t seen) {
+  const unsigned char* mask = h.mask + row * s.mask_row + key * s.mask_col;
+#pragma unroll
+  for (int i = 0; i < F::kCount; i++)
+    if (seen >> i & 1 && !mask[F::row(i) * s.mask_row + F::key(i) * s.mask_col]) seen &= ~(1u << i);
+  return seen;
+}
+
+// A bias in log2 units: the lowest finite numbers stay finite, only -inf hides. finite_bias: x is not that.
+template <class Real>
+__device__ __forceinline__ Real finite_bias(Real x) {
+  return fmax(x * Limits<Real>::kLog2E, Limits<Real>::kLowest);
+}
+template <class Real>
+__device__ __forceinline__ Real bias_log2(Real x) {
+  return x == -INFINITY ? x : finite_bias(x);
+}
+
+// An element of a floating mask in log2 units
+template <class T, class Real>
+__device__ __forceinline__ Real mask_value(const ScoresOf<Real>& s, const HeadScoresOf<Real>& h, int row, int key) {
+  const int64_t at = row * s.mask_row + key * s.mask_col;
+  const Real x = s.mask_kind == MaskElement::fp32 ? reinterpret_cast<const float*>(h.mask)[at]
+                                                  : ptx::to_float(reinterpret_cast<const T*>(h.mask)[at]);
+  return bias_log2(x);
+}
+
+// A sink in log2 units
+template <class Real>
+__device__ __forceinline__ Real sink_log2(Real x) {
+  return fmax(-Limits<Real>::kHighest, fmin(x * Limits<Real>::kLog2E, Limits<Real>::kHighest));
+}
+
+// tanh of the capped score; exp2 and a reciprocal are exact enough for 16 bits: 1.5e-7
+template <class T, class Real>
+__device__ __forceinline__ Real cap_tanh(const ScoresOf<Real>& s, Real product) {
+  if constexpr (sizeof(T) > 2)
+    return ptx::tanh(product * s.cap_factor * static_cast<Real>(0.34657359027997265471));  // log(2) / 2
+  else
+    return 1.f - 2.f * ptx::reciprocal(1.f + ptx::exp2(product * s.cap_factor));
+}
+
+// One score in log2 units from q . k; `slope`: its derivative by scale * q . k
+template <class Real>
+struct Score {
+  Real value, slope;
+};
+template <class T, class Real>
+__device__ __forceinline__ Score<Real> capped(const ScoresOf<Real>& s, Real product, Real scale_log2) {
+  if (!(s.cap_log2 > 0)) return {product * scale_log2, 1};
+  const Real t = cap_tanh<T>(s, product);
+  return {s.cap_log2 * t, 1 - t * t};
+}
+
+template <class Real = float>
+__device__ __forceinline__ Real distance(int row, int key, int offset) {
+  return static_cast<Real>(abs(row + offset - key));
+}
+
+// In the backward: the weight before dropout, the gradient of the score after its cap, and what the cap brings.
+template <class Real>
+struct WeightedScore {
+  Real weight, grad, slope;
+};
+// product: q . k; lse in log2 units; grad: dO . v; keep: dropout keeps the weight; away() -> distance, bias() -> the
+// mask's value
+template <class T, class Real, class Away, class Bias>
+__device__ __forceinline__ WeightedScore<Real> weighted_by(const ScoresOf<Real>& s, Real slope, Away&& away,
+                                                           Bias&& bias, bool visible, bool keep, Real product,
+                                                           Real scale_log2, Real lse, Real grad, Real delta) {
+  Score<Real> x = capped<T>(s, product, scale_log2);
+  if (s.slopes) x.value -= slope * away();
+  if (s.mask_kind > MaskElement::boolean && visible) {
+    const Real b = bias();
+    x.value += b;
+    visible = b != -INFINITY;
+  }
+  const Real above = x.value - lse;  // more than rounding above 0 only where lse is beyond its precision
+  const Real weight = visible ? ptx::exp2(above > 1 ? Real(1) : above) : 0;
+  if (s.seed) grad = keep ? grad * s.keep_scale : 0;
+  return {weight, visible ? weight * (grad - delta) : 0, visible ? x.slope : 0};
+}
+template <class T, class Real>
+__device__ __forceinline__ WeightedScore<Real> weighted(const ScoresOf<Real>& s, const HeadScoresOf<Real>& h, int row,
+                                                        int key, int offset, bool visible, bool keep, Real product,
+                                                        Real scale_log2, Real lse, Real grad, Real delta) {
+  return weighted_by<T>(
+      s, h.slope, [&] { return distance<Real>(row, key, offset); }, [&] { return mask_value<T>(s, h, row, key); },
+      visible, keep, product, scale_log2, lse, grad, delta);
+}
+
+// Bits of eight keys of a row: kept or dropped.
+template <class Real>
+__device__ __forceinline__ uint32_t kept_octet(const ScoresOf<Real>& s, uint32_t head, int row, int octet) {
+  const Philox bits(*s.seed, head, static_cast<uint32_t>(row), static_cast<uint32_t>(octet));
+  uint32_t kept = 0;
+#pragma unroll
+  for (int e = 0; e < 8; e++) kept |= (bits.bits16(e) >= s.threshold ? 1u : 0u) << e;
+  return kept;
+}
+
+// Dropout of a fragment with rows down: the four threads of a row draw a quarter of its octets each. row, key: of
+// the thread's element 0, so key = a multiple of 8, plus 2 t.
+template <class F, class Real>
+__device__ __forceinline__ uint32_t kept(const ScoresOf<Real>& s, const HeadScoresOf<Real>& h, int row, int key,
+                                         int lane, F) {
+  const int t = lane % 4;
+  uint32_t mine = 0, bits = 0;
+#pragma unroll
+  for (int m = 0; m < (F::kCount + 7) / 8; m++) {
+    const int c = m * 4 + t;  // octet c / 2 of row + 8 (c % 2)
+    mine |= kept_octet(s, h.index, row + c % 2 * 8, key / 8 + c / 2) << (8 * m);
+  }
+#pragma unroll
+  for (int u = 0; u < 4; u++) {
+    const uint32_t theirs = ptx::shfl(mine, (lane & ~3) | u) >> (2 * t);
+#pragma unroll
+    for (int m = 0; m < (F::kCount + 7) / 8; m++) bits |= (theirs >> (8 * m) & 3) << (2 * (m * 4 + u));
+  }
+  return bits;
+}
+// With keys down: eight threads, of the same rows, an eighth each. key = a multiple of 8, plus lane / 4.
+template <int KeyTiles, int RowTiles, class Real>
+__device__ __forceinline__ uint32_t kept(const ScoresOf<Real>& s, const HeadScoresOf<Real>& h, int row, int key,
+                                         int lane, KeyFragment<KeyTiles, RowTiles>) {
+  constexpr int kCount = 4 * KeyTiles * RowTiles;
+  const int g = lane / 4, t = lane % 4;
+  uint32_t mine = 0, bits = 0;
+#pragma unroll
+  for (int m = 0; m < (kCount + 7) / 8; m++) {
+    const int c = m * 8 + g, tiles = c / 2 / RowTiles;  // row 8 (c / 2 % RowTiles) + c % 2, octet `tiles`
+    mine |= kept_octet(s, h.index, row + c / 2 % RowTiles * 8 + c % 2, key / 8 + tiles) << (8 * m);
+  }
+#pragma unroll
+  for (int u = 0; u < 8; u++) {
+    const uint32_t theirs = ptx::shfl(mine, u * 4 + t) >> g;
+#pragma unroll
+    for (int m = 0; m < (kCount + 7) / 8; m++) {
+      const int c = m * 8 + u, tiles = c / 2 / RowTiles, j = c / 2 % RowTiles;
+      bits |= (theirs >> (8 * m) & 1) << ((tiles / 2 * RowTiles + j) * 4 + tiles % 2 * 2 + c % 2);
+    }
+  }
+  return bits;
+}
+
+// A fragment with rows down: products to scores in log2 units, -inf where hidden; returns `seen` without what a
+// floating mask hides.
+template <class T, class F, class Real>
+__device__ __forceinline__ uint32_t score(Real (&s)[F::kCount / 4][4], const ScoresOf<Real>& options,
+                                          const HeadScoresOf<Real>& h, Real scale_log2, int offset, int row, int key,
+                                          uint32_t seen) {
+#pragma unroll
+  for (int i = 0; i < F::kCount; i++) s[i / 4][i % 4] = capped<T>(options, s[i / 4][i % 4], scale_log2).value;
+  if (options.slopes) {
+    const int distance = row + offset - key;
+#pragma unroll
+    for (int i = 0; i < F::kCount; i++)
+      s[i / 4][i % 4] -= h.slope * static_cast<Real>(abs(distance + F::row(i) - F::key(i)));
+  }
+  if (options.mask_kind > MaskElement::boolean) {
+#pragma unroll
+    for (int i = 0; i < F::kCount; i++)
+      if (seen >> i & 1) {
+        const Real bias = mask_value<T>(options, h, row + F::row(i), key + F::key(i));
+        s[i / 4][i % 4] += bias;
+        if (bias == -INFINITY) seen &= ~(1u << i);
+      }
+  }
+#pragma unroll
+  for (int i = 0; i < F::kCount; i++)
+    if (!(seen >> i & 1)) s[i / 4][i % 4] = -INFINITY;
+  return seen;
+}
+
+// 0 for the weights that dropout takes
+template <class F, class Real>
+__device__ __forceinline__ void drop(Real (&s)[F::kCount / 4][4], const ScoresOf<Real>& options,
+                                     const HeadScoresOf<Real>& h, int row, int key) {
+  const uint32_t bits = kept(options, h, row, key, threadIdx.x % 32, F{});
+#pragma unroll
+  for (int i = 0; i < F::kCount; i++)
+    if (!(bits >> i & 1)) s[i / 4][i % 4] = 0;
+}
+
+// Is `here` true for any thread of the block? One barrier; `flags`: two words for each warp, used in turns.
+__device__ __forceinline__ bool block_any(bool here, uint32_t* flags, int& turn, int warps) {
+  const bool mine = ptx::any(here);
+  uint32_t* now = flags + turn * warps;
+  turn ^= 1;
+  if (threadIdx.x % 32 == 0) now[threadIdx.x / 32] = mine;
+  __syncthreads();
+  uint32_t some = 0;
+  for (int w = 0; w < warps; w++) some |= now[w];
+  return some != 0;
+}
+
+// ---- d += a b for two tiles of 8 columns; and where b may hold numbers that are not finite: these count only for rows
+// whose weight is not 0 ----
+
+template <class T>
+__device__ __forceinline__ void pair_mma(float (&d0)[4], float (&d1)[4], const uint32_t (&a)[4],
+                                         const uint32_t (&b)[4]) {
+  ptx::mma_m16n8k16<T>(d0, a, b[0], b[1]);
+  ptx::mma_m16n8k16<T>(d1, a, b[2], b[3]);
+}
+
+// all ones in the halves that are not finite
+template <class T>
+__device__ __forceinline__ uint32_t not_finite(uint32_t x) {
+  constexpr uint32_t kExponent = ptx::is_bf16<T> ? 0x7f807f80u : 0x7c007c00u, kLow = kExponent & ~(kExponent << 1);
+  return (((x & kExponent) + kLow) >> 15 & 0x00010001u) * 0xffffu;
+}
+template <class T>
+__device__ __forceinline__ bool all_finite(const uint32_t (&b)[4]) {
+  return !(not_finite<T>(b[0]) | not_finite<T>(b[1]) | not_finite<T>(b[2]) | not_finite<T>(b[3]));
+}
+// numbers that are not finite count, as NaN, for the rows alone whose weight is not 0
+template <class T>
+__device__ __forceinline__ void guarded_mma(float (&d0)[4], float (&d1)[4], const uint32_t (&a)[4],
+                                            const uint32_t (&b)[4]) {
+  uint32_t weight[4];
+#pragma unroll
+  for (int e = 0; e < 4; e++) weight[e] = a[e] & 0x7fff7fffu;
+  const auto one = [&](float (&d)[4], uint32_t b0, uint32_t b1) {
+    constexpr uint32_t kOne = ptx::is_bf16<T> ? 0x3f803f80u : 0x3c003c00u;
+    const uint32_t bad0 = not_finite<T>(b0), bad1 = not_finite<T>(b1);
+    float y[4] = {};
+    ptx::mma_m16n8k16<T>(y, weight, bad0 & kOne, bad1 & kOne);
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+      if (y[e] != 0.f) d[e] = NAN;
+    ptx::mma_m16n8k16<T>(d, a, b0 & ~bad0, b1 & ~bad1);
+  };
+  one(d0, b[0], b[1]);
+  one(d1, b[2], b[3]);
+}
+
+}  // namespace attnjourney

@@ -1,0 +1,115 @@
+// What the kernels of decoding are told (csrc/decode/decode.h says what it means), and which keys a block works on.
+#pragma once
+#include <cstdint>
+
+#include "cuda/kernels/common/sequence.cuh"
+
+namespace attnjourney {
+
+struct CacheStrides {        // in elements; the last dimension is dense
+  int64_t outer, head, row;  // outer: of a sequence, or of a block of a paged cache
+};
+
+struct DecodeTask {
+  const void *query, *key, *value;
+  void *out, *lse;  // [batch, q_heads, q_len, v_head_dim], [batch, q_heads, q_len], dense
+  int64_t q_batch, q_head, q_row;
+  CacheStrides k, v;
+  const int64_t* lengths;  // [batch]; they count as 0 .. longest
+  int64_t longest;
+  const int* table;  // [batch, max_blocks] or null; a number that is no block's stands for keys that nobody sees
+  int blocks, block_size, max_blocks;
+  int capacity;
+  bool ring;
+  int batch, kv_heads, group, q_len, head_dim, v_head_dim;
+  int rows, row_tiles;      // rows that read one key head, group * q_len, and tiles of them
+  int left, right, prefix;  // as Ranges has them
+  double scale, softcap;
+  bool scaled_only;  // neither softcap nor ALiBi nor mask
+  const void* mask;
+  MaskElement mask_kind;
+  int mask_bytes;
+  int64_t mask_batch, mask_head, mask_row, mask_col;
+  const void *sinks, *slopes;         // float (double for double), or null
+  int64_t sinks_batch, slopes_batch;  // strides; heads are dense
+  int splits;                         // blocks that share the keys of a sequence
+  // splits > 1: [unit, split, row of the tile] outputs before division [v_head_dim], and each row's reference (log2
+  // units) and sum; a unit is (sequence, key head, tile of rows)
+  void *part_out, *part_stats;
+};
+
+// One sequence. Keys are numbered from the first one that is there, `origin`.
+struct DecodeSequence {
+  int64_t origin;
+  Ranges keys;  // of all its rows
+  // the keys that some row may see: item n is key n of the prefix, then begin + n - prefix
+  int begin, total;
+  Range whole;  // keys in every row's window
+  int slot;     // ring: where key 0 lies
+  __device__ __forceinline__ int key(int item) const { return item < keys.prefix ? item : item - keys.prefix + begin; }
+  // do all rows see all of `count` items from `item` on?
+  __device__ __forceinline__ bool is_whole(int item, int count) const {
+    if (item + count > total) return false;
+    if (item + count <= keys.prefix) return true;
+    return item >= keys.prefix && key(item) >= whole.begin && key(item) + count <= whole.end;
+  }
+};
+
+__device__ __forceinline__ DecodeSequence decode_sequence(const DecodeTask& p, int batch) {
+  int64_t length = p.lengths[batch];
+  length = length < 0 ? 0 : length < p.longest ? length : p.longest;
+  DecodeSequence s;
+  s.origin = p.ring && length > p.capacity ? length - p.capacity : 0;
+  s.slot = p.ring ? static_cast<int>(s.origin % p.capacity) : 0;
+  const int there = static_cast<int>(length - s.origin);
+  s.keys.offset = there - p.q_len;
+  s.keys.left = p.left, s.keys.right = p.right;
+  s.keys.prefix = min(p.prefix, there);
+  s.keys.key_length = there;
+  const Range any = s.keys.any(0, p.q_len - 1);
+  s.begin = max(any.begin, s.keys.prefix);
+  s.total = s.keys.prefix + max(0, any.end - s.begin);
+  s.whole = s.keys.all(0, p.q_len - 1);
+  return s;
+}
+
+// Where a key lies: slot `slot` of sequence or block `outer`; outer < 0: nowhere.
+struct Place {
+  int outer, slot;
+};
+__device__ __forceinline__ Place place_of_key(const DecodeTask& p, const DecodeSequence& s, int batch, int key) {
+  if (p.table) {
+    const int j = key / p.block_size, block = p.table[static_cast<int64_t>(batch) * p.max_blocks + j];
+    return {block < p.blocks ? block : -1, key - j * p.block_size};
+  }
+  const int slot = s.slot + key;  // below twice the capacity
+  return {batch, p.ring && slot >= p.capacity ? slot - p.capacity : slot};
+}
+__device__ __forceinline__ Place place_of(const DecodeTask& p, const DecodeSequence& s, int batch, int item, int end) {
+  return item < end ? place_of_key(p, s, batch, s.key(item)) : Place{-1, 0};
+}
+
+// A block's part: tiles of `Keys` items [first, last) for a tile of rows of one key head.
+template <int Keys>
+struct DecodePart {
+  int batch, head, row0, split, first, last;
+  int64_t unit;
+  DecodeSequence sequence;
+  __device__ __forceinline__ explicit DecodePart(const DecodeTask& p, int tile_rows) {
+    int i = blockIdx.x;
+    const int tile = i % p.row_tiles;
+    i /= p.row_tiles;
+    head = i % p.kv_heads;
+    i /= p.kv_heads;
+    split = i % p.splits;
+    batch = i / p.splits;
+    row0 = tile * tile_rows;
+    unit = (static_cast<int64_t>(batch) * p.kv_heads + head) * p.row_tiles + tile;
+    sequence = decode_sequence(p, batch);
+    const int64_t tiles = (sequence.total + Keys - 1) / Keys;
+    first = static_cast<int>(tiles * split / p.splits);
+    last = static_cast<int>(tiles * (split + 1) / p.splits);
+  }
+};
+
+}  // namespace attnjourney

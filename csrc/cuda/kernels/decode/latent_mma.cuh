@@ -1,0 +1,220 @@
+// Decoding over latents (csrc/decode/mla_decode.h) on mma.sync, 16-bit numbers: many heads against one key stream whose
+// values are the front of its keys, so that a tile of keys in shared memory serves both products. One block: Rows rows
+// of a sequence against its share of the keys. Two warps share 16 rows: for scores each takes half of a tile's keys,
+// for the output half of the columns; weights pass between them in shared memory.
+#pragma once
+#include "decode_scores.cuh"
+#include "latent_size.cuh"
+
+namespace attnjourney {
+
+// head_dim and v_head_dim multiples of 8; rows of the cache in 16-byte chunks.
+template <class T_, int Rows, int Keys>
+struct LatentMma {
+  using T = T_;
+  static constexpr int kD = kLatentDim, kDv = kLatentValueDim, kRows = Rows, kKeys = Keys, kHalf = Keys / 2;
+  static constexpr int kWarps = Rows / 16 * 2, kThreads = 32 * kWarps;
+  static constexpr int kBlocks = 8 / kWarps;  // of a multiprocessor: 202 registers a thread
+  static constexpr int kTileBytes = Keys * kD * 2, kQueryBytes = Rows * kD * 2;
+  static constexpr int kPitch = Keys * 2 + 16;  // of a row of weights: no two of 8 rows in the same banks
+  static constexpr int kWeightsAt = kQueryBytes + 2 * kTileBytes, kStatsAt = kWeightsAt + Rows * kPitch;
+  static constexpr int kThereAt = kStatsAt + 4 * Rows * 4;  // [stage][key]: is the key anywhere?
+  static constexpr int kSmemBytes = kThereAt + 2 * Keys * 4;
+  static_assert(Keys % 16 == 0 && Rows % 16 == 0);
+
+  static __device__ __forceinline__ uint32_t chunk_at(uint32_t tile, int row, int chunk) {
+    return tile + row * (kD * 2) + ((chunk ^ (row & 7)) << 4);
+  }
+  // Starts the copy of one row by one warp; columns past `dim` become zeros, as does a row that is nowhere.
+  static __device__ __forceinline__ void load_row(uint32_t tile, int row, const T* from, bool valid, int dim) {
+    const int chunks = (dim + 31) / 32 * 4;
+    for (int c = threadIdx.x % 32; c < chunks; c += 32) {
+      const bool inside = valid && c * 8 < dim;
+      ptx::cp_async_16(chunk_at(tile, row, c), from + (inside ? c * 8 : 0), inside);
+    }
+  }
+
+  static __device__ __forceinline__ void run(const DecodeTask& p) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int pair = warp / 2, half = warp % 2, row = pair * 16 + g;  // rows `row` and row + 8 of the block
+    const DecodePart<kKeys> part(p, kRows);
+    const DecodeSequence& s = part.sequence;
+    unsigned char* const smem = ptx::dynamic_smem();
+    const uint32_t sq = ptx::smem_addr(smem), tiles = sq + kQueryBytes, weights = sq + kWeightsAt;
+    float *const tops = reinterpret_cast<float*>(smem + kStatsAt), *const sums = tops + 2 * kRows;  // [half][row]
+    uint32_t* const there = reinterpret_cast<uint32_t*>(smem + kThereAt);
+    const T* const latent = static_cast<const T*>(p.key) + part.head * p.k.head;
+
+    const auto start = [&](int tile, int stage) {
+      for (int r = warp; r < kKeys; r += kWarps) {
+        const Place at = place_of(p, s, part.batch, tile * kKeys + r, s.total);
+        const bool valid = at.outer >= 0;
+        load_row(tiles + stage * kTileBytes, r, latent + (valid ? at.outer * p.k.outer + at.slot * p.k.row : 0), valid,
+                 p.head_dim);
+        if (lane == 0) there[stage * kKeys + r] = valid;
+      }
+      ptx::cp_async_commit();
+    };
+    for (int r = warp; r < kRows; r += kWarps) {
+      const int i = part.row0 + r;
+      const bool valid = i < p.rows;
+      const int64_t at =
+          valid ? part.batch * p.q_batch + (part.head * p.group + i / p.q_len) * p.q_head + i % p.q_len * p.q_row : 0;
+      load_row(sq, r, static_cast<const T*>(p.query) + at, valid, p.head_dim);
+    }
+    ptx::cp_async_commit();
+    if (part.first < part.last) start(part.first, 0);
+    const DecodeRow<float> rows[2] = {{p, part.batch, part.head, s.origin, part.row0 + row},
+                                      {p, part.batch, part.head, s.origin, part.row0 + row + 8}};
+    float acc[kDv / 16][4] = {};
+    float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.f, 0.f};
+
+    for (int tile = part.first, stage = 0; tile < part.last; tile++, stage ^= 1) {
+      ptx::cp_async_wait<0>();
+      __syncthreads();  // the tile (and Q) has landed, and every warp is past the one before
+      if (tile + 1 < part.last) start(tile + 1, stage ^ 1);
+      const uint32_t keys = tiles + stage * kTileBytes;
+
+      float x[kHalf / 8][4] = {};
+#pragma unroll 3
+      for (int kk = 0; kk < kD / 32; kk++) {
+        if (kk * 32 >= p.head_dim) break;
+        uint32_t a[2][4];
+        ptx::ldmatrix_x4(a[0], chunk_at(sq, pair * 16 + lane % 16, kk * 4 + lane / 16));
+        ptx::ldmatrix_x4(a[1], chunk_at(sq, pair * 16 + lane % 16, kk * 4 + 2 + lane / 16));
+#pragma unroll
+        for (int j = 0; j < kHalf / 8; j++) {
+          uint32_t b[4];
+          ptx::ldmatrix_x4(b, chunk_at(keys, half * kHalf + j * 8 + lane % 8, kk * 4 + lane / 8));
+          ptx::mma_m16n8k16<T>(x[j], a[0], b[0], b[1]);
+          ptx::mma_m16n8k16<T>(x[j], a[1], b[2], b[3]);
+        }
+      }
+      const bool hides = score(x, p, s, rows, tile * kKeys, half * kHalf + 2 * t, there + stage * kKeys);
+
+      // both warps of a pair move to the maximum of the whole tile
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        float m = x[0][2 * h];
+#pragma unroll
+        for (int j = 0; j < kHalf / 8; j++) m = fmaxf(m, fmaxf(x[j][2 * h], x[j][2 * h + 1]));
+        m = fmaxf(m, ptx::shfl_xor(m, 1));
+        m = fmaxf(m, ptx::shfl_xor(m, 2));
+        if (t == 0) tops[half * kRows + row + 8 * h] = m;
+      }
+      ptx::bar_sync(1 + pair, 64);
+      float shrink[2];
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const float m = fmaxf(top[h], fmaxf(tops[row + 8 * h], tops[kRows + row + 8 * h]));
+        const float base = m == -INFINITY ? 0.f : m;
+        shrink[h] = ptx::exp2(top[h] - base);
+        top[h] = m;
+        float own = 0.f;
+#pragma unroll
+        for (int j = 0; j < kHalf / 8; j++) {
+          const float low = ptx::exp2(x[j][2 * h] - base), high = ptx::exp2(x[j][2 * h + 1] - base);
+          own += low + high;
+          *reinterpret_cast<uint32_t*>(smem + kWeightsAt + (row + 8 * h) * kPitch +
+                                       (half * kHalf + j * 8 + 2 * t) * 2) = ptx::pack2<T>(low, high);
+        }
+        sum[h] = sum[h] * shrink[h] + own;
+      }
+      if (ptx::any(shrink[0] != 1.f || shrink[1] != 1.f)) {
+#pragma unroll
+        for (int j = 0; j < kDv / 16; j++) {
+          acc[j][0] *= shrink[0], acc[j][1] *= shrink[0];
+          acc[j][2] *= shrink[1], acc[j][3] *= shrink[1];
+        }
+      }
+      ptx::bar_sync(1 + pair, 64);  // the pair's weights are complete
+#pragma unroll
+      for (int kk = 0; kk < kKeys / 16; kk++) {
+        uint32_t a[4];
+        ptx::ldmatrix_x4(a, weights + (pair * 16 + lane % 16) * kPitch + (kk * 2 + lane / 16) * 16);
+#pragma unroll
+        for (int j = 0; j < kDv / 32; j++) {
+          const int column = half * (kDv / 2) + j * 16;
+          if (column >= p.v_head_dim) break;
+          uint32_t b[4];
+          ptx::ldmatrix_x4_trans(b, chunk_at(keys, kk * 16 + lane % 16, column / 8 + lane / 16));
+          if (!hides || !ptx::any(!all_finite<T>(b)))
+            pair_mma<T>(acc[2 * j], acc[2 * j + 1], a, b);
+          else
+            guarded_mma<T>(acc[2 * j], acc[2 * j + 1], a, b);
+        }
+      }
+    }
+    ptx::cp_async_wait<0>();  // without any tile, Q is still on its way
+    write(p, part, acc, top, sum, sums);
+  }
+
+  // Products of tile items first + 8 j + ... to scores in log2 units, -inf where hidden; may the tile hide a key?
+  static __device__ __forceinline__ bool score(float (&x)[kHalf / 8][4], const DecodeTask& p, const DecodeSequence& s,
+                                               const DecodeRow<float> (&rows)[2], int item0, int first,
+                                               const uint32_t* there) {
+    const bool whole = !p.table && s.is_whole(item0, kKeys);
+    if (whole && p.scaled_only) {
+#pragma unroll
+      for (int i = 0; i < kHalf / 2; i++) x[i / 4][i % 4] *= static_cast<float>(p.scale * 1.4426950408889634);
+      return false;
+    }
+#pragma unroll
+    for (int i = 0; i < kHalf / 2; i++) {
+      const int column = first + i / 4 * 8 + i % 2, key = s.key(item0 + column);
+      const DecodeRow<float>& r = rows[i / 2 % 2];
+      float& y = x[i / 4][i % 4];
+      const bool seen = there[column] && (whole || s.keys.visible(r.row, key));
+      y = seen ? decode_score<T>(p, r, s.keys.offset, key, y) : -INFINITY;
+    }
+    return true;
+  }
+
+  static __device__ __forceinline__ void write(const DecodeTask& p, const DecodePart<kKeys>& part,
+                                               const float (&acc)[kDv / 16][4], const float (&top)[2],
+                                               const float (&sum)[2], float* sums) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane % 4;
+    const int half = warp % 2, row = warp / 2 * 16 + lane / 4;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float own = sum[h];
+      own += ptx::shfl_xor(own, 1);
+      own += ptx::shfl_xor(own, 2);
+      if (t == 0) sums[half * kRows + row + 8 * h] = own;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int r = row + 8 * h, i = part.row0 + r;
+      if (i >= p.rows) continue;
+      const RowSum<float> all{top[h], sums[r] + sums[kRows + r]};
+      const int column = half * (kDv / 2) + 2 * t;
+      if (p.splits > 1) {
+        const int64_t at = (part.unit * p.splits + part.split) * kRows + r;
+        if (half == 0 && t == 0) static_cast<float2*>(p.part_stats)[at] = float2{all.top, all.sum};
+        float* const out = static_cast<float*>(p.part_out) + at * p.v_head_dim + column;
+#pragma unroll
+        for (int j = 0; j < kDv / 16; j++)
+          if (column + j * 8 < p.v_head_dim)
+            *reinterpret_cast<float2*>(out + j * 8) = float2{acc[j][2 * h], acc[j][2 * h + 1]};
+        continue;
+      }
+      const int64_t to = (static_cast<int64_t>(part.batch) * p.kv_heads + part.head) * p.rows + i;
+      float lse;
+      const float factor = end_row(p, part.batch, part.head * p.group + i / p.q_len, all, lse);
+      if (half == 0 && t == 0) static_cast<float*>(p.lse)[to] = lse;
+      T* const out = static_cast<T*>(p.out) + to * p.v_head_dim + column;
+#pragma unroll
+      for (int j = 0; j < kDv / 16; j++)
+        if (column + j * 8 < p.v_head_dim)
+          *reinterpret_cast<uint32_t*>(out + j * 8) = ptx::pack2<T>(acc[j][2 * h] * factor, acc[j][2 * h + 1] * factor);
+    }
+  }
+};
+
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads) latent_mma(const DecodeTask p) {
+  Kernel::run(p);
+}
+
+}  // namespace attnjourney

@@ -1,0 +1,260 @@
+// Attention forward for float and double on mma.sync (FlashAttention-2, arXiv 2307.08691), with all options. One block:
+// four warps, kRows query rows of one head, keys in tiles of Keys; the copy of V under Q K^T and that of the next K
+// under P V. head_dim and v_head_dim up to D; what is missing counts as zeros.
+#pragma once
+#include "cuda/kernels/common/forward_task.cuh"
+#include "tiles.cuh"
+
+namespace attnjourney {
+
+// Parts: so many warps share 16 rows, each for its part of the output's columns (they do not fit one's registers); each
+// computes the weights for itself.
+template <class Real_, int D, int Keys, int Parts = 1>
+struct WideForward {
+  using Real = Real_;
+  using T = Real;
+  static constexpr int kD = D, kKeys = Keys, kThreads = 128, kRows = 64 / Parts, kW = kWide<Real>;
+  static constexpr int kOwn = kGroups<Real, D> / Parts;  // groups of columns
+  static constexpr int kKeyBytes = Keys * D * sizeof(Real), kQueryBytes = kRows * D * sizeof(Real);
+  static constexpr int kTileBytes = kQueryBytes + 2 * kKeyBytes;
+  static constexpr int kFlagBytes = 2 * kThreads / 32 * 4;
+  using Window = TileWindow<kThreads>;
+  static constexpr int kSmemBytes = kTileBytes + kFlagBytes + Window::kBytes;
+  static constexpr bool kKeepQuery = D == 64 && sizeof(Real) == 4;  // in registers
+  static constexpr int kBlocks = D == 256 ? 1 : 2;
+  using Fragment = RowFragment<Keys / 8>;
+  using Weights = Real[Keys / 8][4];
+  using Sums = Real[kOwn * kW][4];
+
+  static __device__ __forceinline__ void run(const ForwardTaskOf<Real>& p, int tile) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int first_group = warp % Parts * kOwn, own_row = warp / Parts * 16;
+    const ForwardTile where = packed_tile<kRows>(p, tile);
+    const Sequence sequence = sequence_of<true>(p, where.batch);
+    if (where.row >= sequence.rows) return;
+    const int head_k = where.head / p.group, row = where.row + own_row + g;
+    const KeyTiles tiles = key_tiles_of<Keys, true>(p, sequence, where.row, where.row + kRows - 1);
+    const KeyTiles own = key_tiles_of<Keys, true>(p, sequence, row - g, row - g + 15);
+    const auto head_of = [&](const void* base, const Strides& s, int head, int begin) {
+      return static_cast<const Real*>(base) + where.batch * s.batch + head * s.head + begin * s.row;
+    };
+    const Real* key = head_of(p.key, p.key_strides, head_k, sequence.k_begin);
+    const Real* value = head_of(p.value, p.value_strides, head_k, sequence.k_begin);
+    unsigned char* const query_tile = ptx::dynamic_smem();
+    unsigned char *const key_tile = query_tile + kQueryBytes, *const value_tile = key_tile + kKeyBytes;
+    const auto load = [&](unsigned char* tile, const Real* base, const Strides& s, int n, int dim) {
+      wide_load<Real, D, Keys, kThreads>(ptx::smem_addr(tile), base, s.row, n * Keys, tiles.key_end, dim);
+      ptx::cp_async_commit();
+    };
+
+    // Which of its scores of the tile to come a thread's rows see; tiles in which a boolean mask or one of
+    // blocks hides all are left out.
+    const HeadScoresOf<Real> scores(p, p.q_heads, where.batch, where.head);
+    uint32_t seen = 0;
+    int turn = 0;
+    const auto flags = reinterpret_cast<uint32_t*>(query_tile + kTileBytes);
+    const bool blocks = p.scores.mask_kind == MaskElement::blocks;
+    Window window{flags + kFlagBytes / 4};
+    const auto next_seen = [&](int n) {
+      for (; n < tiles.end; n = tiles.above(n)) {
+        if (blocks) {
+          n = window.next(n, tiles.end, [&](int i) {
+            if (i >= tiles.prefix && i < tiles.begin) return TileKind::hidden;
+            return scores.blocks(p.scores).kind(where.row, kRows, i * Keys, min(Keys, p.kv_len - i * Keys));
+          });
+          if (n >= tiles.end) break;
+        }
+        seen = own.whole(n) && row - g + 16 <= sequence.rows ? kAllSeen<Fragment>
+                                                             : seen_in_range<Fragment>(sequence, row, n * Keys + 2 * t);
+        if (blocks && !window.whole(n))
+          seen = seen_in_blocks<Fragment>(scores.blocks(p.scores), row, n * Keys + 2 * t, lane, seen);
+        if (p.scores.mask_kind != MaskElement::boolean) break;
+        seen = seen_in_mask<Fragment>(p.scores, scores, row, n * Keys + 2 * t, seen);
+        if (block_any(seen != 0, flags, turn, kThreads / 32)) break;
+      }
+      return n;
+    };
+
+    wide_load<Real, D, kRows, kThreads>(ptx::smem_addr(query_tile),
+                                        head_of(p.query, p.query_strides, where.head, sequence.q_begin),
+                                        p.query_strides.row, where.row, sequence.rows, p.head_dim);
+    const int first = next_seen(tiles.first());
+    if (first < tiles.end) load(key_tile, key, p.key_strides, first, p.head_dim);
+    ptx::cp_async_commit();
+
+    Sums acc = {};
+    Real row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {};
+    if (p.scores.sinks) {
+      constexpr Real kHighest = Limits<Real>::kHighest;
+      const Real sink = p.scores.sinks[scores.index];
+#pragma unroll
+      for (int h = 0; h < 2; h++)
+        if (row + 8 * h < sequence.q_len && sink != -INFINITY) {
+          row_max[h] = fmax(-kHighest, fmin(sink * Limits<Real>::kLog2E, kHighest));
+          row_sum[h] = t == 0 ? 1 : 0;
+        }
+    }
+    WideOperand<Real> query[kKeepQuery ? D / 8 : 1];
+
+    for (int n = first, next; n < tiles.end; n = next) {
+      ptx::cp_async_wait<0>();  // K (and Q) of this tile have landed
+      __syncthreads();          // and every warp is past V of the tile before
+      load(value_tile, value, p.value_strides, n, p.v_head_dim);
+      const RowReader<Real, D> query_rows(query_tile, own_row, ptx::opaque(lane));
+      const auto read_query = [&](WideOperand<Real>(&a)[kW / 2], int chunks) {
+        row_operands<Real, D>(a, query_rows, chunks);
+      };
+      Weights s;
+      if constexpr (kKeepQuery) {
+        if (n == first)
+#pragma unroll
+          for (int k = 0; k < D / 8; k += 2) {
+            WideOperand<Real> a[kW / 2];
+            read_query(a, k * 8 / kW);
+            query[k] = a[0], query[k + 1] = a[1];
+          }
+        const auto kept_query = [&](WideOperand<Real>(&a)[kW / 2], int chunks) {
+          a[0] = query[chunks * kW / 8], a[1] = query[chunks * kW / 8 + 1];
+        };
+        rows_product<Real, D>(s, kept_query, key_tile, 0, p.head_dim, lane);
+      } else {
+        rows_product<Real, D>(s, read_query, key_tile, 0, p.head_dim, lane);
+      }
+
+      // Element e of s[j]: row g + 8 (e / 2) of the warp's, key 8 j + 2 t + e % 2 of the tile.
+      score<Real, Fragment>(s, p.scores, scores, p.scale_log2, sequence.keys.offset, row, n * Keys + 2 * t, seen);
+      Real alpha[2];
+      softmax(s, alpha, row_max, row_sum);
+      if (p.scores.seed) drop<Fragment>(s, p.scores, scores, row, n * Keys + 2 * t);
+
+      ptx::cp_async_wait<0>();  // V has landed
+      __syncthreads();          // all warps are past K
+      const bool border = !tiles.whole(n) || p.scores.mask_kind > MaskElement::none || (blocks && !window.whole(n));
+      next = next_seen(tiles.above(n));
+      if (next < tiles.end) load(key_tile, key, p.key_strides, next, p.head_dim);
+      if (border) guard(acc, s, value_tile, first_group, flags, turn, lane);
+      WideOperand<Real> weights[Keys / 8];
+#pragma unroll
+      for (int k = 0; k < Keys / 8; k++) weight_operand(weights[k], s[k]);
+#pragma unroll
+      for (int i = 0; i < kOwn; i++) {
+        if (i && (first_group + i) * 8 * kW >= p.v_head_dim) break;
+        WideSum<Real> sum[kW];
+        columns_product<Real, D, Keys / 8>(
+            sum, [&](WideOperand<Real>& a, int k) { a = weights[k]; }, value_tile, first_group + i, lane);
+#pragma unroll
+        for (int j = 0; j < kW; j++)
+#pragma unroll
+          for (int e = 0; e < 4; e++) acc[i * kW + j][e] = acc[i * kW + j][e] * alpha[e / 2] + sum[j][e];
+      }
+    }
+    ptx::cp_async_wait<0>();  // without any key tile, Q is still on its way
+    write(p, where, sequence, acc, row_max, row_sum, row, first_group, t);
+  }
+
+  // Scores to weights of this tile; alpha: what the sums so far are to be multiplied by.
+  static __device__ __forceinline__ void softmax(Weights& s, Real (&alpha)[2], Real (&row_max)[2], Real (&row_sum)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      Real m = row_max[h];
+#pragma unroll
+      for (int j = 0; j < Keys / 8; j++) m = fmax(m, fmax(s[j][2 * h], s[j][2 * h + 1]));
+      m = fmax(m, ptx::shfl_xor(m, 1));
+      m = fmax(m, ptx::shfl_xor(m, 2));
+      const Real base = m == -INFINITY ? 0 : m;
+      alpha[h] = ptx::exp2(row_max[h] - base);
+      row_max[h] = m;
+      Real sum = 0;
+#pragma unroll
+      for (int j = 0; j < Keys / 8; j++)
+#pragma unroll
+        for (int e = 2 * h; e < 2 * h + 2; e++) {
+          s[j][e] = ptx::exp2(s[j][e] - base);
+          sum += s[j][e];
+        }
+      row_sum[h] = row_sum[h] * alpha[h] + sum;
+    }
+  }
+
+  // Values that are not finite count for the rows alone that see them. The whole block.
+  static __device__ __forceinline__ void guard(Sums& acc, const Weights& s, unsigned char* tile, int first_group,
+                                               uint32_t* flags, int& turn, int lane) {
+    if (!block_any(!share_finite<Real, D, Keys, kThreads>(tile), flags, turn, kThreads / 32)) return;
+    uint32_t bits[2];
+    weight_bits<Keys / 8>(bits, s, lane);
+    mark_not_finite<Real, D, kOwn>(acc, bits, tile, first_group, lane);
+    __syncthreads();  // all warps have seen them
+    clear_share<Real, D, Keys, kThreads>(tile);
+    __syncthreads();
+  }
+
+  static __device__ __forceinline__ void write(const ForwardTaskOf<Real>& p, const ForwardTile& where,
+                                               const Sequence& sequence, const Sums& acc, const Real (&row_max)[2],
+                                               const Real (&row_sum)[2], int row, int first_group, int t) {
+    Real* out = static_cast<Real*>(p.out) + where.batch * p.out_strides.batch + where.head * p.out_strides.head;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int r = row + 8 * h;
+      Real sum = row_sum[h];
+      sum += ptx::shfl_xor(sum, 1);
+      sum += ptx::shfl_xor(sum, 2);
+      if (r >= sequence.rows) continue;
+      if (first_group == 0 && t == 0) {
+        const int64_t head = p.cu_q ? where.head : int64_t(where.batch) * p.q_heads + where.head;
+        p.lse[head * p.q_len + sequence.q_begin + r] =
+            sum == 0 ? -INFINITY : (row_max[h] + ptx::log2(sum)) * static_cast<Real>(0.69314718055994530942);
+      }
+      Real inverse = sum == 0 ? 0 : 1 / sum;
+      if (p.scores.seed) inverse *= p.scores.keep_scale;
+#pragma unroll
+      for (int i = 0; i < 2 * kOwn; i++) {
+        const int chunk = (first_group + i / 2) * 8 + 2 * t + i % 2;
+        Real x[kW];
+#pragma unroll
+        for (int j = 0; j < kW; j++) x[j] = acc[i / 2 * kW + j][2 * h + i % 2] * inverse;
+        if (chunk * kW < p.v_head_dim) write_chunk(out + (sequence.q_begin + r) * p.out_strides.row + chunk * kW, x);
+      }
+    }
+  }
+};
+
+// The kernels that are built, by size (launch.h).
+template <class Real, int D>
+struct WideForwardOf;
+template <>
+struct WideForwardOf<float, 64> : WideForward<float, 64, 32> {};
+template <>
+struct WideForwardOf<float, 128> : WideForward<float, 128, 32> {};
+template <>
+struct WideForwardOf<float, 256> : WideForward<float, 256, 16> {};
+template <>
+struct WideForwardOf<double, 64> : WideForward<double, 64, 32> {};
+template <>
+struct WideForwardOf<double, 128> : WideForward<double, 128, 16> {};
+template <>
+struct WideForwardOf<double, 256> : WideForward<double, 256, 16, 2> {};
+
+// where shared memory is small
+template <class Real, int D>
+struct WideForwardSmall : WideForwardOf<Real, D> {};
+template <>
+struct WideForwardSmall<double, 256> : WideForward<double, 256, 8, 2> {};
+
+// grid: total tiles
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
+    wide_forward(const __grid_constant__ ForwardTaskOf<typename Kernel::Real> p) {
+  Kernel::run(p, blockIdx.x);
+}
+
+// Instead of Sm90SplitForward, where `rare` (SplitPlanes) is not 0; else it is over at once. grid: what the device
+// holds
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
+    wide_forward_rest(const __grid_constant__ ForwardTaskOf<typename Kernel::Real> p, const uint32_t* rare) {
+  if (*rare == 0) return;
+  // no barrier between tiles: without options, the first copies of one go where nobody reads any more
+  for (int tile = blockIdx.x; tile < p.total; tile += gridDim.x) Kernel::run(p, tile);
+}
+
+}  // namespace attnjourney

@@ -1,0 +1,162 @@
+// Rows between memory and the tiles of linear attention: feature maps, 16-byte chunks, single elements where rows do
+// not lie in chunks.
+#pragma once
+#include "cuda/kernels/common/numbers.cuh"
+#include "task.cuh"
+
+namespace attnjourney {
+
+__device__ __forceinline__ float exponential(float x) { return expf(x); }
+__device__ __forceinline__ double exponential(double x) { return exp(x); }
+
+template <class C>
+__device__ __forceinline__ C feature(FeatureMap map, C x) {
+  if (map == FeatureMap::relu) return x <= C(0) ? C(0) : x;  // a NaN stays
+  if (map == FeatureMap::elu_plus_one) return x >= C(0) ? x + C(1) : exponential(x);
+  return x;
+}
+template <class C>
+__device__ __forceinline__ C feature_slope(FeatureMap map, C x) {
+  if (map == FeatureMap::relu) return x <= C(0) ? C(0) : C(1);
+  if (map == FeatureMap::elu_plus_one) return x >= C(0) ? C(1) : exponential(x);
+  return C(1);
+}
+
+template <class T>
+struct LinearElement {  // of tensors; arithmetic is in C
+  using C = Compute<T>;
+  static constexpr int kChunk = kVector<T>;
+  static __device__ __forceinline__ void unpack(const uint4& v, C (&x)[kChunk]) {
+    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float2 pair = ptx::unpack2<T>(words[i]);
+      x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
+    }
+  }
+  static __device__ __forceinline__ uint4 pack(const C (&x)[kChunk]) {
+    return {ptx::pack2<T>(x[0], x[1]), ptx::pack2<T>(x[2], x[3]), ptx::pack2<T>(x[4], x[5]), ptx::pack2<T>(x[6], x[7])};
+  }
+};
+template <class C_>
+struct LinearPlainElement {
+  using C = C_;
+  static constexpr int kChunk = kVector<C>;
+  static __device__ __forceinline__ void unpack(const uint4& v, C (&x)[kChunk]) {
+#pragma unroll
+    for (int i = 0; i < kChunk; i++) x[i] = reinterpret_cast<const C*>(&v)[i];
+  }
+  static __device__ __forceinline__ uint4 pack(const C (&x)[kChunk]) { return *reinterpret_cast<const uint4*>(x); }
+};
+template <>
+struct LinearElement<float> : LinearPlainElement<float> {};
+template <>
+struct LinearElement<double> : LinearPlainElement<double> {};
+
+// Elements `at` .. of a row, kChunk of them of which `count` exist; others 0.
+template <class T>
+__device__ __forceinline__ void load_chunk(const void* base, int64_t at, int count, bool chunks,
+                                           typename LinearElement<T>::C (&x)[LinearElement<T>::kChunk]) {
+  using E = LinearElement<T>;
+  if (chunks && count >= E::kChunk) {
+    E::unpack(*reinterpret_cast<const uint4*>(static_cast<const T*>(base) + at), x);
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < E::kChunk; j++)
+    x[j] = j < count ? ptx::to_float(static_cast<const T*>(base)[at + j]) : typename E::C(0);
+}
+template <class T>
+__device__ __forceinline__ void store_chunk(void* base, int64_t at, int count, bool chunks,
+                                            const typename LinearElement<T>::C (&x)[LinearElement<T>::kChunk]) {
+  using E = LinearElement<T>;
+  if (chunks && count >= E::kChunk) {
+    *reinterpret_cast<uint4*>(static_cast<T*>(base) + at) = E::pack(x);
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < E::kChunk; j++)
+    if (j < count) store_one(static_cast<T*>(base) + at + j, x[j]);
+}
+
+// One head of A, B or C.
+template <class T>
+struct LinearHeadRows {
+  using E = LinearElement<T>;
+  using C = typename E::C;
+  const T* data;
+  const C* scales;
+  const uint8_t* blocked;
+  __device__ __forceinline__ LinearHeadRows(const LinearRows& r, int batch, int head, int heads, int length)
+      : data(static_cast<const T*>(r.data) + batch * r.batch + head * r.head),
+        scales(r.scales ? static_cast<const C*>(r.scales) + (int64_t(batch) * heads + head) * length : nullptr),
+        blocked(r.blocked ? r.blocked + int64_t(batch) * length : nullptr) {}
+};
+
+// A tile of Rows x Cols on its way from memory to shared memory: fetched before it is needed, mapped when put.
+template <class T, int Rows, int Cols, int Threads>
+struct LinearTile {
+  using E = LinearElement<T>;
+  using C = typename E::C;
+  static constexpr int kPer = Cols / E::kChunk, kCount = Rows * kPer / Threads;
+  static_assert(Rows * kPer % Threads == 0);
+
+  uint4 raw[kCount];
+  uint32_t exists;  // a bit for each chunk
+
+  static __device__ __forceinline__ int row_of(int i) { return (i * Threads + int(threadIdx.x)) / kPer; }
+  static __device__ __forceinline__ int col_of(int i) { return (i * Threads + int(threadIdx.x)) % kPer * E::kChunk; }
+
+  __device__ __forceinline__ void fetch(const LinearRows& r, const LinearHeadRows<T>& head, int row0, int end,
+                                        int col0) {
+    exists = 0;
+#pragma unroll
+    for (int i = 0; i < kCount; i++) {
+      const int row = row0 + row_of(i), col = col0 + col_of(i);
+      const bool there = row < end && col < r.cols && !(head.blocked && head.blocked[row]);
+      raw[i] = uint4{0, 0, 0, 0};
+      if (!there) continue;
+      exists |= 1u << i;
+      const T* x = head.data + row * r.row + col;
+      if (r.chunks) {
+        raw[i] = *reinterpret_cast<const uint4*>(x);
+      } else {
+        C values[E::kChunk];
+        load_chunk<T>(x, 0, r.cols - col, false, values);
+        raw[i] = E::pack(values);
+      }
+    }
+  }
+  // Round: to what tensor cores read. Tells whether all numbers are finite.
+  template <int Pitch, bool Round>
+  __device__ __forceinline__ bool put(const LinearRows& r, const LinearHeadRows<T>& head, int row0, int col0,
+                                      C* tile) const {
+    C sum = 0;  // x - x is 0 for a finite x, else NaN
+#pragma unroll
+    for (int i = 0; i < kCount; i++) {
+      C x[E::kChunk];
+      E::unpack(raw[i], x);
+      C factor = C(r.factor);
+      if (head.scales && exists >> i & 1) factor *= head.scales[row0 + row_of(i)];
+      const int left = exists >> i & 1 ? r.cols - col0 - col_of(i) : 0;
+#pragma unroll
+      for (int j = 0; j < E::kChunk; j++) {
+        x[j] = j < left ? feature(r.map, x[j]) * factor : C(0);
+        sum += x[j] - x[j];
+        if constexpr (Round) x[j] = ptx::round_tf32(x[j]);
+      }
+      if constexpr (sizeof(C) == 4) {
+#pragma unroll
+        for (int j = 0; j < E::kChunk; j += 4)
+          *reinterpret_cast<float4*>(tile + row_of(i) * Pitch + col_of(i) + j) =
+              float4{x[j], x[j + 1], x[j + 2], x[j + 3]};
+      } else {
+        C* to = tile + row_of(i) * Pitch + col_of(i);
+        to[0] = x[0], to[1] = x[1];
+      }
+    }
+    return sum == C(0);
+  }
+};
+
+}  // namespace attnjourney

@@ -1,0 +1,108 @@
+// Numbers of K, Q and dO that are not finite, in the Hopper backward where something is hidden: wgmma would multiply
+// them by weights of 0. They become zeros in shared memory, and NaN where they are seen comes by another way: for Q
+// from the scores, which were computed before; for K from scores made NaN; for dO from weights made NaN (all of a row's
+// gradients then are). Both warpgroups together.
+#pragma once
+#include "backward_shape.cuh"
+#include "finite.cuh"
+
+namespace attnjourney {
+
+// S: rows and bytes of a tile, or of a part of it that counts as a tile
+template <class S, class Memory = Sm90BackwardMemory<S>>
+struct Sm90BackwardGuard {
+  using T = typename S::T;
+  static constexpr int D = S::kD, M = S::kRows;
+
+  // of the two warpgroups; opaque, or what is computed from it would be held through the loop
+  static __device__ __forceinline__ int thread() { return static_cast<int>(ptx::opaque(threadIdx.x)) - 128; }
+
+  // Zeros for what is not finite in 16-byte chunks [first, first + count); was there any?
+  static __device__ __forceinline__ bool clean(unsigned char* tile, int first, int count) {
+    uint4* at = reinterpret_cast<uint4*>(tile) + first;
+    bool some = false;
+#pragma unroll 2
+    for (int i = 0; i < count; i++) {
+      uint4 x = at[i];
+      const uint32_t bad[4] = {not_finite<T>(x.x), not_finite<T>(x.y), not_finite<T>(x.z), not_finite<T>(x.w)};
+      if (!(bad[0] | bad[1] | bad[2] | bad[3])) continue;
+      some = true;
+      x.x &= ~bad[0], x.y &= ~bad[1], x.z &= ~bad[2], x.w &= ~bad[3];
+      at[i] = x;
+    }
+    return some;
+  }
+  // Rows of a tile, Rows * Share == 256: a thread has 1 / Share of one, and what is found of it goes to marks[row].
+  template <int Rows, int Panel>
+  static __device__ __forceinline__ bool clean_rows(unsigned char* tile, uint32_t* marks) {
+    constexpr int kShare = 256 / Rows, kChunks = D / 8 / kShare;
+    const int row = thread() / kShare, first = thread() % kShare * kChunks;
+    uint32_t some = clean(tile + first / 8 * Panel + row * 128, first % 8, kChunks);
+#pragma unroll
+    for (int n = 1; n < kShare; n *= 2) some |= ptx::shfl_xor(some, n);
+    if (thread() % kShare == 0) marks[row] = some ? 0x7fffffffu : 0u;
+    return some;
+  }
+  // Is `here` true for any thread of the two warpgroups? Their writes to shared memory are visible to all afterwards,
+  // to wgmma too.
+  static __device__ __forceinline__ bool vote(bool here, const Memory& m, unsigned char* smem) {
+    uint32_t* votes = reinterpret_cast<uint32_t*>(smem + (m.votes - m.k));
+    const bool mine = ptx::any(here);
+    if (threadIdx.x % 32 == 0) votes[thread() / 32] = mine;
+    ptx::fence_proxy_async();
+    ptx::bar_sync(1, 256);
+    uint32_t some = 0;
+    for (int w = 0; w < 8; w++) some |= votes[w];
+    return some;
+  }
+
+  // Once, before K is used: are there such keys?
+  static __device__ __forceinline__ bool clean_keys(const Memory& m, unsigned char* smem) {
+    const bool here = clean_rows<S::kKeys, S::kKeyPanel>(smem, reinterpret_cast<uint32_t*>(smem + (m.keys - m.k)));
+    return vote(here, m, smem);
+  }
+  // What that was, once more.
+  static __device__ __forceinline__ bool found_keys(const Memory& m, const unsigned char* smem) {
+    const uint4* votes = reinterpret_cast<const uint4*>(smem + (m.votes - m.k));
+    const uint4 a = votes[0], b = votes[1];
+    return a.x | a.y | a.z | a.w | b.x | b.y | b.z | b.w;
+  }
+  // Element 4 j + e of the scores: key + 8 (e / 2).
+  static __device__ __forceinline__ void poison_scores(float (&s)[M / 2], const Memory& m, const unsigned char* smem,
+                                                       int key) {
+    const float* marks = reinterpret_cast<const float*>(smem + (m.keys - m.k)) + key;
+    const float low = marks[0], high = marks[8];
+#pragma unroll
+    for (int i = 0; i < M / 2; i++) s[i] += i & 2 ? high : low;
+  }
+
+  // Before the products with a tile of Q, whose scores are done, and of dO. pf: weights of 64 keys by M rows. part: of
+  // an iteration, where it has several.
+  static __device__ __forceinline__ void clean_queries(uint32_t (&pf)[M / 16][4], const Memory& m, unsigned char* smem,
+                                                       int q_stage, int out_stage, int part = 0) {
+    unsigned char *query = smem + (m.q - m.k) + q_stage * S::kQueryBytes,
+                  *out = smem + (m.d_out - m.k) + out_stage * S::kQueryBytes;
+    const uint32_t bad = not_finite_in<T, S::kQueryBytes>(query) | not_finite_in<T, S::kQueryBytes>(out);
+    uint32_t* votes = reinterpret_cast<uint32_t*>(smem + (m.votes - m.k)) + 8 + 8 * part + thread() / 128 * 4;
+    int turn = 0;  // one for each part will do: there is a barrier of the warpgroup in every iteration
+    if (!group_any(bad != 0, votes, turn, 10 + thread() / 128)) return;
+    ptx::bar_sync(1, 256);  // both have looked, and are done with the scores of this tile
+    uint32_t* marks = reinterpret_cast<uint32_t*>(smem + (m.rows - m.k));
+    clean(query, thread() * (S::kQueryBytes / 16 / 256), S::kQueryBytes / 16 / 256);
+    clean_rows<M, S::kQueryPanel>(out, marks);
+    ptx::fence_proxy_async();
+    ptx::bar_sync(1, 256);
+#pragma unroll
+    for (int j = 0; j < M / 8; j++) {
+      const uint32_t* of = marks + 8 * j + threadIdx.x % 4 * 2;
+      const uint32_t mask = (of[0] ? 0x7fffu : 0u) | (of[1] ? 0x7fff0000u : 0u);
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        uint32_t& x = pf[j / 2][j % 2 * 2 + h];
+        x |= mask & not_zero(x);
+      }
+    }
+  }
+};
+
+}  // namespace attnjourney

@@ -1,0 +1,100 @@
+// Tile sizes, shared memory and operand layouts of the Hopper backward.
+#pragma once
+#include "cuda/kernels/common/backward_task.cuh"
+#include "cuda/ptx/sm90.cuh"
+#include "rows.cuh"
+
+namespace attnjourney {
+
+template <class T_, int D, int Rows, bool Deterministic>
+struct Sm90BackwardShape {
+  using T = T_;
+  static constexpr int kD = D, kRows = Rows, kKeys = 128, kThreads = 384;
+  static constexpr bool kDeterministic = Deterministic;
+  static constexpr int kQueryStages = 3, kOutStages = 2, kPanels = D / 64;  // of Q, of dO; 64 columns a panel
+  static constexpr int kKeyPanel = kKeys * 128, kQueryPanel = Rows * 128, kScorePanel = kKeys * 128;  // bytes
+  static constexpr int kKeyBytes = kPanels * kKeyPanel, kQueryBytes = kPanels * kQueryPanel;
+  static constexpr int kScoreBytes = Rows / 64 * kScorePanel, kSumBytes = Deterministic ? Rows * D * 4 : 0;
+  static constexpr int kStages = kQueryStages + kOutStages;
+  static constexpr int kSmemBytes = 2 * kKeyBytes + kStages * kQueryBytes + 2 * kScoreBytes + kSumBytes +
+                                    kStages * Rows * 4 + 8 * (1 + 2 * kStages) + 64 + 2 * 512;
+  static_assert(Rows * D == 8192, "64 x 64 of dQ a warpgroup");
+  static_assert(kSmemBytes <= 227 * 1024);
+
+  // Operands in 128-byte-swizzled panels 64 elements wide, groups of 8 rows 1024 bytes apart; MN-major ones with panels
+  // `lead` bytes apart. code() is the part that depends on the address, once a tile.
+  static __device__ __forceinline__ uint32_t code(uint32_t addr, uint32_t lead = 16) {
+    return addr >> 4 | lead >> 4 << 16;
+  }
+  static __device__ __forceinline__ uint64_t desc(uint32_t code, uint32_t offset) {
+    return uint64_t(code + offset / 16) | uint64_t(64 | 1u << 30) << 32;
+  }
+  // a 16-byte chunk of a row in such panels
+  static __device__ __forceinline__ uint32_t chunk_at(uint32_t tile, int panel, int row, int chunk) {
+    return tile + chunk / 8 * panel + row * 128 + ((chunk % 8 ^ (row & 7)) << 4);
+  }
+
+  // Position of an element in a tile of key_value_sum, of query_sum.
+  static __device__ __forceinline__ void load_key(float (&x)[8], const float* tile, int row, int c) {
+    load_fragment(x, tile, (row / 64 * (D / 8) + c) * 128, row % 64);
+  }
+  static __device__ __forceinline__ void load_query(float (&x)[8], const float* tile, int row, int c) {
+    load_fragment(x, tile, ((D == 128 ? c / 8 : row / 64) * 8 + c % 8) * 128, row % 64);
+  }
+  static __device__ __forceinline__ void load_fragment(float (&x)[8], const float* tile, int first, int row) {
+    const int at = first + row / 16 * 32 + row % 8 * 4;
+#pragma unroll
+    for (int t = 0; t < 4; t++) {
+      const float4 f = reinterpret_cast<const float4*>(tile)[at + t];
+      x[2 * t] = row & 8 ? f.z : f.x;
+      x[2 * t + 1] = row & 8 ? f.w : f.y;
+    }
+  }
+};
+
+// Addresses in shared memory; k is its start.
+template <class S>
+struct Sm90BackwardMemory {
+  uint32_t k, v, q, d_out, ds, dq, lse, delta;
+  uint32_t kv_full, q_full, q_empty, do_full, do_empty;  // mbarriers
+  // of numbers that are not finite: votes of the eight warps, twice; NaN or 0 for each key, for each row of dO
+  uint32_t votes, keys, rows;
+  // score_tiles: of dS; more: bytes after them for others
+  explicit __device__ __forceinline__ Sm90BackwardMemory(uint32_t base, int score_tiles = 2, int more = 0)
+      : k(base),
+        v(k + S::kKeyBytes),
+        q(v + S::kKeyBytes),
+        d_out(q + S::kQueryStages * S::kQueryBytes),
+        ds(d_out + S::kOutStages * S::kQueryBytes),
+        dq(ds + score_tiles * S::kScoreBytes + more),
+        lse(dq + S::kSumBytes),
+        delta(lse + S::kQueryStages * S::kRows * 4),
+        kv_full(delta + S::kOutStages * S::kRows * 4),
+        q_full(kv_full + 8),
+        q_empty(q_full + 8 * S::kQueryStages),
+        do_full(q_empty + 8 * S::kQueryStages),
+        do_empty(do_full + 8 * S::kOutStages),
+        votes(do_empty + 8 * S::kOutStages),
+        keys(votes + 64),
+        rows(keys + 512) {}
+  __device__ __forceinline__ void init() const {
+    ptx::mbarrier_init(kv_full, 1);
+    for (int i = 0; i < S::kQueryStages; i++) {
+      ptx::mbarrier_init(q_full + 8 * i, 1);
+      ptx::mbarrier_init(q_empty + 8 * i, 8);
+    }
+    for (int i = 0; i < S::kOutStages; i++) {
+      ptx::mbarrier_init(do_full + 8 * i, 1);
+      ptx::mbarrier_init(do_empty + 8 * i, 8);
+    }
+    ptx::fence_mbarrier_init();
+  }
+};
+
+// Boxes: query, grad_out 64 columns x kRows rows, key, value 64 x 128; sizes (dim, heads, length, batch).
+struct Sm90BackwardMaps {
+  ptx::TensorMap query, key, value, grad_out;
+  ptx::TensorMap query8, key8, value8, grad_out8, query1, key1, value1, grad_out1;  // boxes of 8 rows and of one
+};
+
+}  // namespace attnjourney

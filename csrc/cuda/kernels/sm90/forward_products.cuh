@@ -1,0 +1,36 @@
+// The two products of the 16-bit forward on Hopper. Tiles in shared memory lie in panels of 64 columns.
+#pragma once
+#include "forward_shape.cuh"
+
+namespace attnjourney {
+
+// An operand with 128-byte swizzle: groups of 8 rows 1024 bytes apart, panels of 64 columns `panel` bytes apart.
+__device__ __forceinline__ uint64_t swizzled_operand(uint32_t addr, int panel) {
+  return uint64_t(addr >> 4 | uint32_t(panel >> 4) << 16) | uint64_t(1u << 30 | 1024 >> 4) << 32;
+}
+
+template <class S>
+struct Sm90ForwardProducts {
+  using T = typename S::T;
+  // issues s = Q K^T
+  static __device__ __forceinline__ void scores(float (&s)[S::kKeys / 2], uint32_t query, uint32_t key) {
+    const uint64_t q = swizzled_operand(query, 0), k = swizzled_operand(key, 0);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int kk = 0; kk < S::kDqk / 16; kk++)
+      ptx::wgmma_ss<T, S::kKeys, 0, 0>(s, q + kk / 4 * (64 * 128 / 16) + kk % 4 * 2,
+                                       k + kk / 4 * (S::kKeys * 128 / 16) + kk % 4 * 2, kk > 0);
+    ptx::wgmma_commit();
+  }
+  // issues o += P V
+  static __device__ __forceinline__ void output(float (&o)[S::kDv / 2], const uint32_t (&p)[S::kKeys / 16][4],
+                                                uint32_t value) {
+    const uint64_t v = swizzled_operand(value, S::kKeys * 128);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int kk = 0; kk < S::kKeys / 16; kk++) ptx::wgmma_rs<T, S::kDv, 1>(o, p[kk], v + kk * (16 * 128 / 16), true);
+    ptx::wgmma_commit();
+  }
+};
+
+}  // namespace attnjourney

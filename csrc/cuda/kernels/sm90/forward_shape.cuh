@@ -1,0 +1,105 @@
+// Tile sizes and shared memory of the Hopper forward, and what its parts share.
+#pragma once
+#include "cuda/kernels/common/forward_task.cuh"
+#include "cuda/ptx/sm90.cuh"
+#include "rows.cuh"
+
+namespace attnjourney {
+
+// Groups: consumer warpgroups of 64 query rows; Stages: of K and of V; QueryStages: of each warpgroup's Q; PingPong:
+// the warpgroups issue their products in turns; Ahead: groups of 8 keys whose exponentials are computed before the
+// maximum is known; Store: the output leaves by TMA through shared memory of its own.
+template <class T_, int Dqk_, int Dv_, int Groups_, int Keys_, int Stages_, int QueryStages_, bool Ranged_,
+          bool PingPong_, int Ahead_, bool Store_>
+struct Sm90ForwardShape {
+  using T = T_;
+  static constexpr int kDqk = Dqk_, kDv = Dv_, kGroups = Groups_, kKeys = Keys_, kStages = Stages_;
+  static constexpr int kQueryStages = QueryStages_, kAhead = Ahead_;
+  static constexpr bool kRanged = Ranged_, kPingPong = PingPong_, kStore = Store_, kOptions = false;
+  static constexpr int kRows = 64 * kGroups, kThreads = 128 * (kGroups + 1);
+  // bytes of a warpgroup's Q, of a stage of K, of V
+  static constexpr int kQueryBytes = 64 * kDqk * 2, kKeyBytes = kKeys * kDqk * 2, kValueBytes = kKeys * kDv * 2;
+  static constexpr int kQueries = kGroups * kQueryStages;
+  static constexpr bool kTight = Groups_ == 3 && Ranged_;  // few registers: what can be had again is not held
+  // offsets in shared memory
+  static constexpr int kKeyAt = kQueries * kQueryBytes, kValueAt = kKeyAt + kStages * kKeyBytes;
+  static constexpr int kOutAt = kValueAt + kStages * kValueBytes;
+  static constexpr int kBarriersAt = kOutAt + (kStore ? kGroups * 64 * kDv * 2 : 0);
+  static constexpr int kSlotsAt = kBarriersAt + 16 * kQueries + 32 * kStages;  // four for each warpgroup
+  static constexpr int kFlagsAt = kSlotsAt + 256 * kGroups;  // of finite values, eight words for each warpgroup
+  static constexpr int kSmemBytes = kFlagsAt + (Ranged_ ? 32 * kGroups : 0);
+  static constexpr int kProducerRegisters = kGroups == 2 ? 40 : 32, kConsumerRegisters = kGroups == 2 ? 232 : 160;
+  static_assert(kDqk % 64 == 0 && kDv % 64 == 0 && kKeys % 16 == 0 && kSmemBytes <= 227 * 1024);
+  static_assert(kGroups == 2 || kGroups == 3);
+};
+
+// A tile as one warpgroup sees it, key tiles by number. The producer decodes it: divisions in the consumers made them
+// spill.
+struct __align__(16) Sm90ForwardSlot {
+  // 1 + the number of key tiles that only other warpgroups see before this one's first; 0: nobody sees a key; -1: there
+  // are no more tiles
+  int start;
+  int first, row, head;  // first: the last key tile that this warpgroup sees, which works downwards
+  int begin, prefix, whole_begin, whole_end;  // see KeyTiles
+  int batch, q_len, key_length, offset;       // of the sequence
+  int key_end, last;                          // the end of the keys that the block sees, its last tile
+  int rows, q_begin;                          // with options: see Sequence
+  __device__ __forceinline__ Sequence sequence(const ForwardTask& p) const {
+    Sequence s{q_len, p.keys};
+    s.keys.key_length = key_length;
+    s.keys.prefix = s.keys.prefix < key_length ? s.keys.prefix : key_length;
+    s.keys.offset = offset;
+    return s;
+  }
+};
+
+// Addresses of the mbarriers. Q is a ring of kQueryStages for each warpgroup: index group * kQueryStages + stage.
+template <class S>
+struct Sm90ForwardBarriers {
+  uint32_t q_full, q_empty, k_full, k_empty, v_full, v_empty;
+  explicit __device__ __forceinline__ Sm90ForwardBarriers(uint32_t base)
+      : q_full(base),
+        q_empty(base + 8 * S::kQueries),
+        k_full(base + 16 * S::kQueries),
+        k_empty(k_full + 8 * S::kStages),
+        v_full(k_full + 16 * S::kStages),
+        v_empty(k_full + 24 * S::kStages) {}
+  __device__ __forceinline__ void init() const {
+    for (int i = 0; i < S::kQueries; i++) {
+      ptx::mbarrier_init(q_full + 8 * i, 1);
+      ptx::mbarrier_init(q_empty + 8 * i, 4);
+    }
+    for (int i = 0; i < S::kStages; i++) {
+      ptx::mbarrier_init(k_full + 8 * i, 1);
+      ptx::mbarrier_init(k_empty + 8 * i, 4 * S::kGroups);
+      ptx::mbarrier_init(v_full + 8 * i, 1);
+      ptx::mbarrier_init(v_empty + 8 * i, 4 * S::kGroups);
+    }
+    ptx::fence_mbarrier_init();
+  }
+};
+
+// What the threads of a block do: one feeds the tiles, the consumer warpgroups work on them.
+template <class S, class Produce, class Consume>
+__device__ __forceinline__ void sm90_forward_roles(Produce&& produce, Consume&& consume) {
+  unsigned char* base = ptx::dynamic_smem();
+  const uint32_t smem = ptx::smem_addr(base);
+  const Sm90ForwardBarriers<S> b(smem + S::kBarriersAt);
+  if (threadIdx.x == 0) b.init();
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    ptx::setmaxnreg_dec<S::kProducerRegisters>();
+    if (threadIdx.x == 0) produce(smem, base, b);
+  } else {
+    ptx::setmaxnreg_inc<S::kConsumerRegisters>();
+    consume(smem, base, b);
+  }
+}
+
+// Boxes: query 64 columns x 64 rows, key and value 64 x kKeys, out 64 x 16; sizes (dim, heads, length, batch).
+struct Sm90ForwardMaps {
+  ptx::TensorMap query, key, value, out;
+  ptx::TensorMap value8, value1;  // boxes of 8 rows and of one
+};
+
+}  // namespace attnjourney

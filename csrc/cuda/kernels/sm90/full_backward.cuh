@@ -1,0 +1,347 @@
+// Attention backward with options for Hopper: tiles, operands and sums of sm90/backward.cuh, another order. Warp 3 of
+// the producer's warpgroup finds the tiles (sm90/full_backward_ring.cuh), so that hidden ones cost nobody else
+// anything.
+//
+// Order of an iteration: S, dP | what the options hide and keep | wait | weights, dS | dV, dK | dS to shared memory,
+// arrive | wait for the other warpgroup's dS | dQ | the mask's gradient | wait | dQ out. Nothing of the next tile:
+// scores and dP are both held while the options are looked at, and the other warpgroup's products fill the time.
+#pragma once
+#include "backward.cuh"
+#include "full_backward_scores.cuh"
+
+namespace attnjourney {
+
+template <class S>
+struct Sm90OptionsConsumer : Sm90BackwardConsumer<S, true> {
+  using Base = Sm90BackwardConsumer<S, true>;
+  using T = typename S::T;
+  static constexpr int D = S::kD, M = S::kRows;
+  using Work = typename S::Work;
+  using Guard = Sm90BackwardGuard<typename S::Part, Sm90OptionsBackwardMemory<S>>;
+  using Scores = Sm90OptionsBackwardScores<S>;
+  using Part = typename S::Part;
+  using Fragments = uint32_t[4][4];
+  using Base::dk, Base::dv, Base::group, Base::n0, Base::p, Base::smem, Base::tid, Base::warp, Base::where;
+
+  const Sm90OptionsBackwardMaps& maps;
+  const Sm90OptionsBackwardMemory<S>& m;
+  const Work& work;
+
+  __device__ __forceinline__ Sm90OptionsConsumer(const Sm90OptionsBackwardMaps& maps_, const BackwardTask& p_,
+                                                 const Work& work_, const Sm90OptionsBackwardMemory<S>& m_,
+                                                 unsigned char* smem_, int group_)
+      : Base(p_, work_.where, m_, smem_, group_), maps(maps_), m(m_), work(work_) {}
+
+  // found anew wherever they are needed: addresses made of them, hoisted out of the loop, would spill
+  static __device__ __forceinline__ int lane() { return static_cast<int>(ptx::opaque(threadIdx.x)) % 32; }
+  __device__ __forceinline__ int key() const { return n0 + group * 64 + warp * 16 + lane() / 4; }
+
+  // Must what is hidden be kept from the products? Where Q or dO of a row is not finite, neither is its lse or delta,
+  // unless a cap or a sink stands between. 64 rows; every warp looks at all of them.
+  __device__ __forceinline__ bool suspect(const unsigned char* lse, const unsigned char* delta) const {
+    if (p.scores.cap_log2 > 0 || p.scores.sinks) return true;
+    const auto bad = [&](const unsigned char* of) {
+      const int2 x = reinterpret_cast<const int2*>(of)[lane()];
+      constexpr int kExponent = 0x7f800000;
+      return (x.x & kExponent) == kExponent || (x.y & kExponent) == kExponent;
+    };
+    return ptx::any(bad(lse) || bad(delta));
+  }
+
+  // do the ranges hide nothing of the rows from m0 on, are they all in memory?
+  __device__ __forceinline__ bool whole(int m0) const { return work.queries.whole(m0) && m0 + M <= work.sequence.rows; }
+  __device__ __forceinline__ bool hides(const RingTile& tile) const {
+    return !tile.whole || p.scores.mask_kind > MaskElement::boolean || !whole(tile.tile * M);
+  }
+  // this thread's own, in shared memory
+  __device__ __forceinline__ float* own_mask(const Sm90OptionsBackwardMemory<S>& m) const {
+    return reinterpret_cast<float*>(smem + (m.mask - m.k) + group * 16384) + tid;
+  }
+  __device__ __forceinline__ float& own_slope(const Sm90OptionsBackwardMemory<S>& m) const {
+    return reinterpret_cast<float*>(smem + (m.slopes - m.k))[8 + group * 128 + tid];
+  }
+
+  // The products with 64 rows of the tile, `part` of a stage counted in such.
+  __device__ __forceinline__ void issue_part_scores(float (&d)[32], uint32_t keys, uint32_t queries, int part) {
+    const uint32_t a = S::code(keys) + group * 512, b = S::code(queries) + part * (Part::kQueryBytes / 16);
+    Base::template gemm<64, 0, 0, D>(
+        d, [&](int kk) { return S::desc(a, kk / 4 * S::kKeyPanel + kk % 4 * 32); },
+        [&](int kk) { return S::desc(b, kk / 4 * Part::kQueryPanel + kk % 4 * 32); });
+  }
+  __device__ __forceinline__ void issue_part_sum(float (&d)[D / 2], const Fragments& a, uint32_t queries, int part) {
+    const uint32_t b = S::code(queries, Part::kQueryPanel) + part * (Part::kQueryBytes / 16);
+#pragma unroll
+    for (int kk = 0; kk < 4; kk++) ptx::wgmma_rs<T, D, 1>(d, a[kk], S::desc(b, kk * 2048), true);
+    ptx::wgmma_commit();
+  }
+  // 16 rows from 16 kk on of the warp's dS
+  __device__ __forceinline__ uint32_t ds_chunk(int kk) const {
+    return S::chunk_at(m.ds, S::kScorePanel, group * 64 + warp * 16 + lane() % 16, kk * 2 + lane() / 16);
+  }
+  // The warp's dS, turned, through its part of the mask's tile to the gradient of the mask.
+  __device__ __forceinline__ void write_mask_gradient(uint32_t panel, int head, int m0) const {
+    const MaskGradient& g = p.mask_gradient;
+    __syncwarp();
+#pragma unroll
+    for (int kk = 0; kk < M / 16; kk++) {
+      uint32_t x[4];
+      ptx::ldmatrix_x4_trans(x, ds_chunk(kk));
+      ptx::stmatrix_x4(Scores::mask_chunk(panel, kk), x);
+    }
+    __syncwarp();
+    const int64_t first = work.gradient_batch + head * g.head;
+    const int chunk = warp * 2 + lane() / 16, k = n0 + group * 64 + chunk * 8;
+    T* out = static_cast<T*>(g.own) + first + k;
+#pragma unroll
+    for (int i = 0; i < M / 16; i++) {
+      const int r = i * 16 + lane() % 16;
+      const unsigned char* from = smem + (panel - m.k) + r * 128 + ((chunk ^ (r & 7)) << 4);
+      if (m0 + r < p.q_len && k < p.kv_len)
+        *reinterpret_cast<uint4*>(out + (m0 + r) * g.row) = *reinterpret_cast<const uint4*>(from);
+    }
+    ptx::fence_proxy_async();
+  }
+
+  // This block's part of the gradient of a head's slope.
+  __device__ __forceinline__ void add_slopes(int head) {
+    float* parts = reinterpret_cast<float*>(smem + (m.slopes - m.k));
+    float sum = own_slope(m);
+    own_slope(m) = 0.f;
+#pragma unroll
+    for (int x = 1; x < 32; x *= 2) sum += ptx::shfl_xor(sum, x);
+    ptx::bar_sync(1, 256);  // the sums before have been read
+    if (lane() == 0) parts[group * 4 + warp] = sum;
+    ptx::bar_sync(1, 256);
+    if (group != 0 || tid != 0) return;
+    sum = 0.f;
+    for (int w = 0; w < 8; w++) sum += parts[w];
+    const int slot =
+        where.key_tile + (p.cu_q ? first_packed_tile(p.cu_k, S::kKeys, where.batch) : where.batch * p.key_tiles);
+    p.slope_sum[int64_t(slot) * p.q_heads + head] = sum;
+  }
+
+  __device__ __forceinline__ void run() {
+    const TileRing<S> ring(m, smem);
+    if (ring.wait(0).exists()) {
+      ptx::mbarrier_wait(m.kv_full, 0);
+      Guard::clean_keys(m, smem);
+    }
+    own_slope(m) = 0.f;
+    uint32_t it = 0;
+    for (; ring.wait(it).exists(); it++) {
+      const RingTile& tile = ring.slot(it);
+      const auto panel_of = [&](const Sm90OptionsBackwardMemory<S>& m, uint32_t it) {
+        return m.mask + it % S::kMaskStages * S::kMaskBytes + group * S::kMaskPanel;
+      };
+      const int stage = it % S::kQueryStages;
+      const auto statistics = [&](uint32_t of, int part) { return smem + (of - m.k) + part * 256; };
+      ptx::mbarrier_wait(m.q_full + 8 * stage, it / S::kQueryStages % 2);
+      ptx::mbarrier_wait(m.do_full + 8 * stage, it / S::kQueryStages % 2);
+      if (maps.mask_tiles) ptx::mbarrier_wait(m.mask_full + 8 * (it % S::kMaskStages), it / S::kMaskStages % 2);
+#pragma unroll 1
+      for (int row = 0; row < M; row += 64) {
+        const int part = stage * S::kParts + row / 64;
+        Fragments pf, df;
+        float s[32], dp[32];
+        ptx::wgmma_fence();
+        issue_part_scores(s, m.k, m.q, part);
+        ptx::wgmma_fence();
+        issue_part_scores(dp, m.v, m.d_out, part);
+        const int m0 = tile.tile * M;
+        const Scores scores(p, work, tile.head, m0 + row + 2 * (lane() % 4), key(), whole(m0), tile.whole);
+        if (!maps.mask_tiles && p.scores.mask_kind > MaskElement::boolean) scores.fetch_mask(own_mask(m));
+        ptx::wgmma_wait<0>();
+        ptx::keep(s);
+        ptx::keep(dp);
+        const Sm90OptionsBackwardMemory<S> m(
+            ptx::opaque(this->m.k));  // from here on addresses are found anew, not held
+        if (Guard::found_keys(m, smem)) Guard::poison_scores(s, m, smem, key() - n0);
+        scores.weigh(s, dp, pf, df, statistics(m.lse, part) + lane() % 4 * 16, maps.mask_tiles,
+                     panel_of(m, it) + row * 128, own_mask(m), own_slope(m));
+        const int again = ptx::opaque(it) % S::kQueryStages * S::kParts + row / 64;
+        if (hides(TileRing<S>(m, smem).slot(ptx::opaque(it))) &&
+            suspect(statistics(m.lse, again), statistics(m.delta, again)))
+          Guard::clean_queries(pf, m, smem, again, again, row / 64);
+        ptx::wgmma_fence();
+        issue_part_sum(dv, pf, m.d_out, again);
+        ptx::wgmma_fence();
+        issue_part_sum(dk, df, m.q, again);
+        // the other warpgroup is done with dS of the tile before
+        if (it > 0 && row == 0) ptx::bar_sync(6 + (group ^ 1), 256);
+#pragma unroll
+        for (int kk = 0; kk < 4; kk++) ptx::stmatrix_x4(ds_chunk(row / 16 + kk), df[kk]);
+      }
+      ptx::fence_proxy_async();
+      ptx::bar_arrive(4 + group, 256);
+      ptx::bar_sync(4 + (group ^ 1), 256);
+      const Sm90OptionsBackwardMemory<S> m(ptx::opaque(this->m.k));
+      const uint32_t now = ptx::opaque(it);
+      const RingTile &done = TileRing<S>(m, smem).slot(now), &next = TileRing<S>(m, smem).slot(now + 1);
+      float dq[32];
+      Base::issue_dq(dq, m.ds);
+      if (p.mask_gradient.own) write_mask_gradient(panel_of(m, now), done.head, done.tile * M);
+      if (maps.mask_tiles) Base::release(m.mask_empty + 8 * (now % S::kMaskStages));
+      ring.wait(now + 1);
+      ptx::wgmma_wait<0>();
+      ptx::keep(dq);
+      Base::release(m.q_empty + 8 * (now % S::kQueryStages));
+      Base::release(m.do_empty + 8 * (now % S::kQueryStages));
+      if (next.exists()) ptx::bar_arrive(6 + group, 256);
+      if (S::kDeterministic && now > 0) ptx::bar_sync(8 + group, 160);
+      Base::store_dq(dq, done.scratch);
+      if (p.slope_sum && (!next.exists() || next.head != done.head)) add_slopes(done.head);
+      Base::release(ring.empty(now));
+    }
+    ptx::keep(dk);
+    ptx::keep(dv);
+    if (p.scores.seed) {
+#pragma unroll
+      for (int i = 0; i < D / 2; i++) dv[i] *= p.scores.keep_scale;
+    }
+    if (S::kDeterministic && it > 0) ptx::bar_sync(8 + group, 160);
+    if (p.key_value_sum)
+      Base::add();
+    else
+      Base::write(work.sequence.k_begin, work.sequence.k_rows);
+  }
+};
+
+template <class S>
+struct Sm90OptionsBackward {
+  using Work = typename S::Work;
+  static constexpr int M = S::kRows;
+
+  static __device__ __forceinline__ void run(const Sm90OptionsBackwardMaps& maps, const BackwardTask& p) {
+    unsigned char* smem = ptx::dynamic_smem();
+    const Sm90OptionsBackwardMemory<S> m(ptx::smem_addr(smem));
+    Work& work = *reinterpret_cast<Work*>(smem + (m.work - m.k));
+    if (threadIdx.x == 0) {
+      const BackwardTile where = p.cu_q ? BackwardTile(p, blockIdx.x, S::kKeys) : BackwardTile(p, blockIdx.x);
+      const Sequence sequence = sequence_of<true>(p, where.batch);
+      work.where = where;
+      work.sequence = sequence;
+      const auto item = [&](const int64_t (&strides)[kMaskDims]) {
+        return batch_offset(p.scores, strides, where.batch);
+      };
+      work.mask_batch = p.scores.mask_kind == MaskElement::none ? 0 : item(p.scores.mask_batch);
+      work.gradient_batch = p.mask_gradient.own ? item(p.mask_gradient.batch) : 0;
+      work.queries = decltype(work.queries)(p, where, sequence);
+      m.init();
+    }
+    __syncthreads();
+    if (work.where.key_tile * S::kKeys >= work.sequence.k_rows) return;
+    const int role = ptx::uniform(threadIdx.x / 128);
+    if (role == 0) {
+      ptx::setmaxnreg_dec<40>();
+      const int warp = ptx::uniform(threadIdx.x / 32);
+      if (warp == 3) Sm90Scout<S>::run(p, work, m, smem);
+      if (threadIdx.x == 0) feed(maps, p, work, m, smem);
+      if (S::kDeterministic && (warp == 1 || warp == 2)) add_in_turn(p, work, m, smem, warp - 1);
+    } else {
+      ptx::setmaxnreg_inc<232>();
+      Sm90OptionsConsumer<S>(maps, p, work, m, smem, role - 1).run();
+    }
+  }
+
+  static __device__ __forceinline__ void feed(const Sm90OptionsBackwardMaps& all, const BackwardTask& p,
+                                              const Work& work, const Sm90OptionsBackwardMemory<S>& given,
+                                              unsigned char* smem) {
+    const TileRing<S> ring(given, smem);
+    if (!ring.wait(0).exists()) return;
+    // maps of one tensor lie four apart; found anew for each copy: twelve addresses would not fit into registers
+    const auto map = [&](int tensor) { return ptx::opaque(&all.tensors.query) + tensor; };
+    const auto load_keys = [&](uint32_t to, const ptx::TensorMap* t) {
+      tma_load_rows<S::kKeys, S::kPanels>(to, t[0], t[4], t[8], work.sequence.k_begin + work.where.key_tile * S::kKeys,
+                                          work.sequence.k_begin + work.sequence.keys.key_length, p.kv_len,
+                                          work.where.head_k, p.cu_q ? 0 : work.where.batch, given.kv_full);
+    };
+    ptx::mbarrier_arrive_expect_tx(given.kv_full, 2 * S::kKeyBytes);
+    load_keys(given.k, map(1));
+    load_keys(given.v, map(2));
+#pragma unroll 1
+    for (uint32_t it = 0; ring.wait(it).exists(); it++) {
+      const RingTile& tile = ring.slot(it);
+      const Sm90OptionsBackwardMemory<S> m(ptx::opaque(given.k));
+      const auto load = [&](uint32_t full, uint32_t empty, uint32_t to, const ptx::TensorMap* t, uint32_t stats,
+                            const float* from) {
+        const uint32_t st = it % S::kQueryStages;
+        full += 8 * st;
+        ptx::mbarrier_wait(empty + 8 * st, it / S::kQueryStages % 2 ^ 1);
+        ptx::mbarrier_arrive_expect_tx(full, S::kQueryBytes + M * 4);
+        ptx::bulk_load(stats + st * M * 4, from + int64_t{tile.scratch} * M, M * 4, full);
+        tma_load_rows<M, S::kPanels>(to + st * S::kQueryBytes, t[0], t[4], t[8], work.sequence.q_begin + tile.tile * M,
+                                     work.sequence.q_begin + work.sequence.q_len, p.q_len, tile.head,
+                                     p.cu_q ? 0 : work.where.batch, full);
+      };
+      load(m.q_full, m.q_empty, m.q, map(0), m.lse, p.lse2);
+      load(m.do_full, m.do_empty, m.d_out, map(3), m.delta, p.delta);
+      if (const Sm90OptionsBackwardMaps& maps = *ptx::opaque(&all); maps.mask_tiles) {
+        const uint32_t mask_st = it % S::kMaskStages, bar = m.mask_full + 8 * mask_st;
+        ptx::mbarrier_wait(m.mask_empty + 8 * mask_st, it / S::kMaskStages % 2 ^ 1);
+        ptx::mbarrier_arrive_expect_tx(bar, S::kMaskBytes);
+#pragma unroll
+        for (int c = 0; c < 2; c++)
+          ptx::tma_load_4d(m.mask + mask_st * S::kMaskBytes + c * S::kMaskPanel, &maps.mask,
+                           work.where.key_tile * S::kKeys + c * 64, p.scores.mask_head ? tile.head : 0, tile.tile * M,
+                           maps.mask_batched ? work.where.batch : 0, bar);
+      }
+      ptx::mbarrier_arrive(ring.empty(it));
+    }
+  }
+
+  // Deterministic: as the plain kernel's; the turns of tiles that are left out are passed on.
+  static __device__ __forceinline__ void add_in_turn(const BackwardTask& p, const Work& work,
+                                                     const Sm90OptionsBackwardMemory<S>& m, unsigned char* smem,
+                                                     int half) {
+    const TileRing<S> ring(m, smem);
+    const bool first_lane = threadIdx.x % 32 == 0;
+    int number = 0;
+    for (uint32_t it = 0;; it++, number++) {
+      const RingTile& next = ring.wait(it);
+      for (const int end = next.exists() ? next.number : work.total(); number < end; number++)
+        if (first_lane) {
+          const Turn turn(p, work, number, half);
+          ptx::turn_wait(turn.at, turn.mine);
+          ptx::turn_pass(turn.at, turn.mine + 1);
+        }
+      if (!next.exists()) return;
+      const Turn turn(p, work, number, half);
+      ptx::bar_sync(2 + half, 160);  // written
+      if (first_lane) {
+        ptx::turn_wait(turn.at, turn.mine);
+        ptx::bulk_reduce_add(p.query_sum + int64_t{next.scratch} * (M * S::kD) + half * 4096, m.dq + half * 16384,
+                             16384);
+        ptx::bulk_commit();
+        ptx::bulk_wait_read<0>();
+      }
+      __syncwarp();
+      ptx::bar_arrive(8 + half, 160);  // read
+      if (first_lane) {
+        ptx::bulk_wait<0>();
+        ptx::thread_fence();
+        ptx::turn_pass(turn.at, turn.mine + 1);
+        ptx::mbarrier_arrive(ring.empty(it));
+      }
+    }
+  }
+  struct Turn {
+    int* at;
+    int mine;
+    __device__ __forceinline__ Turn(const BackwardTask& p, const Work& work, int number, int half) {
+      auto queries = work.queries;
+      queries.go(number, work.where.first_head);
+      at = p.turn + 2 * (scratch_row(p, work.where.batch, queries.head) / M + queries.tile) + half;
+      mine = queries.turn(work.where, work.sequence);
+    }
+  };
+};
+
+// grid: key_tiles * (key_value_sum ? q_heads : kv_heads) * batch, packed: key_tiles * kv_heads
+template <class Shape>
+__global__ void __launch_bounds__(Shape::kThreads, 1)
+    sm90_options_backward(const __grid_constant__ Sm90OptionsBackwardMaps maps,
+                          const __grid_constant__ BackwardTask p) {
+  Sm90OptionsBackward<Shape>::run(maps, p);
+}
+
+}  // namespace attnjourney

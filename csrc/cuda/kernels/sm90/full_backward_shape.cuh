@@ -1,0 +1,76 @@
+// The Hopper backward with options: tile sizes and shared memory beside those of Sm90BackwardShape, and the tensor
+// maps.
+#pragma once
+#include "backward_shape.cuh"
+
+namespace attnjourney {
+
+template <class T_, int D, int Rows, bool Deterministic>
+struct Sm90OptionsBackwardShape : Sm90BackwardShape<T_, D, Rows, Deterministic> {
+  using Base = Sm90BackwardShape<T_, D, Rows, Deterministic>;
+  static constexpr int kQueryStages = 2, kOutStages = 2, kStages = kQueryStages + kOutStages;
+  // Tiles of a 16-bit mask: rows of two panels of 64 keys, one for each warpgroup.
+  static constexpr int kMaskStages = Deterministic && D == 64 ? 1 : 2, kMaskPanel = Rows * 128;
+  static constexpr int kMaskBytes = 2 * kMaskPanel;
+  static_assert(kMaskStages * kMaskBytes >= 2 * 16384);  // or 64 x 64 floats for each warpgroup
+  struct Work {                                          // what a block works on, in shared memory: registers are short
+    BackwardTile where;
+    Sequence sequence;
+    BackwardQueries<Rows, Base::kKeys, true> queries;
+    int64_t mask_batch, gradient_batch;  // where the item's mask begins, and its gradient
+    __device__ __forceinline__ int total() const { return queries.per_head() * where.heads; }
+  };
+  // Scores are worked on 64 rows at a time: such a part of a tile, as a shape of its own.
+  struct Part : Base {
+    static constexpr int kRows = 64, kQueryPanel = 64 * 128, kQueryBytes = Base::kPanels * kQueryPanel;
+  };
+  static constexpr int kParts = Rows / 64;
+  static_assert(kParts == 1 || Base::kPanels == 1);  // 64 rows lie together
+  static constexpr int kRing = 4,
+                       kReaders = 8 + 1 + (Deterministic ? 2 : 0);  // of tiles' numbers; warps that read them
+  static constexpr int kSmemBytes = 2 * Base::kKeyBytes + kStages * Base::kQueryBytes + Base::kScoreBytes +
+                                    Base::kSumBytes + kMaskStages * kMaskBytes + kStages * Rows * 4 +
+                                    8 * (1 + 2 * kStages + 2 * kMaskStages + 2 * kRing) + 20 * kRing + 32 + 1024 + 16 +
+                                    96 + 2 * 512 + sizeof(Work);
+  static_assert(kSmemBytes <= 227 * 1024);
+};
+
+template <class S>
+struct Sm90OptionsBackwardMemory : Sm90BackwardMemory<S> {
+  uint32_t mask;  // [stage][panel][row][64 keys], swizzled
+  uint32_t mask_full, mask_empty, ring_full, ring_empty, ring, slopes, work;
+  explicit __device__ __forceinline__ Sm90OptionsBackwardMemory(uint32_t base)
+      : Sm90BackwardMemory<S>(base, 1, S::kMaskStages * S::kMaskBytes),
+        mask(this->dq - S::kMaskStages * S::kMaskBytes),
+        mask_full(this->do_empty + 8 * S::kOutStages),
+        mask_empty(mask_full + 8 * S::kMaskStages),
+        ring_full(mask_empty + 8 * S::kMaskStages),
+        ring_empty(ring_full + 8 * S::kRing),
+        ring(ring_empty + 8 * S::kRing),
+        slopes(ring + 20 * S::kRing) {
+    this->votes = (slopes + 32 + 1024 + 15) & ~15u;
+    this->keys = this->votes + 96;
+    this->rows = this->keys + 512;
+    work = this->rows + 512;
+  }
+  __device__ __forceinline__ void init() const {
+    for (int i = 0; i < S::kMaskStages; i++) {
+      ptx::mbarrier_init(mask_full + 8 * i, 1);
+      ptx::mbarrier_init(mask_empty + 8 * i, 8);
+    }
+    for (int i = 0; i < S::kRing; i++) {
+      ptx::mbarrier_init(ring_full + 8 * i, 1);
+      ptx::mbarrier_init(ring_empty + 8 * i, S::kReaders);
+    }
+    Sm90BackwardMemory<S>::init();
+  }
+};
+
+// mask: a floating one in the dtype of query, sizes (kv_len, heads, q_len, batch) of its own, in boxes of 64 x kRows.
+struct Sm90OptionsBackwardMaps {
+  Sm90BackwardMaps tensors;
+  ptx::TensorMap mask;
+  bool mask_tiles, mask_batched;  // there is `mask`, else elements are read one by one; one for each batch item
+};
+
+}  // namespace attnjourney

@@ -1,0 +1,373 @@
+// Decoding over latents for Hopper (after FlashMLA's two warpgroups that share an output): one block is 64 rows of a
+// sequence against its share of the keys, in pairs of tiles of 64 keys. Warpgroup w computes the scores of tile w;
+// after both have agreed on the maxima it weighs them, and sums columns 256 w .. of the output over both tiles: its own
+// weights from registers, the other's from shared memory. A third warpgroup copies: columns 0 .. 255, 256 .. 511 and
+// the rotary part of a tile are free, and full, by themselves. Masks are not read.
+#pragma once
+#include "cuda/kernels/decode/latent_mma.cuh"
+#include "cuda/ptx/sm90.cuh"
+
+namespace attnjourney {
+
+template <class T_>
+struct Sm90Latent {
+  using T = T_;
+  static constexpr int kRows = 64, kKeys = 64, kThreads = 384,
+                       kPanelBytes = 64 * 128;  // panels of 64 columns, swizzled
+  static constexpr int kHalf = kLatentValueDim / 2, kPanels = kLatentDim / 64;
+  // eight panels of Q, whose rotary part is in registers; two tiles of nine; weights of both
+  static constexpr int kKeyAt = 8 * kPanelBytes, kWeightsAt = kKeyAt + 2 * kPanels * kPanelBytes;
+  static constexpr int kBarriersAt = kWeightsAt + 2 * kPanelBytes;
+  static constexpr int kTopsAt = kBarriersAt + 128, kSumsAt = kTopsAt + 2 * kRows * 4;  // [warpgroup][row]
+  static constexpr int kThereAt = kSumsAt + 2 * kRows * 4;                              // [tile][key]: is it anywhere?
+  static constexpr int kFlagsAt = kThereAt + 2 * kKeys * 4;                             // of each warp that computes
+  static constexpr int kSmemBytes = kFlagsAt + 8 * 4;
+  static_assert(kSmemBytes <= 227 * 1024);
+  static constexpr int kRotary = 2;  // parts of a tile: 0, 1 columns of the two warpgroups
+
+  static __device__ __forceinline__ uint32_t full(uint32_t smem, int tile, int part) {
+    return smem + kBarriersAt + 8 * (tile * 3 + part);
+  }
+  static __device__ __forceinline__ uint32_t empty(uint32_t smem, int tile, int part) {
+    return full(smem, tile, part) + 48;
+  }
+  static __device__ __forceinline__ uint32_t tile_at(uint32_t smem, int tile) {
+    return smem + kKeyAt + tile * (kPanels * kPanelBytes);
+  }
+  static __device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
+    return row * 128 + ((chunk ^ (row & 7)) << 4);
+  }
+  // see Sm90Forward
+  static __device__ __forceinline__ uint64_t desc(uint32_t addr, int panel) {
+    return uint64_t(addr >> 4 | uint32_t(panel >> 4) << 16) | uint64_t(1u << 30 | 1024 >> 4) << 32;
+  }
+
+  // ---- the warps that copy: warp 0 part 0 of tile 0 and its rotary part, 1 part 1, 2 part 1 of tile 1 and its rotary
+  // part, 3 part 0 ----
+  static __device__ __forceinline__ void produce(uint32_t smem, unsigned char* base, const DecodeTask& p,
+                                                 const DecodePart<kKeys>& part) {
+    const int warp = ptx::uniform(threadIdx.x / 32) - 8, lane = threadIdx.x % 32;
+    const int own = warp / 2, columns = warp == 0 || warp == 3 ? 0 : 1;
+    const bool rotary = warp % 2 == 0;
+    const DecodeSequence& s = part.sequence;
+    const T* const latent = static_cast<const T*>(p.key) + part.head * p.k.head;
+    const uint32_t tile = tile_at(smem, own);
+    uint32_t* const there = reinterpret_cast<uint32_t*>(base + kThereAt) + own * kKeys;
+    for (int n = part.first, round = 0; n < part.last; n += 2, round++) {
+      int offset[2];  // of rows lane and lane + 32, in 16-byte chunks; less than 0: nowhere
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int item = (n + own) * kKeys + lane + 32 * i;
+        const Place at = place_of(p, s, part.batch, item, n + own < part.last ? s.total : 0);
+        offset[i] = at.outer < 0 ? -1 : static_cast<int>((at.outer * p.k.outer + at.slot * p.k.row) / 8);
+      }
+      const auto copy = [&](uint32_t to, int i, int from, int chunk) {  // a chunk of the row of lane `from`
+        const int at = static_cast<int>(ptx::shfl(static_cast<uint32_t>(offset[i]), from));
+        const bool valid = at >= 0 && chunk * 8 < p.head_dim;
+        ptx::cp_async_16(to, latent + (valid ? int64_t{at + chunk} * 8 : 0), valid);
+      };
+      if (rotary) {
+        ptx::mbarrier_wait(empty(smem, own, kRotary), (round & 1) ^ 1);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          there[lane + 32 * i] = offset[i] >= 0;
+#pragma unroll 1
+          for (int r = 0; r < 32; r += 4) {
+            const int row = r + lane / 8;
+            copy(tile + 8 * kPanelBytes + swizzled(row + 32 * i, lane % 8), i, row, kLatentValueDim / 8 + lane % 8);
+          }
+        }
+      }
+      ptx::cp_async_commit();
+      ptx::mbarrier_wait(empty(smem, own, columns), (round & 1) ^ 1);
+      const uint32_t panel = tile + (columns * 4 + lane / 8) * kPanelBytes;
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+#pragma unroll 4
+        for (int r = 0; r < 32; r++) copy(panel + swizzled(r + 32 * i, lane % 8), i, r, columns * (kHalf / 8) + lane);
+      }
+      ptx::cp_async_commit();
+      if (rotary) {
+        ptx::cp_async_wait<1>();
+        ptx::fence_proxy_async();
+        ptx::mbarrier_arrive(full(smem, own, kRotary));
+      }
+      ptx::cp_async_wait<0>();
+      ptx::fence_proxy_async();
+      ptx::mbarrier_arrive(full(smem, own, columns));
+      __syncwarp();
+    }
+  }
+
+  // ---- the warpgroups that compute ----
+
+  static __device__ __forceinline__ void load_query(uint32_t smem, const DecodeTask& p, const DecodePart<kKeys>& part) {
+    for (int i = threadIdx.x; i < kRows * 64; i += 256) {
+      const int row = i / 64, chunk = i % 64;
+      const bool valid = part.row0 + row < p.rows && chunk * 8 < p.head_dim;
+      const T* from = static_cast<const T*>(p.query);
+      if (valid) from += query_at(p, part, part.row0 + row) + chunk * 8;
+      ptx::cp_async_16(smem + chunk / 8 * kPanelBytes + swizzled(row, chunk % 8), from, valid);
+    }
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+    ptx::fence_proxy_async();
+  }
+  static __device__ __forceinline__ int64_t query_at(const DecodeTask& p, const DecodePart<kKeys>& part, int i) {
+    return part.batch * p.q_batch + (part.head * p.group + i / p.q_len) * p.q_head + i % p.q_len * p.q_row;
+  }
+
+  static __device__ __forceinline__ void consume(uint32_t smem, unsigned char* base, const DecodeTask& p,
+                                                 const DecodePart<kKeys>& part) {
+    const int own = ptx::uniform(threadIdx.x / 128), lane = threadIdx.x % 32, t = lane % 4;
+    const int row = threadIdx.x % 128 / 32 * 16 + lane / 4;  // and row + 8
+    const DecodeSequence& s = part.sequence;
+    // tiles of these items hide nothing from any row
+    const int shift = s.keys.prefix - s.begin, total = s.total;
+    const int whole_begin = p.q_len == 1 ? 0 : max(s.keys.prefix, s.whole.begin + shift);
+    const int whole_end = p.q_len == 1 ? total : min(total, s.whole.end + shift);
+    float *const tops = reinterpret_cast<float*>(base + kTopsAt), *const sums =
+                                                                      reinterpret_cast<float*>(base + kSumsAt);
+    const uint32_t* const there = reinterpret_cast<const uint32_t*>(base + kThereAt) + own * kKeys;
+    load_query(smem, p, part);
+    uint32_t rotary[4][4];  // A operand: Q's columns from 512 on
+#pragma unroll
+    for (int kk = 0; kk < 4; kk++)
+#pragma unroll
+      for (int q = 0; q < 4; q++) {
+        const int i = part.row0 + row + q % 2 * 8, column = kLatentValueDim + kk * 16 + q / 2 * 8;
+        const bool valid = i < p.rows && column < p.head_dim;
+        const T* from = static_cast<const T*>(p.query) + (valid ? query_at(p, part, i) + column + 2 * t : 0);
+        rotary[kk][q] = valid ? *reinterpret_cast<const uint32_t*>(from) : 0u;
+      }
+    ptx::bar_sync(1, 256);  // Q is there
+
+    const auto release = [&](int tile, int which) {
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(empty(smem, tile, which));
+    };
+    const uint32_t weights = kWeightsAt + own * kPanelBytes;  // this warpgroup's
+    float out[2][64], x[32], top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.f, 0.f};
+    uint32_t packed[4][4];
+#pragma unroll
+    for (int i = 0; i < 64; i++) out[0][i] = out[1][i] = 0.f;
+
+    for (int n = part.first, round = 0; n < part.last; n += 2, round++) {
+      const int phase = round & 1, item0 = (n + own) * kKeys;
+      const uint64_t keys = desc(tile_at(smem, own), 0), queries = desc(smem, 0);
+      ptx::mbarrier_wait(full(smem, own, kRotary), phase);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int kk = 0; kk < 4; kk++)
+        ptx::wgmma_rs<T, 64, 0>(x, rotary[kk], keys + 8 * (kPanelBytes / 16) + kk * 2, kk > 0);
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int columns = own ^ i;  // those that come first first
+        ptx::mbarrier_wait(full(smem, own, columns), phase);
+        ptx::wgmma_fence();
+        const uint32_t panel = columns * 4 * (kPanelBytes / 16);
+#pragma unroll
+        for (int kk = 0; kk < 16; kk++)
+          ptx::wgmma_ss<T, 64, 0, 0>(x, queries + panel + kk / 4 * (kPanelBytes / 16) + kk % 4 * 2,
+                                     keys + panel + kk / 4 * (kPanelBytes / 16) + kk % 4 * 2, true);
+      }
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<0>();
+      ptx::keep(x);
+
+      const bool whole = !p.table && n + own < part.last && item0 >= whole_begin && item0 + kKeys <= whole_end;
+      score(x, p, part, row, item0, whole, there, t);
+      release(own, kRotary);
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        float m = -INFINITY;
+#pragma unroll
+        for (int j = 0; j < 8; j++) m = fmaxf(m, fmaxf(x[4 * j + 2 * h], x[4 * j + 2 * h + 1]));
+        m = fmaxf(m, ptx::shfl_xor(m, 1));
+        m = fmaxf(m, ptx::shfl_xor(m, 2));
+        if (t == 0) tops[own * kRows + row + 8 * h] = m;
+      }
+      ptx::bar_sync(1, 256);  // both maxima are there; the other's products over the pair before are done
+      float shrink[2];
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const float m = fmaxf(top[h], fmaxf(tops[row + 8 * h], tops[kRows + row + 8 * h]));
+        const float zero = m == -INFINITY ? 0.f : m;
+        shrink[h] = ptx::exp2(top[h] - zero);
+        top[h] = m;
+        float all = 0.f;
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+          const float low = ptx::exp2(x[4 * j + 2 * h] - zero), high = ptx::exp2(x[4 * j + 2 * h + 1] - zero);
+          all += low + high;
+          packed[j / 2][j % 2 * 2 + h] = ptx::pack2<T>(low, high);
+          *reinterpret_cast<uint32_t*>(base + weights + swizzled(row + 8 * h, j) + t * 4) =
+              packed[j / 2][j % 2 * 2 + h];
+        }
+        sum[h] = sum[h] * shrink[h] + all;
+      }
+      ptx::fence_proxy_async();
+      if (ptx::any(shrink[0] != 1.f || shrink[1] != 1.f)) {
+#pragma unroll
+        for (int i = 0; i < 64; i++) out[0][i] *= shrink[i >> 1 & 1], out[1][i] *= shrink[i >> 1 & 1];
+      }
+      ptx::bar_sync(1, 256);  // both weights are there
+
+      if (p.q_len > 1 && (n * kKeys < whole_begin || (n + 2) * kKeys > whole_end)) {
+        ptx::mbarrier_wait(full(smem, own ^ 1, own), phase);
+        guard(base, own);
+      }
+      const uint64_t mine = desc(tile_at(smem, own) + own * 4 * kPanelBytes, kPanelBytes);
+      const uint64_t other = desc(tile_at(smem, own ^ 1) + own * 4 * kPanelBytes, kPanelBytes);
+      const uint64_t theirs = desc(smem + kWeightsAt + (own ^ 1) * kPanelBytes, 0);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int kk = 0; kk < 4; kk++) {
+        ptx::wgmma_rs<T, 128, 1>(out[0], packed[kk], mine + kk * 128, true);
+        ptx::wgmma_rs<T, 128, 1>(out[1], packed[kk], mine + 2 * (kPanelBytes / 16) + kk * 128, true);
+      }
+      ptx::wgmma_commit();
+      ptx::mbarrier_wait(full(smem, own ^ 1, own), phase);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int kk = 0; kk < 4; kk++) {
+        ptx::wgmma_ss<T, 128, 0, 1>(out[0], theirs + kk * 2, other + kk * 128, true);
+        ptx::wgmma_ss<T, 128, 0, 1>(out[1], theirs + kk * 2, other + 2 * (kPanelBytes / 16) + kk * 128, true);
+      }
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<1>();
+      release(own, own);
+      ptx::wgmma_wait<0>();
+      ptx::keep(out[0]);
+      ptx::keep(out[1]);
+      release(own ^ 1, own);
+    }
+    write(p, part, out, top, sum, sums, own, row, t);
+  }
+
+  // Products of items item0 + 8 j + 2 t + ... to scores in log2 units, -inf where there is no key.
+  static __device__ __forceinline__ void score(float (&x)[32], const DecodeTask& p, const DecodePart<kKeys>& part,
+                                               int row, int item0, bool whole, const uint32_t* there, int t) {
+    if (p.scaled_only) {
+      const float scale = static_cast<float>(p.scale * 1.4426950408889634);
+#pragma unroll
+      for (int i = 0; i < 32; i++) x[i] *= scale;
+    } else {  // made here, so that no register holds it through the loop
+      const DecodeSequence s = decode_sequence(p, part.batch);
+      const DecodeRow<float> rows[2] = {{p, part.batch, part.head, s.origin, part.row0 + row},
+                                        {p, part.batch, part.head, s.origin, part.row0 + row + 8}};
+#pragma unroll
+      for (int i = 0; i < 32; i++) {
+        const int item = item0 + i / 4 * 8 + 2 * t + i % 2;
+        x[i] = decode_score<T>(p, rows[i / 2 % 2], s.keys.offset, s.key(item), x[i]);
+      }
+    }
+    if (whole) return;
+    const DecodeSequence s = decode_sequence(p, part.batch);
+    const int number[2] = {(part.row0 + row) % p.q_len, (part.row0 + row + 8) % p.q_len};
+#pragma unroll
+    for (int i = 0; i < 32; i++) {
+      const int column = i / 4 * 8 + 2 * t + i % 2;
+      if (!there[column] || !s.keys.visible(number[i / 2 % 2], s.key(item0 + column))) x[i] = -INFINITY;
+    }
+  }
+
+  // Zeros in place of values of this warpgroup's columns that are not finite: a row that sees one has a score and so a
+  // weight that is not finite either, since values are part of keys.
+  static __device__ __forceinline__ void guard(unsigned char* base, int own) {
+    const int thread = threadIdx.x % 128;
+    uint32_t* const flags = reinterpret_cast<uint32_t*>(base + kFlagsAt) + 4 * own;
+    const auto chunk_of = [&](int i) {  // of both tiles: 64 rows of 32 chunks each
+      const int tile = i / (kKeys * 32), r = i / 32 % kKeys, c = i % 32;
+      return reinterpret_cast<uint4*>(base + tile_at(0, tile) + (own * 4 + c / 8) * kPanelBytes + swizzled(r, c % 8));
+    };
+    bool finite = true;
+#pragma unroll 1
+    for (int i = thread; i < 2 * kKeys * 32; i += 128) {
+      const uint4 x = *chunk_of(i);
+      finite = finite && !(not_finite<T>(x.x) | not_finite<T>(x.y) | not_finite<T>(x.z) | not_finite<T>(x.w));
+    }
+    finite = !ptx::any(!finite);
+    if (thread % 32 == 0) flags[thread / 32] = finite;
+    ptx::bar_sync(2 + own, 128);
+    if (flags[0] & flags[1] & flags[2] & flags[3]) return;
+#pragma unroll 1
+    for (int i = thread; i < 2 * kKeys * 32; i += 128) {
+      uint4* const at = chunk_of(i);
+      const uint4 x = *at;
+      *at = uint4{x.x & ~not_finite<T>(x.x), x.y & ~not_finite<T>(x.y), x.z & ~not_finite<T>(x.z),
+                  x.w & ~not_finite<T>(x.w)};
+    }
+    ptx::fence_proxy_async();
+    ptx::bar_sync(2 + own, 128);
+  }
+
+  static __device__ __forceinline__ void write(const DecodeTask& p, const DecodePart<kKeys>& part,
+                                               const float (&out)[2][64], const float (&top)[2], const float (&sum)[2],
+                                               float* sums, int own, int row, int t) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float all = sum[h];
+      all += ptx::shfl_xor(all, 1);
+      all += ptx::shfl_xor(all, 2);
+      if (t == 0) sums[own * kRows + row + 8 * h] = all;
+    }
+    ptx::bar_sync(1, 256);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int r = row + 8 * h, i = part.row0 + r, column = own * kHalf + 2 * t;
+      if (i >= p.rows) continue;
+      const RowSum<float> all{top[h], sums[r] + sums[kRows + r]};
+      const bool first = own == 0 && t == 0;
+      if (p.splits > 1) {
+        const int64_t at = (part.unit * p.splits + part.split) * kRows + r;
+        if (first) static_cast<float2*>(p.part_stats)[at] = float2{all.top, all.sum};
+        float* const to = static_cast<float*>(p.part_out) + at * p.v_head_dim + column;
+#pragma unroll
+        for (int j = 0; j < 32; j++)
+          if (column + j * 8 < p.v_head_dim)
+            *reinterpret_cast<float2*>(to + j * 8) =
+                float2{out[j / 16][j % 16 * 4 + 2 * h], out[j / 16][j % 16 * 4 + 2 * h + 1]};
+        continue;
+      }
+      const int64_t at = (static_cast<int64_t>(part.batch) * p.kv_heads + part.head) * p.rows + i;
+      float lse;
+      const float factor = end_row(p, part.batch, part.head * p.group + i / p.q_len, all, lse);
+      if (first) static_cast<float*>(p.lse)[at] = lse;
+      T* const to = static_cast<T*>(p.out) + at * p.v_head_dim + column;
+#pragma unroll
+      for (int j = 0; j < 32; j++)
+        if (column + j * 8 < p.v_head_dim)
+          *reinterpret_cast<uint32_t*>(to + j * 8) =
+              ptx::pack2<T>(out[j / 16][j % 16 * 4 + 2 * h] * factor, out[j / 16][j % 16 * 4 + 2 * h + 1] * factor);
+    }
+  }
+
+  static __device__ __forceinline__ void run(const DecodeTask& p) {
+    unsigned char* const base = ptx::dynamic_smem();
+    const uint32_t smem = ptx::smem_addr(base);
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < 6; i++) {
+        ptx::mbarrier_init(smem + kBarriersAt + 8 * i, 32);      // full: every lane of a copying warp
+        ptx::mbarrier_init(smem + kBarriersAt + 48 + 8 * i, 4);  // empty: every warp of a warpgroup
+      }
+      ptx::fence_mbarrier_init();
+    }
+    __syncthreads();
+    const DecodePart<kKeys> part(p, kRows);
+    if (threadIdx.x >= 256) {
+      ptx::setmaxnreg_dec<40>();
+      produce(smem, base, p, part);
+    } else {
+      ptx::setmaxnreg_inc<232>();
+      consume(smem, base, p, part);
+    }
+  }
+};
+
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, 1) sm90_latent(const __grid_constant__ DecodeTask p) {
+  Kernel::run(p);
+}
+
+}  // namespace attnjourney

@@ -1,0 +1,112 @@
+// CUDA entry of linear attention: from tensors to the kernels of kernels/linear/plan.cuh.
+#include <torch/csrc/stable/accelerator.h>
+
+#include "cuda/device.h"
+#include "launch_linear.h"
+#include "linear/linear_attention_boxed.h"
+#include "served.h"
+
+namespace attnjourney {
+namespace {
+
+// Tensors as the kernels read them, kept alive until the launches are made.
+class Operands {
+ public:
+  // t, its last dimension dense
+  LinearRows rows(const Tensor& t, FeatureMap map = FeatureMap::identity, double factor = 1,
+                  const uint8_t* blocked = nullptr) {
+    const Tensor x = keep(aten::rows_contiguous(t));
+    const int64_t per_chunk = 16 / x.element_size();
+    bool chunks = reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0 && x.size(3) % per_chunk == 0;
+    for (int d = 0; d < 3; d++) chunks = chunks && (x.size(d) <= 1 || x.stride(d) % per_chunk == 0);
+    return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2), static_cast<int>(x.size(3)),
+            map,          factor,      nullptr,     blocked,     chunks};
+  }
+  void* dense(const OptionalTensor& t) { return t && t->numel() ? keep(aten::contiguous(*t)).data_ptr() : nullptr; }
+  Tensor scratch(const Tensor& like, int64_t numbers, ScalarType dtype) {
+    return keep(aten::empty(like, {numbers}, dtype));
+  }
+
+ private:
+  const Tensor& keep(const Tensor& t) { return kept_.emplace_back(t); }
+  std::vector<Tensor> kept_;
+};
+
+void* data_of(const Tensor& t) { return t.numel() ? t.data_ptr() : nullptr; }
+
+LinearProblem describe(const LinearCall& c, const LinearInputs& in, const Device& device, Operands& operands) {
+  const LinearParams& s = c.params;
+  LinearProblem p{};
+  p.batch = static_cast<int>(c.batch), p.q_heads = static_cast<int>(c.q_heads);
+  p.kv_heads = static_cast<int>(c.kv_heads);
+  p.q_len = static_cast<int>(s.q_len), p.kv_len = static_cast<int>(s.kv_len);
+  p.head_dim = static_cast<int>(s.head_dim), p.v_head_dim = static_cast<int>(s.v_head_dim);
+  p.causal = s.causal, p.normalize = s.normalize, p.eps = s.eps;
+  p.number_size = c.state_dtype == ScalarType::Double ? 8 : 4;
+  p.chunk = linear_chunk(p.number_size, device.small(), std::max(p.head_dim, p.v_head_dim));
+  const auto* blocked = static_cast<const uint8_t*>(operands.dense(in.key_padding_mask));
+  p.query = operands.rows(in.query, s.feature_map, s.scale);
+  p.key = operands.rows(in.key, s.feature_map, 1, blocked);
+  p.value = operands.rows(in.value, FeatureMap::identity, 1, blocked);
+  p.initial_state = operands.dense(in.initial_state);
+  p.initial_normalizer = operands.dense(in.initial_normalizer);
+  p.blocks = 3 * device.multiprocessors;
+  return p;
+}
+
+void launch(const LinearCall& c, LinearProblem& p, const Tensor& like, Operands& operands, bool backward,
+            const Device& device) {
+  const int64_t numbers = LinearPlan(p).states(backward);
+  if (numbers) p.states = operands.scratch(like, numbers, c.state_dtype).data_ptr();
+  const LinearLaunch go = c.dtype == ScalarType::BFloat16 ? sm80_linear_bf16
+                          : c.dtype == ScalarType::Half   ? sm80_linear_fp16
+                          : c.dtype == ScalarType::Float  ? sm80_linear_fp32
+                                                          : sm80_linear_fp64;
+  go(p, backward, current_stream(device.index));
+}
+
+void forward(const LinearCall& c, const LinearInputs& in, const Tensor& out, const Tensor& denominator,
+             const Tensor& state, const Tensor& normalizer) {
+  check_served(c);
+  const torch::stable::accelerator::DeviceGuard guard(in.query.get_device_index());
+  const Device device = current_device(in.query);
+  Operands operands;
+  LinearProblem p = describe(c, in, device, operands);
+  p.out = out.data_ptr(), p.denominator = data_of(denominator);
+  p.state = data_of(state), p.normalizer = data_of(normalizer);
+  launch(c, p, in.query, operands, false, device);
+}
+
+void backward(const LinearCall& c, const LinearInputs& in, const LinearGradientInputs& grads,
+              const LinearGradients& gradients) {
+  check_served(c);
+  const torch::stable::accelerator::DeviceGuard guard(in.query.get_device_index());
+  const Device device = current_device(in.query);
+  Operands operands;
+  LinearProblem p = describe(c, in, device, operands);
+  p.grad_out = operands.rows(grads.grad_out);
+  p.grad_state = operands.dense(grads.grad_state);
+  if (p.normalize) {
+    p.out = operands.dense(grads.out), p.denominator = operands.dense(grads.denominator);
+    p.grad_denominator = operands.dense(grads.grad_denominator);
+    p.grad_normalizer = operands.dense(grads.grad_normalizer);
+    const int64_t rows = c.batch * c.q_heads * c.params.q_len;
+    p.inverse = operands.scratch(in.query, 2 * rows, c.state_dtype).data_ptr();
+    p.grad = static_cast<char*>(p.inverse) + rows * p.number_size;
+  }
+  const auto& [grad_query, grad_key, grad_value, grad_state, grad_normalizer] = gradients;
+  p.grad_query = data_of(grad_query), p.grad_key = data_of(grad_key), p.grad_value = data_of(grad_value);
+  p.grad_initial_state = data_of(grad_state), p.grad_initial_normalizer = data_of(grad_normalizer);
+  launch(c, p, in.query, operands, true, device);
+}
+
+constexpr LinearBackend cuda_linear_attention{forward, backward};
+using Operators = LinearOperators<cuda_linear_attention>;
+
+}  // namespace
+}  // namespace attnjourney
+
+STABLE_TORCH_LIBRARY_IMPL(attnjourney, CUDA, m) {
+  m.impl("linear_attention_forward", TORCH_BOX(&attnjourney::Operators::forward));
+  m.impl("linear_attention_backward", TORCH_BOX(&attnjourney::Operators::backward));
+}

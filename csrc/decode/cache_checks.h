@@ -1,0 +1,48 @@
+// Checks that the operators on caches share. Checked values are host memory: for CUDA they are checked on the device.
+#pragma once
+#include "core/aten.h"
+#include "core/checks.h"
+
+namespace attnjourney {
+
+// (batch or blocks, heads, capacity or block size, dim), dense last dimension; batch < 0: any
+inline void check_cache(const char* name, const Tensor& cache, int64_t batch, const char* like_name,
+                        const Tensor& like) {
+  check_dim(name, cache, 4);
+  check_same_dtype(name, cache, like_name, like);
+  check_same_device(name, cache, like_name, like);
+  check_value(batch < 0 || cache.size(0) == batch, name, ": expected the batch size of ", like_name, ", ", batch,
+              ", in dimension 0, got shape ", shape_text(cache));
+  check_value(cache.size(3) > 0, name, ": expected a last dimension of at least 1, got shape ", shape_text(cache));
+  check_value(cache.stride(3) == 1 || cache.size(3) == 1, name, ": expected a dense last dimension, got stride ",
+              cache.stride(3));
+}
+
+// (batch,) int64, dense
+inline void check_lengths_tensor(const char* name, const Tensor& lengths, int64_t batch, const char* like_name,
+                                 const Tensor& like) {
+  check_value(lengths.dim() == 1 && lengths.size(0) == batch, name, ": expected shape (", batch, ",), got ",
+              shape_text(lengths));
+  check_runtime(lengths.scalar_type() == ScalarType::Long, name, ": expected dtype torch.int64, got ",
+                dtype_text(lengths.scalar_type()));
+  check_same_device(name, lengths, like_name, like);
+  check_value(lengths.is_contiguous(), name, ": expected a contiguous tensor");
+}
+
+// (batch, max_blocks) int32, dense
+inline void check_block_table(const Tensor& table, int64_t batch, const char* like_name, const Tensor& like) {
+  check_value(table.dim() == 2 && table.size(0) == batch, "block_table: expected shape (", batch, ", max_blocks), got ",
+              shape_text(table));
+  check_runtime(table.scalar_type() == ScalarType::Int, "block_table: expected dtype torch.int32, got ",
+                dtype_text(table.scalar_type()));
+  check_same_device("block_table", table, like_name, like);
+  check_value(table.is_contiguous(), "block_table: expected a contiguous tensor");
+}
+
+// 0 <= value <= limit, `what` saying what the limit is
+inline void check_length(const char* name, int64_t row, int64_t value, int64_t limit, const char* what) {
+  check_value(value >= 0 && value <= limit, name, ": expected numbers from 0 to ", what, ", ", limit, ", got ", value,
+              " for batch row ", row);
+}
+
+}  // namespace attnjourney

@@ -1,0 +1,119 @@
+#include "decode.h"
+
+#include <cmath>
+
+#include "attention/attention.h"
+#include "cache_checks.h"
+
+namespace attnjourney {
+namespace {
+
+// what changes the scores, and what hides keys beside the window
+void check_scores(DecodeCall& c, const DecodeInputs& in) {
+  const Tensor& q = in.query;
+  check_value(in.prefix_length >= 0, "prefix_length: expected a number from 0, got ", in.prefix_length);
+  check_value(in.prefix_length == 0 || !in.ring, "prefix_length: expected 0 beside a ring, which forgets its first ",
+              "keys, got ", in.prefix_length);
+  c.prefix = in.prefix_length;
+  check_value(in.softcap >= 0 && std::isfinite(in.softcap), "softcap: expected a finite number from 0, got ",
+              in.softcap);
+  c.softcap = in.softcap;
+  check_per_head("sinks", in.sinks, c.batch, c.q_heads, q);
+  check_per_head("alibi_slopes", in.alibi_slopes, c.batch, c.q_heads, q);
+  if (!in.attn_mask) return;
+  const Tensor& m = *in.attn_mask;
+  check_value(m.dim() >= 1, "attn_mask: expected at least 1 dimension, got shape ", shape_text(m));
+  check_mask_tensor(m, {c.batch, c.q_heads, c.q_len, m.size(-1)}, q);  // the last one: see check_mask_keys
+  c.mask = m.scalar_type() == ScalarType::Bool ? MaskKind::boolean : MaskKind::floating;
+  c.mask_fp32 = m.scalar_type() == ScalarType::Float && q.scalar_type() != ScalarType::Float;
+  const auto stride = [&](int64_t from_end) {
+    const int64_t d = m.dim() - from_end;
+    return d >= 0 && m.size(d) != 1 ? m.stride(d) : 0;
+  };
+  c.mask_col = stride(1), c.mask_row = stride(2), c.mask_head = stride(3), c.mask_batch = stride(4);
+}
+
+}  // namespace
+
+void check_decode_values(const DecodeCall& c, const DecodeInputs& in) {
+  const int64_t* lengths = static_cast<const int64_t*>(in.lengths.const_data_ptr());
+  int64_t longest = 0;
+  for (int64_t b = 0; b < c.batch; b++) {
+    longest = std::max(longest, lengths[b]);
+    check_length("lengths", b, lengths[b], c.ring ? KeyRanges::unbounded : c.capacity, "the cache's capacity");
+    if (!in.block_table) continue;
+    const int64_t width = in.block_table->size(1), blocks = in.key.size(0);
+    const int32_t* row = static_cast<const int32_t*>(in.block_table->const_data_ptr()) + b * width;
+    for (int64_t j = 0; j * c.block_size < lengths[b]; j++)
+      check_value(row[j] >= 0 && row[j] < blocks, "block_table: expected blocks from 0 to ", blocks - 1, ", got ",
+                  row[j], " at (", b, ", ", j, ")");
+  }
+  if (!in.attn_mask) return;
+  const int64_t keys = in.attn_mask->size(-1);
+  check_value(keys == 1 || keys == longest || (!c.ring && keys == c.capacity),
+              "attn_mask: expected a last dimension of 1 or of the longest length, ", longest,
+              c.ring ? std::string() : text(", or of the capacity, ", c.capacity), ", got shape ",
+              shape_text(*in.attn_mask));
+}
+
+DecodeCall check_decode(const DecodeInputs& in) {
+  const Tensor &q = in.query, &k = in.key, &v = in.value;
+  DecodeCall c{};
+  check_dim("query", q, 4);
+  check_floating("query", q);
+  c.batch = q.size(0), c.q_heads = q.size(1), c.q_len = q.size(2), c.head_dim = q.size(3);
+  check_value(c.head_dim > 0, "query: expected a head_dim (last dimension) of at least 1, got shape ", shape_text(q));
+  const bool paged = in.block_table.has_value();
+  check_cache("key", k, paged ? -1 : c.batch, "query", q);
+  check_cache("value", v, paged ? -1 : c.batch, "query", q);
+  c.kv_heads = k.size(1), c.v_head_dim = v.size(3);
+  const bool divides = c.kv_heads > 0 ? c.q_heads % c.kv_heads == 0 : c.q_heads == 0;
+  check_value(divides, "key: expected a head count that divides query's, ", c.q_heads, ", got ", c.kv_heads,
+              " (key has shape ", shape_text(k), ")");
+  c.group = c.kv_heads > 0 ? c.q_heads / c.kv_heads : 1;
+  check_value(k.size(3) == c.head_dim, "key: expected the head_dim of query, ", c.head_dim, ", got shape ",
+              shape_text(k));
+  check_value(v.size(0) == k.size(0) && v.size(1) == k.size(1) && v.size(2) == k.size(2),
+              "value: expected the shape of key but for the last dimension (key has shape ", shape_text(k),
+              "), got shape ", shape_text(v));
+  check_lengths_tensor("lengths", in.lengths, c.batch, "query", q);
+  c.capacity = k.size(2);
+  if (paged) {
+    check_block_table(*in.block_table, c.batch, "query", q);
+    c.block_size = k.size(2);
+    check_value(c.block_size > 0, "key: expected a block size (dimension 2) of at least 1, got shape ", shape_text(k));
+    c.capacity = c.block_size * in.block_table->size(1);
+    check_value(!in.ring, "ring: expected False beside a block_table");
+  }
+  c.ring = in.ring;
+  c.scale = in.scale.value_or(1.0 / std::sqrt(static_cast<double>(c.head_dim)));
+  check_value(std::isfinite(c.scale), "scale: expected a finite number, got ", c.scale);
+  check_value(in.left >= -1 && in.right >= -1, "window_size: expected two numbers of at least -1, got (", in.left, ", ",
+              in.right, ")");
+  const auto bound = [](int64_t n) { return n < 0 || n > KeyRanges::unbounded ? KeyRanges::unbounded : n; };
+  c.left = bound(in.left);
+  c.right = in.is_causal ? 0 : bound(in.right);
+  if (in.ring) {  // older keys are gone
+    check_value(c.left + c.q_len <= c.capacity, "window_size: expected left + query rows of at most the ring's ",
+                c.capacity, " keys, got ", in.left < 0 ? "an unbounded left" : text(in.left, " + ", c.q_len));
+  }
+  check_scores(c, in);
+  return c;
+}
+
+std::tuple<Tensor, Tensor> decode(DecodeKernel kernel, const DecodeInputs& in) {
+  const DecodeCall c = check_decode(in);
+  const ScalarType lse_dtype = in.query.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  const Tensor out = aten::empty(in.query, {c.batch, c.q_heads, c.q_len, c.v_head_dim});
+  const Tensor lse = aten::empty(in.query, {c.batch, c.q_heads, c.q_len}, lse_dtype);
+  kernel(c, in, out, lse);
+  return {out, lse};
+}
+
+}  // namespace attnjourney
+
+STABLE_TORCH_LIBRARY_FRAGMENT(attnjourney, m) {
+  m.def(
+      "decode(Tensor query, Tensor key, Tensor value, Tensor lengths, *, Tensor? block_table=None, bool "
+      "ring=False, " ATTNJOURNEY_DECODE_OPTIONS ") -> (Tensor out, Tensor lse)");
+}

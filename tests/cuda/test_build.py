@@ -1,0 +1,87 @@
+"""The CUDA library: what nvcc made of every kernel as recorded, and loading beside a torch without CUDA."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tools import cuda_record
+from tools.cuda_record import ROOT
+
+LIBRARIES = ROOT / "build/cuda/attnjourney"
+
+
+@pytest.fixture(scope="module")
+def built():
+    nvcc = cuda_record.find_nvcc()
+    if nvcc is None:
+        pytest.skip("no nvcc on PATH or in CUDA_HOME")
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", "build/cuda"]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "ATTNJOURNEY_CUDA": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    return nvcc
+
+
+@pytest.fixture(scope="module")
+def kernels(built):
+    """What there is and what is recorded: {kernel: what cuda_record.COLUMNS say}."""
+    version = subprocess.run([built, "--version"], capture_output=True, text=True).stdout
+    release = re.search(r"release ([\d.]+)", version)[1]
+    now = cuda_record.present()
+    (ROOT / "build/cuda/kernels.txt").write_text(cuda_record.written(release, now))
+    recorded_release, before = cuda_record.recorded()
+    if recorded_release != release:
+        pytest.skip(f"{cuda_record.RECORD.name} is for nvcc {recorded_release}, this is {release}")
+    return now, before
+
+
+IF_MEANT = f"If it is meant to be so: cp build/cuda/kernels.txt {cuda_record.RECORD}"
+
+
+def test_registers_and_spills(kernels):
+    now, before = kernels
+    worse = {
+        name: (before.get(name), now[name])
+        for name in now
+        if name not in before or any(x > y for x, y in zip(now[name][:2], before[name][:2]))
+    }
+    assert not worse and now.keys() == before.keys(), (
+        f"(recorded, now): {worse}; gone: {before.keys() - now.keys()}. {IF_MEANT}"
+    )
+    assert not cuda_record.ptxas_reports()[1], "warnings of ptxas"
+
+
+def test_shared_memory(kernels):
+    now, before = kernels
+    other = {name: (before[name][2], x[2]) for name, x in now.items() if name in before and x[2] != before[name][2]}
+    assert not other, f"(recorded, now): {other}. {IF_MEANT}"
+
+
+def test_instructions_of_wgmma(kernels):
+    """HGMMA in SASS, prologues and the parts for borders included: wgmma that ptxas made slow would be more."""
+    if cuda_record.find_cuobjdump() is None:
+        pytest.skip("no cuobjdump beside nvcc, on PATH or in the package nvidia-cuda-cuobjdump")
+    now, before = kernels
+    assert any(x[3] for x in now.values())
+    other = {name: (before[name][3], x[3]) for name, x in now.items() if name in before and x[3] != before[name][3]}
+    assert not other, f"(recorded, now): {other}. {IF_MEANT}"
+
+
+def test_loads_without_cuda(built):
+    """Beside a torch without CUDA and without a driver the library loads, and the CPU operators work on."""
+    program = f"""
+import torch
+for name in ("_C_cpu.so", "_C_cuda.so"):
+    torch.ops.load_library("{LIBRARIES}/" + name)
+has = torch._C._dispatch_has_kernel_for_dispatch_key
+assert has("attnjourney::attention_forward", "CUDA") and has("attnjourney::attention_backward", "CUDA")
+x = torch.randn(1, 2, 5, 8)
+out, lse = torch.ops.attnjourney.attention_forward(x, x, x)
+torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(x, x, x))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

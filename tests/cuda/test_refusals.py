@@ -1,0 +1,116 @@
+"""What CUDA kernels do not serve is refused by name: the checks of a CUDA call run on CPU tensors, without a GPU."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import attnjourney  # noqa: F401  (registers the operators)
+from tests.cuda.test_build import LIBRARIES, built  # noqa: F401  (a fixture)
+
+PROGRAM = f"""
+import json, sys, torch
+for name in ("_C_cpu.so", "_C_cuda.so"):
+    torch.ops.load_library("{LIBRARIES}/" + name)
+tensors = {{
+    "two": torch.zeros(2, 2, 4, 8, dtype=torch.bfloat16),
+    "fp32": torch.zeros(2, 2, 4, 8),
+    "fp64": torch.zeros(2, 2, 4, 8).double(),
+    "odd": torch.zeros(2, 2, 4, 7),
+    "fp32_mask": torch.zeros(4, 4),
+    "wide": torch.zeros(2, 2, 4, 1000, dtype=torch.bfloat16),
+    "mask": torch.ones(4, 4, dtype=torch.bool),
+    "lengths": torch.tensor([3, 4]),
+    "heads": torch.zeros(2),
+    "offsets": torch.tensor([0, 1]).int(),
+    "index": torch.zeros(1).int(),
+    "elements": torch.ones(1, 16, 16, dtype=torch.bool),
+    "seed": torch.tensor(0),
+}}
+messages = []
+for name, options in json.load(sys.stdin):
+    x = tensors[options.pop("x", "two")]
+    options = {{k: tensors.get(v, v) if isinstance(v, str) else v for k, v in options.items()}}
+    try:
+        getattr(torch.ops.attnjourney, name)(x, x, x, **options)
+        messages.append("served")
+    except Exception as error:
+        messages.append(f"{{type(error).__name__}}: {{str(error).splitlines()[0]}}")
+print(json.dumps(messages))
+"""
+REFUSED = [
+    ({"x": "wide"}, "query: expected head dimensions of at most 256 on CUDA, got 1000 and (value) 1000"),
+]
+SERVED = [
+    {},
+    {"is_causal": True, "causal_alignment": 1},
+    {"scale": 2.0, "enable_gqa": True},
+    {"window_size": [2, -1], "prefix_length": 2},
+    {"key_lengths": "lengths", "query_lengths": "lengths"},
+    {"attn_mask": "mask", "dropout_p": 0.5, "dropout_seed": "seed", "softcap": 2.0},
+    {"sinks": "heads", "alibi_slopes": "heads", "scale": -1.0},
+    *({"x": x, "sinks": "heads", "is_causal": True} for x in ("fp32", "fp64", "odd")),
+    {"x": "fp64", "attn_mask": "fp32_mask"},
+]
+
+
+def run(calls, program=PROGRAM):
+    done = subprocess.run([sys.executable, "-c", program], input=json.dumps(calls), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_what_is_not_served_is_refused_by_name(built):  # noqa: F811
+    forward = run([("_cuda_forward_check", options) for options, _ in REFUSED])
+    backward = run([("_cuda_backward_check", options) for options, _ in REFUSED])
+    for (options, message), a, b in zip(REFUSED, forward, backward):
+        assert message in a, options
+        assert message in b, options
+    for name in ("_cuda_forward_check", "_cuda_backward_check"):
+        assert run([(name, options) for options in SERVED]) == ["served"] * len(SERVED)
+
+
+def test_a_mask_of_blocks_is_served(built):  # noqa: F811
+    blocks = dict(block_offsets="offsets", block_index="index", block_partial="index", block_elements="elements")
+    calls = ({"x": "wide"}, {"is_causal": True}, {"x": "fp32"}, {"x": "fp64"})
+    wide, *served = run([("_cuda_block_check", {**blocks, **more}) for more in calls])
+    assert served == ["served"] * 3 and REFUSED[0][1] in wide
+
+
+def test_what_linear_attention_does_not_serve_is_refused_by_name(built):  # noqa: F811
+    said = run([("_cuda_linear_check", {"x": "wide"}), ("_cuda_linear_check", {"is_causal": False})])
+    assert "query: expected head dimensions of at most 256 on CUDA, got 1000 and (value) 1000" in said[0]
+    assert said[1] == "served"
+
+
+def test_every_option_of_the_operator_is_tried():
+    """A new argument of attention_forward needs an entry above: whether CUDA serves it or refuses it."""
+    schema = torch.ops.attnjourney.attention_forward.default._schema
+    options = {a.name for a in schema.arguments} - {"query", "key", "value"}
+    assert {name for entry, _ in REFUSED for name in entry} | {n for entry in SERVED for n in entry} >= options
+
+
+@pytest.mark.parametrize(
+    "operator", ["attention_forward", "attention_backward", "block_attention_forward", "decode", "gqa_forward"]
+)
+def test_cuda_tensors_without_a_kernel(operator):
+    if torch.version.cuda is not None:
+        pytest.skip("this torch has CUDA: the library may be there")
+    overload = getattr(torch.ops.attnjourney, operator).default
+    some = {"Tensor": torch.zeros(1), "Optional[Tensor]": None, "int": 1}
+    required = [some[str(a.type)] for a in overload._schema.arguments if not a.has_default_value()]
+    with pytest.raises(NotImplementedError, match=rf"^{operator}: expected tensors on the CPU, got CUDA tensors: "):
+        overload._op_dk(torch._C.DispatchKey.CUDA, *required)
+
+
+def test_deterministic_mode_is_seen():
+    """What the CUDA backward asks before it picks a kernel."""
+    asked = torch.ops.attnjourney._deterministic_algorithms
+    assert asked() is False
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        assert asked() is True
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,537 @@
+"""Faults that the emulator has to find: (what, file in csrc/cuda/kernels, text there, text instead of it)."""
+
+SM80_FORWARD = [
+    ("K read before its copy landed", "sm80/forward.cuh", "ptx::cp_async_wait<0>();  // K (and Q)", "// K (and Q)"),
+    ("V read before its copy landed", "sm80/forward.cuh", "ptx::cp_async_wait<0>();  // V has landed", ""),
+    (
+        "no barrier between reading K and refilling it",
+        "sm80/forward.cuh",
+        "__syncthreads();          // all warps",
+        "//",
+    ),
+    (
+        "no barrier between reading V and refilling it",
+        "sm80/forward.cuh",
+        "__syncthreads();          // and every",
+        "//",
+    ),
+    ("columns of K in the wrong order", "sm80/forward.cuh", "at % 8 + at / 16 * 8, kk", "at % 16, kk"),
+    (
+        "halves of a fragment exchanged",
+        "sm80/forward.cuh",
+        "(s[2 * j], qf[held], b[0], b[1])",
+        "(s[2 * j], qf[held], b[0], b[2])",
+    ),
+    (
+        "misaligned row of V",
+        "sm80/forward.cuh",
+        "value_fragment(b, kk, j, at);",
+        "ptx::ldmatrix_x4_trans(b, chunk_at<kDv>(sv, kk * 16 + at % 16, j * 2 + at / 16) + 8);",
+    ),
+    ("mask off by one", "sm80/forward.cuh", "x >= end ||", "x > end ||"),
+    (
+        "only the last tile is masked",
+        "sm80/forward.cuh",
+        "bool border = !own.whole(n);",
+        "bool border = n + 1 == tiles.end;",
+    ),
+    ("keys past the end are read", "sm80/forward.cuh", "row0 + row < rows && chunk * 8 < dim", "chunk * 8 < dim"),
+    ("columns past head_dim are read", "sm80/forward.cuh", "row0 + row < rows && chunk * 8 < dim", "row0 + row < rows"),
+    ("rows past the end are written", "sm80/forward.cuh", "row0 + r < sequence.rows && chunk", "chunk"),
+    ("output read before the warp wrote it", "sm80/forward.cuh", "    __syncwarp();\n", ""),
+    ("sum not rescaled", "sm80/forward.cuh", "row_sum[h] *= alpha;", ""),
+    (
+        "key heads by remainder instead of quotient",
+        "sm80/forward.cuh",
+        "where.head / p.group",
+        "where.head % (p.q_heads / p.group)",
+    ),
+    (
+        "one key tile too few",
+        "common/sequence.cuh",
+        "t.end = (t.key_end + Keys - 1) / Keys",
+        "t.end = t.key_end / Keys",
+    ),
+    ("prefix forgotten", "common/sequence.cuh", "t.prefix = min(t.begin,", "t.prefix = min(0,"),
+    ("window starts one key late", "sm80/forward.cuh", "x < begin &&", "x <= begin &&"),
+    ("own lengths forgotten", "common/sequence.cuh", "if (p.bottom_right) s.keys.offset = k_len - s.q_len;", ""),
+]
+
+SM90_FORWARD = [
+    ("K refilled without waiting", "sm90/forward_producer.cuh", "ptx::mbarrier_wait(b.k_empty", "(void)(b.k_empty"),
+    ("V refilled without waiting", "sm90/forward_producer.cuh", "ptx::mbarrier_wait(b.v_empty", "(void)(b.v_empty"),
+    ("Q refilled without waiting", "sm90/forward_producer.cuh", "ptx::mbarrier_wait(b.q_empty", "(void)(b.q_empty"),
+    ("K used before it landed", "sm90/forward.cuh", "ptx::mbarrier_wait(b.k_full", "(void)(b.k_full"),
+    ("V used before it landed", "sm90/forward.cuh", "ptx::mbarrier_wait(b.v_full", "(void)(b.v_full"),
+    (
+        "output read before its products are done",
+        "sm90/forward.cuh",
+        "const bool moved = softmax();\n        ptx::wgmma_wait<0>();",
+        "const bool moved = softmax();",
+    ),
+    ("Q never released", "sm90/forward.cuh", "release(b.q_empty + 8 * query_stage());", ""),
+    (
+        "Q released while others still read their slot",
+        "sm90/forward.cuh",
+        "      __syncwarp();\n      release(b.q_empty",
+        "      release(b.q_empty",
+    ),
+    ("TMA reads the output without a proxy fence", "sm90/forward_output.cuh", "    ptx::fence_proxy_async();\n", ""),
+    (
+        "output staged while TMA still reads it",
+        "sm90/forward_output.cuh",
+        "if (lane == 0) ptx::bulk_wait_read<0>();  // the last",
+        "//",
+    ),
+    (
+        "8 columns never written",
+        "sm90/forward_output.cuh",
+        "for (int j = 0; j < S::kDv / 8; j++)\n        *reint",
+        "for (int j = 1; j < S::kDv / 8; j++)\n        *reint",
+    ),
+    ("mask off by one", "sm90/forward_softmax.cuh", "(i & 1) >= (i & 2", "(i & 1) > (i & 2"),
+    (
+        "border tile not masked",
+        "sm90/forward_producer.cuh",
+        "x.whole_end = own.whole_end;",
+        "x.whole_end = own.whole_end + 1;",
+    ),
+    (
+        "probabilities of the last reference",
+        "sm90/forward.cuh",
+        "every o[e] *= soft.alpha[e >> 1 & 1]",
+        "o[e] *= soft.alpha[e & 1]",
+    ),
+    (
+        "transaction count too small",
+        "sm90/forward_producer.cuh",
+        "(b.v_full + 8 * s, S::kValueBytes)",
+        "(b.v_full + 8 * s, S::kValueBytes - 128)",
+    ),
+    (
+        "the counter stays as it is",
+        "sm90/forward_producer.cuh",
+        "ptx::atomic_add(p.counter, 0u - uint32_t(p.total));",
+        "",
+    ),
+    ("window not masked on the left", "sm90/forward_softmax.cuh", "x < begin && x >= prefix", "false"),
+    (
+        "a lane still waits for a phase that comes again",
+        "sm90/forward.cuh",
+        "__syncwarp();  // no lane",
+        "//",
+    ),
+    (
+        "the tile below the window is taken for the prefix's",
+        "sm90/forward.cuh",
+        "after = ptx::uniform(x.y) - 1;",
+        "after = n - 1;",
+    ),
+    (
+        "key heads by remainder instead of quotient",
+        "sm90/forward_producer.cuh",
+        "head_k = t.head / p.group",
+        "head_k = t.head % (p.q_heads / p.group)",
+    ),
+]
+
+# Leaving out the wait for a free Q stage alone is no fault: the wait for dO's stage implies it.
+SM90_BACKWARD = [
+    ("dS read without a proxy fence", "sm90/backward.cuh", "df[kk]);\n    ptx::fence_proxy_async();", "df[kk]);"),
+    (
+        "no wait for the other warpgroup's dS",
+        "sm90/backward.cuh",
+        "ptx::bar_sync(4 + 2 * (it & 1) + (group ^ 1), 256);",
+        "",
+    ),
+    ("one pair of barriers for dS", "sm90/backward.cuh", "every 4 + 2 * (it & 1)", "4"),
+    ("dO refilled without waiting", "sm90/backward.cuh", "ptx::mbarrier_wait(m.do_empty + 8 * ds, dop);", ""),
+    (
+        "dO released before its products are done",
+        "sm90/backward.cuh",
+        "ptx::wgmma_wait<0>();  // dV, dK",
+        "ptx::wgmma_wait<2>();  // dV, dK",
+    ),
+    (
+        "dO always waited for in phase 0",
+        "sm90/backward.cuh",
+        "ptx::mbarrier_wait(m.do_full + 8 * ds, dop);",
+        "ptx::mbarrier_wait(m.do_full + 8 * ds, 0);",
+    ),
+    ("one dS tile instead of two", "sm90/backward.cuh", "m.ds + (it & 1) * S::kScoreBytes", "m.ds"),
+    ("mask off by one", "sm90/backward.cuh", "if (x < begin ||", "if (x + 1 < begin ||"),
+    ("K and V used before they landed", "sm90/backward.cuh", "ptx::mbarrier_wait(m.kv_full, 0);", ""),
+    ("rows without a key not marked", "common/backward_passes.cuh", "lse == -INFINITY ? INFINITY", "false ? INFINITY"),
+    (
+        "transaction count without the statistics",
+        "sm90/backward.cuh",
+        "(bar, S::kQueryBytes + S::kRows * 4)",
+        "(bar, S::kQueryBytes)",
+    ),
+    (
+        "stage released while others still read it",
+        "sm90/backward.cuh",
+        "    __syncwarp();\n    if (lane == 0) ptx::mbarrier_arrive(bar);",
+        "    if (lane == 0) ptx::mbarrier_arrive(bar);",
+    ),
+    (
+        "halves of dS exchanged in dQ",
+        "sm90/backward.cuh",
+        "group * (S::kKeyPanel / 16) : 0",
+        "(group ^ 1) * (S::kKeyPanel / 16) : 0",
+    ),
+]
+SM90_BACKWARD += [
+    (what, "sm90/backward_finish.cuh", old, new)
+    for what, old, new in [
+        ("dQ made one block early", "(p.key_tiles) - 1", "(p.key_tiles) - 2"),
+        ("counted before the other threads have added", "ptx::bar_sync(1, 256);\n    if (tid", "if (tid"),
+        ("counted without a fence before", "ptx::thread_fence();  // this", "// this"),
+        ("sums read without a fence after the count", "ptx::thread_fence();\n    }", "}"),
+        ("the count read before it is there", "}\n    ptx::bar_sync(1, 256);", "}"),
+        ("the last rows of dQ left out", "(p.q_len + 7) / 8", "p.q_len / 8"),
+        ("columns beyond head_dim written", " || at.chunk * 8 >= p.head_dim", ""),
+    ]
+]
+SM90_BACKWARD += [("counters of blocks not cleared", "common/backward_passes.cuh", "p.query_blocks[pair] = 0;", ";")]
+
+SM80_BACKWARD = [
+    ("gradient of lse forgotten", "common/backward_passes.cuh", "sum -= p.grad_lse[stat]", "sum -= 0"),
+    ("stage read before its copy landed", "sm80/backward.cuh", "ptx::cp_async_wait<0>();", ""),
+    ("P and dS read before they are complete", "sm80/backward.cuh", "__syncthreads();  // P and dS", "//"),
+    ("stage refilled while others read it", "sm80/backward.cuh", "__syncthreads();  // this stage", "//"),
+    ("mask off by one", "sm80/backward.cuh", "if (x < begin ||", "if (x + 1 < begin ||"),
+    (
+        "first query tile left out",
+        "common/backward_task.cuh",
+        "first = some ? any.begin / Rows : 0;",
+        "first = some ? any.begin / Rows + 1 : 0;",
+    ),
+    ("delta left out", "sm80/backward.cuh", "(dp[i][j][e] - (e & 1 ? delta.y : delta.x))", "dp[i][j][e]"),
+]
+
+FORWARD_OPTIONS = [
+    (
+        "a sequence's rows run into the next",
+        "common/sequence.cuh",
+        "min(p.cu_q[batch + 1], p.q_len) - s.q_begin",
+        "min(p.cu_q[batch + 1], p.q_len)",
+    ),
+    (
+        "the last sequence has no tile of its own",
+        "common/sequence.cuh",
+        "cu[middle] / tile + middle",
+        "cu[middle] / tile",
+    ),
+    ("softcap left out", "common/scores.cuh", "if (!(s.cap_log2 > 0))", "if (true)"),
+    (
+        "distances of the other alignment",
+        "common/scores.cuh",
+        "const int distance = row + offset - key",
+        "const int distance = row - key",
+    ),
+    ("the sink counts in every thread of a row", "sm80/forward.cuh", "t == 0 ? 1.f : 0.f", "1.f"),
+    (
+        "rows past the length have a sink",
+        "sm80/forward.cuh",
+        "row + 8 * h < sequence.q_len && sink != -INFINITY",
+        "sink != -INFINITY",
+    ),
+    ("the first item's mask for all", "common/scores.cuh", " + batch_offset(s, s.mask_batch, batch)", ""),
+    ("the first head's mask for all", "common/scores.cuh", "head * s.mask_head + ", ""),
+    ("halves of a boolean mask exchanged", "common/scores.cuh", "mask[F::row(i) *", "mask[F::row(i ^ 2) *"),
+    (
+        "columns of a floating mask exchanged",
+        "common/scores.cuh",
+        "(options, h, row + F::row(i), key + F::key(i))",
+        "(options, h, row + F::row(i), key + F::key(i ^ 1))",
+    ),
+    (
+        "one warp decides for all",
+        "common/scores.cuh",
+        "for (int w = 0; w < warps; w++) some |= now[w];",
+        "some = now[0];",
+    ),
+    ("flags written while others read them", "common/scores.cuh", "  turn ^= 1;\n", ""),
+    ("flags read before they are written", "common/scores.cuh", "= mine;\n  __syncthreads();", "= mine;"),
+    ("bits of another octet", "common/scores.cuh", "key / 8 + c / 2)", "key / 8 + c / 2 + 1)"),
+    ("bits of another row", "common/scores.cuh", "row + c % 2 * 8", "row + (c + 1) % 2 * 8"),
+    ("kept weights not scaled", "sm80/forward.cuh", "inverse *= p.scores.keep_scale;", ";"),
+    ("a value that is hidden leaks", "sm80/forward.cuh", "value_product(guarded_mma<T>", "value_product(pair_mma<T>"),
+    ("a value that is not finite vanishes", "common/scores.cuh", "if (y[e] != 0.f) d[e] = NAN;", ""),
+]
+BACKWARD_OPTIONS = [
+    (
+        "all sequences in the scratch of the first",
+        "common/backward_task.cuh",
+        "int64_t(head) * p.rows + first_packed_tile(p.cu_q, p.tile_rows, batch) * p.tile_rows",
+        "int64_t(head) * p.rows",
+    ),
+    ("derivative of the cap left out", "common/scores.cuh", "1 - t * t", "1"),
+    ("kept weights not scaled", "common/scores.cuh", "grad * s.keep_scale : 0", "grad : 0"),
+    ("dropped weights count", "sm80/backward.cuh", "bits >> i & 1 ? x.weight : 0.f", "x.weight"),
+    (
+        "bits of another row",
+        "common/scores.cuh",
+        "c / 2 % RowTiles * 8 + c % 2,",
+        "c / 2 % RowTiles * 8 + (c + 1) % 2,",
+    ),
+    ("one head's slope goes on in the next", "sm80/backward.cuh", "        slope_sum = 0.f;\n", ""),
+    ("one warp's part of the slope", "common/slope_sum.cuh", "w < Warps; w++", "w < 1; w++"),
+    ("sign of the sink's gradient", "common/backward_heads.cuh", "sum -= ptx::exp2", "sum += ptx::exp2"),
+    ("the next tile's mask", "sm80/backward.cuh", "own_key(l), here}", "own_key(l), seen}"),
+    (
+        "a mask's gradient of all items",
+        "common/mask_gradient.cuh",
+        "if (batch_offset(p.scores, out.batch, b) != own_item * item_size) continue;",
+        "",
+    ),
+    (
+        "tiles read before they landed",
+        "sm80/mask_gradient.cuh",
+        "ptx::cp_async_wait<0>();\n      __syncthreads();",
+        "__syncthreads();",
+    ),
+    (
+        "tiles refilled while others read them",
+        "sm80/mask_gradient.cuh",
+        "__syncthreads();  // the tiles",
+        "// the tiles",
+    ),
+    (
+        "delta in the order of fragments",
+        "common/mask_gradient.cuh",
+        "p.delta[stats + Tiles::stat_position(row + 8 * h)]",
+        "p.delta[stats + row + 8 * h]",
+    ),
+    ("a key that is hidden leaks", "sm80/backward.cuh", "query_product<true>(", "query_product<false>("),
+    (
+        "a row that is not seen leaks into dV",
+        "sm80/backward.cuh",
+        "accumulate_guarded(dv, sp,",
+        "accumulate(dv, pf, sp,",
+    ),
+]
+SMALL_BACKWARD = [  # of kernels for 99 KB of shared memory (emulator/test_small.py): kernel, what, ...
+    (
+        "64-fp16",
+        "dO fetched while others read it",
+        "sm80/backward.cuh",
+        "__syncthreads();  // every warp is done with dO",
+        "",
+    ),
+    ("64-fp16", "dO of the tile before", "sm80/backward.cuh", "if (next < total) load_out(0, at.head, at.tile);", ""),
+    ("256-fp16", "half of dQ left out", "sm80/backward.cuh", "i < kParts / kWarps;", "i < 1;"),
+    (
+        "256-fp16",
+        "a mask's gradient from its first columns twice",
+        "sm80/mask_gradient.cuh",
+        "head_ * s.head + c,",
+        "head_ * s.head,",
+    ),
+    (
+        "256-bf16-deterministic",
+        "columns read beyond the slices",
+        "sm80/mask_gradient.cuh",
+        "rows, dim - c);",
+        "rows, dim);",
+    ),
+    (
+        "256-fp64",
+        "dQ looked for in units of 16 rows",
+        "fp32/passes.cuh",
+        "p.tile_rows < 16 ? p.tile_rows : 16",
+        "16",
+    ),
+    (
+        "256-fp64",
+        "rows of the next head in a sink's gradient",
+        "common/backward_heads.cuh",
+        "(rows + p.tile_rows - 1) / p.tile_rows * p.tile_rows",
+        "(rows + 15) / 16 * 16",
+    ),
+    ("256-fp64", "dropout of eight elements alone", "common/scores.cuh", "every (kCount + 7) / 8", "kCount / 8"),
+    ("256-fp64", "blocks of eight elements alone", "common/block_tiles.cuh", "F::kCount < 8 ? F::kCount : 8", "8"),
+]
+FORWARD_BLOCKS = [
+    (
+        "a block's last key is the next one's",
+        "common/block_tiles.cuh",
+        "(key + keys - 1) / lists.size;",
+        "key / lists.size;",
+    ),
+    (
+        "one row of blocks for a tile of several",
+        "common/block_tiles.cuh",
+        "r <= min((first_row + rows - 1) / lists.size, lists.rows - 1)",
+        "r <= first_row / lists.size",
+    ),
+    ("a block with elements counts as whole", "common/block_tiles.cuh", " && lists.partial[at] == kWhole;", ";"),
+    ("a hidden block beside a whole one", "common/block_tiles.cuh", "all = all && expected == last + 1;", ""),
+    ("elements of another row", "common/block_tiles.cuh", "% size + row - row0", "% size"),
+    (
+        "found before all have written",
+        "common/block_tiles.cuh",
+        "= all;\n        }\n        __syncthreads();",
+        "= all;\n        }",
+    ),
+    (
+        "overwritten before all have read",
+        "common/block_tiles.cuh",
+        "__syncthreads();  // what was found",
+        "// what was found",
+    ),
+    ("every head has the first one's lists", "common/scores.cuh", "head * s.mask_head + ", ""),
+]
+BACKWARD_BLOCKS = [
+    (
+        "a tile of the next head",
+        "common/backward_task.cuh",
+        "head = first_head + number / per_head();",
+        "head = first_head;",
+    ),
+    ("partial tiles are not looked at", "sm80/backward.cuh", "blocks && !window.whole(it)", "false"),
+    ("elements of another group", "common/block_tiles.cuh", "(row0 + F::row(kGroup * m)) % size", "row0 % size"),
+]
+DETERMINISTIC_BLOCKS = [
+    (
+        "a turn is not passed on",
+        "sm80/backward.cuh",
+        "for (; it < to; it++, at.next()) pass_turn();",
+        "at.go(it = to, where.first_head);",
+    ),
+]
+WEIGHTS = [
+    ("read before all have loaded", "common/attention_weights.cuh", "-1; });\n        __syncthreads();", "-1; });"),
+    ("loaded while others read", "common/attention_weights.cuh", "__syncthreads();  // both have been read", "// both"),
+    (
+        "numbers of rows read before they are there",
+        "common/attention_weights.cuh",
+        "    }\n    __syncthreads();\n",
+        "    }\n",
+    ),
+    ("columns past head_dim", "common/attention_weights.cuh", "row >= 0 && depth + d < head_dim ?", "row >= 0 ?"),
+    ("the first head's key", "common/attention_weights.cuh", "head / p.key.group * p.key.head", "0"),
+    (
+        "elements of the next row",
+        "common/attention_weights.cuh",
+        "own[e / 4] % size) * size",
+        "(own[e / 4] + 1) % size) * size",
+    ),
+    (
+        "rows of the sequence instead of the chosen",
+        "common/attention_weights.cuh",
+        "p.rows[first + tid] : -1",
+        "first + tid : -1",
+    ),
+    (
+        "rows past the last are written",
+        "common/attention_weights.cuh",
+        "if (first + ty + 16 * r >= p.n_rows) continue;",
+        "",
+    ),
+]
+OFFSETS = [
+    (
+        "read before all warps have written",
+        "common/packed_offsets.cuh",
+        "    __syncthreads();\n    x = max",
+        "    x = max",
+    ),
+    ("written while others read", "common/packed_offsets.cuh", "    __syncthreads();  // parts", "    // parts"),
+    ("the pass before is forgotten", "common/packed_offsets.cuh", "    x = max(x, most);\n", ""),
+]
+NAN_SM90_FORWARD = [
+    ("no look at the values", "sm90/forward.cuh", "if (!S::kRanged || !hides) return false;", "return false;"),
+    ("a value looked at before it landed", "sm90/forward.cuh", "      wait_v(c);\n      return", "      return"),
+    (
+        "a quarter of the tile looked at",
+        "sm90/finite.cuh",
+        "return now[0] | now[1] | now[2] | now[3];",
+        "return now[0];",
+    ),
+    ("the same step again", "sm90/finite.cuh", "a[i][e] = a[i + 1][e];", ";"),
+    ("a value never released", "sm90/forward.cuh", "      __syncwarp();\n      release_v(c);\n", ""),
+]
+PADDING = [("rows past the length", "sm90/rows.cuh", "if (end >= min(row + Rows, length)) {", "if (true) {")]
+NAN_SM80_BACKWARD = [
+    ("a hidden dS", "sm80/backward.cuh", "if (Guarded::value && pr[e] == 0.f) ds[e] = 0.f;", ""),
+    (
+        "a gradient that a hidden pair brings",
+        "sm80/backward.cuh",
+        "accumulate_guarded(dv, sp,",
+        "accumulate(dv, pf, sp,",
+    ),
+]
+WIDE_FORWARD = [
+    ("K read before its copy landed", "fp32/forward.cuh", "ptx::cp_async_wait<0>();  // K (and Q)", "// K (and Q)"),
+    ("V read before its copy landed", "fp32/forward.cuh", "ptx::cp_async_wait<0>();  // V has landed", ""),
+    (
+        "no barrier between reading K and refilling it",
+        "fp32/forward.cuh",
+        "__syncthreads();          // all warps",
+        "//",
+    ),
+    ("a product of low halves left out", "fp32/tiles.cuh", "ptx::mma_m16n8k8(small, a.low, high[0], high[1]);", ""),
+    ("a value that is hidden leaks", "fp32/forward.cuh", "if (border) guard(acc, s,", "if (false) guard(acc, s,"),
+    (
+        "a value cleared while others look at it",
+        "fp32/forward.cuh",
+        "__syncthreads();  // all warps have seen them",
+        "",
+    ),
+]
+WIDE_BACKWARD = [
+    (
+        "stage read before its copy landed",
+        "fp32/backward.cuh",
+        "ptx::cp_async_wait<0>();\n      __syncthreads();",
+        "__syncthreads();",
+    ),
+    ("stage refilled while others read it", "fp32/backward.cuh", "__syncthreads();  // this stage", "//"),
+    ("dS read before it is complete", "fp32/backward.cuh", "__syncthreads();  // dS is complete", ""),
+    ("a key that is hidden leaks", "fp32/backward.cuh", "finite_keys || !border", "true"),
+    ("a row that is not seen leaks", "fp32/backward.cuh", "if (border) guard(", "if (false) guard("),
+    ("rows without a key not marked", "fp32/passes.cuh", "lse == -INFINITY ? INFINITY", "false ? INFINITY"),
+    ("gradient of lse forgotten", "fp32/passes.cuh", "sum -= p.grad_lse[stat]", "sum -= 0"),
+    ("tiles read before they landed", "fp32/mask_gradient.cuh", "      ptx::cp_async_wait<0>();\n", ""),
+]
+WIDE_FORWARD_BLOCKS = [
+    ("partial tiles are not looked at", "fp32/forward.cuh", "if (blocks && !window.whole(n))\n", "if (false)\n"),
+    ("what was found lies where the flags are", "fp32/forward.cuh", "flags + kFlagBytes / 4", "flags"),
+]
+WIDE_BACKWARD_BLOCKS = [
+    ("partial tiles are not looked at", "fp32/backward.cuh", "blocks() && !window.whole(it);", "false;"),
+    ("a turn is not passed on", "fp32/backward.cuh", "it++, at.next()) pass_turn();", "it++, at.next());"),
+]
+NAN_SM90_BACKWARD = [
+    ("keys stay as they are", "sm90/backward.cuh", "if (Ranged) bad_keys = Guard::clean_keys(m, smem);", ""),
+    (
+        "bad keys do not show",
+        "sm90/backward.cuh",
+        "if (Ranged && bad_keys) Guard::poison_scores",
+        "if (false) Guard::poison_scores",
+    ),
+    ("queries and dO stay as they are", "sm90/backward.cuh", "Guard::clean_queries(pf, m, smem, qs, ds);", ";"),
+    ("a hidden dS", "sm90/backward.cuh", "&= not_zero(pf[i / 4][i % 4]);", "|= 0;"),
+    ("a bad row of dO does not show", "sm90/backward_guard.cuh", "x |= mask & not_zero(x);", ""),
+    ("hidden weights are poisoned too", "sm90/backward_guard.cuh", "mask & not_zero(x)", "mask"),
+    (
+        "wgmma reads keys without a proxy fence",
+        "sm90/backward_guard.cuh",
+        "votes[thread() / 32] = mine;\n    ptx::fence_proxy_async();",
+        "votes[thread() / 32] = mine;",
+    ),
+    (
+        "cleaned while the other warpgroup looks",
+        "sm90/backward_guard.cuh",
+        "ptx::bar_sync(1, 256);  // both have looked",
+        "// both have looked",
+    ),
+    (
+        "read before all is clean",
+        "sm90/backward_guard.cuh",
+        "ptx::fence_proxy_async();\n    ptx::bar_sync(1, 256);\n#pragma",
+        "ptx::fence_proxy_async();\n#pragma",
+    ),
+]

@@ -1,0 +1,139 @@
+"""Faults in decoding that the emulator has to find: as faults/attention.py, by kernel of emulator/test_decode.py."""
+
+_MMA = "decode/decode_mma.cuh"
+_FMA = "decode/decode_fma.cuh"
+DECODE = {
+    "128-fp16": [
+        (
+            "tiles read before they landed",
+            _MMA,
+            "ptx::cp_async_wait<Stages - 2>();",
+            "ptx::cp_async_wait<Stages - 1>();",
+        ),
+        ("tiles that other lanes copied", _MMA, "meet();  // this tile", "// this tile"),
+        ("refilled while read", _MMA, "(stage + Stages - 1) % Stages", "stage"),
+        ("results over copies in flight", _MMA, "    ptx::cp_async_wait<0>();\n", ""),
+        ("results of warps read too early", _MMA, "    __syncthreads();\n    join", "    join"),
+        ("keys of a row by another lane", _MMA, "(place.slot), row)", "(place.slot), row ^ 1)"),
+        ("columns past head_dim are read", _MMA, "outer >= 0 && chunk * 8 < dim", "outer >= 0"),
+        (
+            "heads of a group in the wrong order",
+            _MMA,
+            "head * p.group + i / p.q_len) * p.q_head",
+            "head * p.group + i % p.group) * p.q_head",
+        ),
+        (
+            "a value that is hidden leaks",
+            _MMA,
+            "if (decltype(guarded)::value && ptx::any(!all_finite<T>(b)))",
+            "if (false)",
+        ),
+        ("whole tiles taken for granted", _MMA, "const bool whole = there == 0xffffu && ", "const bool whole = "),
+        ("outputs not brought to the maximum", _MMA, "acc[j][2] *= shrink[1], acc[j][3] *= shrink[1];", ""),
+        (
+            "a ring that does not turn",
+            "decode/decode_task.cuh",
+            "p.ring && slot >= p.capacity ? slot - p.capacity : slot",
+            "slot",
+        ),
+        ("lengths past the cache", "decode/decode_task.cuh", "length < p.longest ? length : p.longest", "length"),
+        (
+            "a window over the prefix again",
+            "decode/decode_task.cuh",
+            "s.begin = max(any.begin, s.keys.prefix)",
+            "s.begin = any.begin",
+        ),
+        ("a mask from the first key of a ring", "decode/decode_scores.cuh", " + origin * p.mask_col", ""),
+        (
+            "keys before those that all rows see",
+            "decode/decode_task.cuh",
+            "key(item) >= whole.begin",
+            "key(item) + 1 >= whole.begin",
+        ),
+        (
+            "a tile that begins in the prefix taken for whole",
+            "decode/decode_task.cuh",
+            "if (item + count <= keys.prefix)",
+            "if (item < keys.prefix)",
+        ),
+        ("outputs that nobody wrote", "decode/decode_merge.cuh", "if (!(weights[s] < C(0))) x", "x"),
+        (
+            "weights read too early",
+            "decode/decode_merge.cuh",
+            "sums[warp] = sum;\n  __syncthreads();",
+            "sums[warp] = sum;",
+        ),
+    ],
+    "128-bf16-64rows": [
+        ("tiles that other warps copied", _MMA, "      __syncthreads();\n    else", "      __syncwarp();\n    else"),
+        ("rows of another warp", _MMA, "result(Shared ? r / kWarpRows : w)", "result(Shared ? 0 : w)"),
+    ],
+    "fp32": [
+        ("tiles read before they landed", _FMA, "ptx::cp_async_wait<2>();", "ptx::cp_async_wait<3>();"),
+        ("refilled while read", _FMA, "__syncthreads();  // the tile", "// the tile"),
+        ("places overwritten", _FMA, "every tile % 8 * kKeys", "tile % 2 * kKeys"),
+        ("weights read too early", _FMA, "= hides;\n      __syncthreads();", "= hides;"),
+        (
+            "rows of a reduction exchanged",
+            _FMA,
+            "upper ? sum[r + w] : sum[r], send",
+            "upper ? sum[r] : sum[r + w], send",
+        ),
+        ("a value that is hidden leaks", _FMA, "guarded && w.x[r] == C(0)", "false"),
+        (
+            "a ring without its oldest key",
+            "decode/decode_task.cuh",
+            "length - p.capacity : 0",
+            "length - p.capacity + 1 : 0",
+        ),
+        ("a ring's first slot", "decode/decode_task.cuh", "slot >= p.capacity ?", "slot > p.capacity ?"),
+        ("a block that is not there", "decode/decode_task.cuh", "block < p.blocks ?", "block <= p.blocks ?"),
+        ("a sink alone", "decode/decode_scores.cuh", "lse = C(sink);", "lse = -C(INFINITY);"),
+        ("a large sink", "decode/decode_scores.cuh", "inverse = C(weight / whole);", "inverse = C(1 / whole);"),
+        ("-inf of a mask counts", "decode/decode_scores.cuh", "if (bias == -C(INFINITY)) return bias;", ""),
+        ("the lowest number hides", "decode/decode_scores.cuh", "(scaled < kLeast ? kLeast : scaled)", "scaled"),
+    ],
+    "fp16-loose": [
+        ("numbers behind head_dim", _FMA, "if (at.outer >= 0 && d < dim)", "if (at.outer >= 0)"),
+    ],
+}
+
+_ROWS = "cache/rows.cuh"
+_PAGED = "cache/paged.cuh"
+CACHES = [  # of emulator/test_caches.py
+    ("tokens of the padding", _ROWS, "at(batch, h, p.tokens - count + t)", "at(batch, h, t)"),
+    (
+        "a length that moves on before all have read it",
+        _ROWS,
+        "  __syncthreads();\n  if (threadIdx.x == 0) p.lengths",
+        "  if (threadIdx.x == 0) p.lengths",
+    ),
+    ("tokens past the capacity", _ROWS, "t < oldest || at >= limit", "t < oldest"),
+    (
+        "a cycle in place",
+        _ROWS,
+        "  __syncthreads();\n  each([](const Unit*, Unit* to",
+        "  each([](const Unit*, Unit* to",
+    ),
+    ("every holder copies", _PAGED, "== block) holders--", "== -2) holders--"),
+    ("free blocks taken twice", _PAGED, "p.takes[4 * b + 1] = wanted + before", "p.takes[4 * b + 1] = wanted"),
+    (
+        "a shared block kept where none is free",
+        _PAGED,
+        "to = row[g.have / p.block_size] = take();",
+        "to = take(); if (to >= 0) row[g.have / p.block_size] = to;",
+    ),
+    ("counts read while others change them", _PAGED, "  __syncthreads();  // every count", "  // every count"),
+    ("new holders not counted", _PAGED, "if (here >= 0) ptx::atomic_add(p.refs + here, 1);", ""),
+    ("a length below 0 moves on", _ROWS, "(have < 0 ? 0 : have) + new_tokens", "have + new_tokens"),
+    ("a source behind the last", _ROWS, "index[b] < batch ?", "index[b] <= batch ?"),
+    ("keys beside the window left out", _ROWS, "key < s.begin - kNear", "key < s.begin"),
+    ("keys beside the prefix left out", _ROWS, "key >= s.keys.prefix + kNear", "key >= s.keys.prefix"),
+    ("blocks that are not there", _PAGED, "return block < p.blocks ? block : -1;", "return block;"),
+    (
+        "tokens into blocks that are not there",
+        _ROWS,
+        "if (outer < 0 || outer >= p.blocks) return;",
+        "if (outer < 0) return;",
+    ),
+]

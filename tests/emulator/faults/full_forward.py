@@ -1,0 +1,64 @@
+"""Faults in the Hopper forward with options; as faults/attention.py, after the kernel that is to find them."""
+
+FORWARD, PRODUCER = "sm90/full_forward.cuh", "sm90/full_producer.cuh"
+SCORES, SHAPE, OUTPUT = "sm90/full_scores.cuh", "sm90/full_shape.cuh", "sm90/forward_output.cuh"
+
+PLAIN = [  # without a floating mask
+    ("V used before it landed", FORWARD, "ptx::mbarrier_wait(b.v_full", "(void)(b.v_full"),
+    (
+        "output read before its products are done",
+        FORWARD,
+        "const bool moved = softmax(options);\n          ptx::wgmma_wait<0>();",
+        "const bool moved = softmax(options);",
+    ),
+    ("a tile's number read after it was released", FORWARD, "__syncwarp();  // it is released", "// it is released"),
+    ("a slot read after it was released", FORWARD, "__syncwarp();\n      release(b.q_empty", "release(b.q_empty"),
+    (
+        "kinds of the other warpgroup",
+        FORWARD,
+        "if (tile.kind(group) == TileKind::hidden)",
+        "if (tile.kind(0) == TileKind::hidden)",
+    ),
+    ("no look at the values", FORWARD, "if (!border) return false;", "return false;"),
+    ("the sink counts in every thread of a row", FORWARD, "t == 0 ? 1.f : 0.f", "1.f"),
+    ("rows past the length have a sink", FORWARD, "row + 8 * h < x.q_len && sink", "sink"),
+    ("kinds of the first rows for all", PRODUCER, "t.head, row / 64)", "t.head, t.row / 64)"),
+    ("a word passed over too far", PRODUCER, "(none ? n & ~31 : n) - 1", "(none ? n & ~63 : n) - 1"),
+    ("queries of the first sequence for all", PRODUCER, "first.q_begin + first.row", "first.row"),
+    ("values of the next sequence leak", PRODUCER, "sequence.k_begin + tiles.key_end", "p.kv_len"),
+    ("what the mask hides in part taken for whole", SHAPE, "kinds ? TileKinds::kind(kinds, n) :", ""),
+    ("what ranges hide in part taken for whole", SHAPE, "(n < whole_begin || n >= whole_end)", "n < whole_begin"),
+    (
+        "the mask's rows exchanged",
+        SCORES,
+        "*b = row_at<unsigned char>(x, row + 8,",
+        "*b = row_at<unsigned char>(x, row,",
+    ),
+    ("halves of a boolean mask exchanged", SCORES, "pair[16 * i + j]", "pair[16 * (1 - i) + j]"),
+    ("pairs read where rows are odd", SCORES, "o.mask_row % 2 == 0 && ", ""),
+    ("keys of a mask past the end are read", SCORES, "min(key + step, p.kv_len - 1) - key", "step"),
+    ("dropout of the first half for both", SCORES, "of(key + 64 * i)", "of(key)"),
+    ("distances of the other alignment", SCORES, "row + x.offset - key", "row - key"),
+    ("sinks beside scores that are not scaled", SCORES, "o.slopes || o.sinks ||", "o.slopes ||"),
+    ("kept weights not scaled", OUTPUT, "inverse * p.scores.keep_scale", "inverse"),
+    ("rows of the next sequence are written", OUTPUT, "S::kOptions ? x.rows : p.q_len", "p.q_len"),
+    ("lse of the first sequence", OUTPUT, "int64_t(x.head) * p.q_len + x.q_begin", "int64_t(x.head) * p.q_len"),
+]
+BIAS = [  # with one
+    (
+        "what is not finite in a bias not noticed",
+        SCORES,
+        "return !ptx::any((large & 0x80008000u) != 0);",
+        "return true;",
+    ),
+    ("what a bias hides is not looked at", FORWARD, "      if (S::kBias)\n", "      if (false)\n"),
+    (
+        "second half of a float32 bias is the first",
+        SCORES,
+        "if (half > 0) read_bias<uint32_t>(x, n, row, key, half);",
+        "",
+    ),
+    ("a key that a bias hides leaks", SCORES, "bias == -INFINITY ? bias : s[i]", "s[i]"),
+    ("words of a bias move too little", SCORES, "raw[i] = raw[i + 2 * kWords]", "raw[i] = raw[i + kWords]"),
+    ("the mask's rows exchanged", SCORES, "*b = row_at<X>(x, row + 8, key);", "*b = row_at<X>(x, row, key);"),
+]

@@ -1,0 +1,41 @@
+// The conformance program run by the emulator: its answers are those of the host twins.
+#include "emulator/machine/ptx_fp32.h"
+#include "emulator/machine/ptx_sm90.h"
+//
+#include "emulator/conformance/conformance_fp16x2.h"
+#include "emulator/conformance/conformance_fp32.h"
+
+struct EmulatedHost {
+  template <class T>
+  using Buffer = emulator::Buffer<T>;
+  template <class F>
+  static void launch(int shared_bytes, F f) {
+    emulator::launch([f] { f(); }, dim3(1), dim3(128), static_cast<size_t>(shared_bytes), emulator::Options{});
+  }
+  static emulator::TensorMap map(const uint16_t* data, int heads, int length, int dim, int rows) {
+    const auto u = [](int x) { return static_cast<uint32_t>(x); };
+    const uint64_t row = static_cast<uint64_t>(dim) * 2, head = row * u(length);
+    return {reinterpret_cast<const unsigned char*>(data),
+            4,
+            2,
+            {u(dim), u(heads), u(length), 1, 0},
+            {64, 1, u(rows), 1, 0},
+            {2, head, row, head * u(heads), 0},
+            true};
+  }
+};
+
+int main() {
+  try {
+    conformance::Program<EmulatedHost>::sm80();
+    conformance::WideProgram<EmulatedHost>::run();
+    conformance::SplitProgram<EmulatedHost>::sm80();
+    conformance::Program<EmulatedHost>::sm90();
+    conformance::SplitProgram<EmulatedHost>::run();
+  } catch (const emulator::Error& e) {
+    printf("FAIL %s\n", e.what());
+    return 1;
+  }
+  printf("%d of %d as expected\n", conformance::checked - conformance::failed, conformance::checked);
+  return conformance::failed != 0;
+}

@@ -1,0 +1,43 @@
+// Runs one forward kernel, named by -DKERNEL=... (with SM90: a Sm90ForwardShape but for kRanged, as SHAPE(ranged)).
+// stdin, stdout: as forward_call.h. -DRANGED: the kernel that looks at ranges alone.
+#include "forward_call.h"
+#ifdef SHAPE
+#include "cuda/kernels/sm90/forward.cuh"
+#else
+#include "cuda/kernels/sm80/forward.cuh"
+#endif
+
+using namespace attnjourney;
+
+#ifdef SHAPE
+using Call = driver::ForwardCall<SHAPE(false)::T, ForwardTask>;
+template <bool Ranged>
+void launch(Call& c, const driver::Arguments& a) {
+  using S = SHAPE(Ranged);
+  c.plan(a, S::kRows);
+  const auto maps = c.maps<Sm90ForwardMaps, typename S::T>(S::kKeys);
+  emulator::launch(sm90_forward<S>, dim3(std::min(a["grid"], c.p.total)), dim3(S::kThreads), S::kSmemBytes, a.options(),
+                   maps, c.p);
+}
+#else
+using Call = driver::ForwardCall<KERNEL::T, ForwardTask>;
+template <bool Ranged>
+void launch(Call& c, const driver::Arguments& a) {
+  c.plan(a, KERNEL::kRows);
+  emulator::launch(sm80_forward<KERNEL, Ranged>, dim3(c.p.total), dim3(KERNEL::kThreads), KERNEL::kSmemBytes,
+                   a.options(), c.p);
+}
+#endif
+
+int main(int argc, char** argv) {
+  return driver::run(argc, argv, [](const driver::Arguments& a) {
+    Call c(a);
+#ifndef RANGED
+    if (!a["ranged"])
+      launch<false>(c, a);
+    else
+#endif
+      launch<true>(c, a);
+    c.finish();
+  });
+}

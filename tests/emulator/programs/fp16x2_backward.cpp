@@ -1,0 +1,67 @@
+// float32 in planes of halves, as csrc/cuda/inst/fp32/fp16x2_backward.cu launches it: the passes, the products, and
+// WideBackward for what does not split. -DDIM: 64 or 128; -DALONE: without WideBackward, which takes long to compile.
+// stdin, stdout: as backward.cpp, then SplitBackwardPlanes::rare; `cut`: sums are cut off.
+#include "backward_task.h"
+//
+#include "cuda/kernels/fp32/fp16x2_backward.cuh"
+#include "cuda/kernels/fp32/fp16x2_backward_passes.cuh"
+#ifndef ALONE
+#include "cuda/kernels/fp32/backward.cuh"
+#endif
+
+using namespace attnjourney;
+#ifdef SMALL
+using Kernel = SplitBackwardSmall;
+#else
+using Kernel = SplitBackwardOf<DIM>;
+#endif
+
+int main(int argc, char** argv) {
+  return driver::run(argc, argv, [](const driver::Arguments& a) {
+    driver::BackwardInputs<float, float> in(a);
+    BackwardTask& p = in.p;
+    constexpr int kWhole = 4096 / DIM, kTile = SplitSize<DIM>::kRows;
+    const size_t pairs = static_cast<size_t>(p.batch) * p.q_heads, kv_pairs = static_cast<size_t>(p.batch) * p.kv_heads;
+    p.tile_rows = DIM == 64 ? 32 : 16, p.tile_keys = Kernel::kKeys;  // of WideBackward
+    p.rows = (p.q_len + kWhole - 1) / kWhole * kWhole, p.key_tiles = (p.kv_len + 63) / 64;
+    const size_t rows = pairs * p.rows;
+    emulator::Buffer<float> lse2(rows, "lse2"), delta(rows, "delta"), query_sum(rows * DIM, "query_sum");
+    emulator::Buffer<int> turn(std::vector<int>(2 * rows / 16, 0), "turn");
+    p.lse2 = lse2.data, p.delta = delta.data, p.query_sum = query_sum.data;
+    if (a["deterministic"]) p.turn = turn.data;
+    p.span = a["span"] ? a["span"] : backward_span(p, DIM, a["ranged"], a["deterministic"]);
+
+    SplitBackwardPlanes w{};
+    w.query_tiles = (p.q_len + kTile - 1) / kTile, w.key_tiles = (p.kv_len + kTile - 1) / kTile;
+    const size_t query_bytes = pairs * p.q_len * 4 * DIM, key_bytes = kv_pairs * p.kv_len * 4 * DIM;
+    emulator::Buffer<unsigned char> query(query_bytes, "query planes"), grad_out(query_bytes, "grad_out planes");
+    emulator::Buffer<unsigned char> key(key_bytes, "key planes"), value(key_bytes, "value planes");
+    emulator::Buffer<float4> query_scale(pairs * w.query_tiles, "query scales");
+    emulator::Buffer<float4> key_scale(kv_pairs * w.key_tiles, "key scales");
+    emulator::Buffer<uint32_t> rare(std::vector<uint32_t>{0}, "rare");
+    w.query = query.data, w.grad_out = grad_out.data, w.key = key.data, w.value = value.data;
+    w.query_scale = query_scale.data, w.key_scale = key_scale.data, w.rare = rare.data;
+
+    emulator::Options order = a.options();
+    order.cut_sums = a["cut"];
+    const auto count = static_cast<int64_t>(rows);
+    const auto pass = [&](auto kernel, int64_t threads, auto... arguments) {
+      const dim3 grid(static_cast<unsigned>((threads + kWidePassThreads - 1) / kWidePassThreads));
+      emulator::launch(kernel, grid, dim3(kWidePassThreads), 0, order, p, arguments...);
+    };
+    pass(wide_prepare<float>, 32 * count, DIM, count);
+    const auto tiles = static_cast<unsigned>(2 * (query_scale.size + key_scale.size));
+    emulator::launch(split_backward_planes<DIM>, dim3(tiles), dim3(SplitSize<DIM>::kThreads),
+                     SplitSize<DIM>::kSmemBytes, order, p, w);
+    const auto blocks = static_cast<unsigned>(p.key_tiles * kv_pairs);
+    emulator::launch(split_backward<Kernel>, dim3(blocks), dim3(Kernel::kThreads), Kernel::kSmemBytes, order, p, w);
+#ifndef ALONE
+    using Wide = WideBackwardOf<float, DIM>;
+    emulator::launch(wide_backward_rest<Wide>, dim3(p.turn ? blocks : std::min(blocks, 2u)), dim3(Wide::kThreads),
+                     Wide::kSmemBytes, order, p, w.rare, blocks);
+#endif
+    pass(split_query<Kernel>, count * (DIM / 4), static_cast<const uint32_t*>(w.rare), count);
+    in.write_gradients();
+    driver::write(rare);
+  });
+}

@@ -1,0 +1,46 @@
+"""Offsets of packed sequences as the CUDA kernels take them, on the CPU by tests/emulator."""
+
+import pytest
+import torch
+
+from tests.emulator import build, run
+from tests.emulator.faults import attention as faults
+
+pytestmark = pytest.mark.skipif(build.unsupported() is not None, reason=str(build.unsupported()))
+CASES = [  # offsets, how many rows there are
+    ([0, 70, 70, 75, 140], 143),
+    ([0], 10),
+    ([5, 3, -1, 40, 12, 1 << 30, 7], 30),
+    (list(range(0, 3000, 3)), 2000),
+    ([(i * 7919) % 1000 for i in range(700)], 900),
+]
+
+
+def check(program, dtype, case, order):
+    given, total = case
+    expected = torch.tensor([0, *given[1:]]).clamp(0, total).cummax(0).values.int()
+    tensor = torch.tensor(given, dtype=dtype)
+    arguments = {"count": len(given), "total": total, "int32": dtype == torch.int32, **run.order_arguments(order)}
+    out = run.run(program, [tensor], [((len(given),), torch.int32)], arguments)[0][0]
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_offsets_fit_the_tensors(dtype):
+    """What falls, is negative or past the end counts as the nearest number that fits."""
+    for i, case in enumerate(CASES):
+        check(build.program("offsets"), dtype, case, run.ORDER_NAMES[i % len(run.ORDER_NAMES)])
+    if dtype == torch.int64:
+        check(build.program("offsets"), dtype, ([0, 5, 1 << 40, 7, -(1 << 40)], 9), "random")
+
+
+@pytest.mark.parametrize("what,file,old,new", faults.OFFSETS, ids=[f[0] for f in faults.OFFSETS])
+def test_faulty_offsets_are_found(what, file, old, new):
+    program = build.program("offsets", (), build.faulty_sources(file, old, new))
+    for order in run.ORDER_NAMES:
+        for case in CASES:
+            try:
+                check(program, torch.int32, case, order)
+            except (AssertionError, run.EmulatorError):
+                return
+    pytest.fail(f"nothing noticed: {what}")

@@ -1,0 +1,74 @@
+"""What the compiled library asks of its surroundings, and what it shows them."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from attnjourney import _library
+
+ROOT = Path(__file__).parents[2]
+LIBRARY = ROOT / "attnjourney" / "_C_cpu.so"
+OBJECTS = ROOT / "build" / "release" / "csrc" / "cpu" / "isa"
+
+pytestmark = [
+    pytest.mark.smoke,
+    pytest.mark.skipif(shutil.which("nm") is None, reason="nm (binutils) is not installed"),
+    pytest.mark.skipif(not LIBRARY.exists(), reason="attnjourney/_C_cpu.so is not built in place"),
+]
+
+
+def symbols(path: Path, *options: str) -> list[tuple[str, str]]:
+    """(type letter, demangled name) of every symbol that nm lists."""
+    text = subprocess.run(["nm", "-C", *options, path], check=True, capture_output=True, text=True).stdout
+    return [(m[1], m[2]) for m in re.finditer(r"^[0-9a-f ]{16} (\S) (.+)$", text, re.MULTILINE)]
+
+
+def undefined() -> list[str]:
+    return [name for _, name in symbols(LIBRARY, "-D", "--undefined-only")]
+
+
+def test_no_symbol_of_torchs_unstable_cpp_interface_is_needed():
+    assert [name for name in undefined() if re.search(r"\b(at|c10|torch|caffe2)::", name)] == []
+
+
+def test_no_python_symbol_is_needed():
+    assert [name for name in undefined() if re.match(r"_?Py", name)] == []
+
+
+def test_only_torchs_c_interface_and_the_compilers_runtime_are_needed():
+    torch_c = re.compile(r"(aoti_torch|torch)_\w+")
+    runtime = re.compile(r".+@(GLIBC|GLIBCXX|CXXABI|GCC|GOMP|OMP)_[\d.]+")  # libc, libm, libstdc++, libgcc_s, libgomp
+    weak = {"__gmon_start__", "_ITM_deregisterTMCloneTable", "_ITM_registerTMCloneTable"}  # absent is fine
+    needed = undefined()
+    assert any(torch_c.fullmatch(name) for name in needed)
+    assert [n for n in needed if not (torch_c.fullmatch(n) or runtime.fullmatch(n) or n in weak)] == []
+
+
+def test_nothing_is_exported():
+    assert symbols(LIBRARY, "-D", "--defined-only") == []
+
+
+@pytest.mark.parametrize("isa", ["avx2", "avx512"])
+def test_no_function_compiled_for_a_newer_processor_can_replace_one_for_all_processors(isa):
+    """A weak function (an inline one that was not inlined) is emitted in several object files and the linker keeps
+    one copy for all of them: compiled for AVX-512, it would crash the scalar path of an older processor. Kernels sit in
+    an anonymous namespace and use no container, so that their objects have none."""
+    objects = sorted(OBJECTS.glob(f"{isa}*.o"))
+    if not objects:
+        pytest.skip(f"no object files of {isa} in build/: not an x86 machine, or the library was built elsewhere")
+    assert [name for path in objects for kind, name in symbols(path, "--defined-only") if kind in "Wu"] == []
+
+
+def test_missing_library_says_how_to_build_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("ATTNJOURNEY_LIBRARY_DIR", str(tmp_path))
+    with pytest.raises(ImportError, match="C\\+\\+ library is not built: run `make build` or `pip install .`"):
+        _library.load.__wrapped__()
+
+
+def test_old_torch_is_refused(monkeypatch):
+    monkeypatch.setattr("torch.__version__", "2.10.1+cpu")
+    with pytest.raises(ImportError, match="needs torch >= 2.11, and torch 2.10.1"):
+        _library.load.__wrapped__()

@@ -1,0 +1,152 @@
+"""Every instruction set this CPU has gives right values; one that cannot run or is unknown is refused."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import attnjourney
+
+ROOT = Path(__file__).parents[2]
+TESTS = ROOT / "tests"
+AVX2 = {"avx2", "fma", "f16c"}
+AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+# best first, as the library chooses
+NEEDS = {
+    "amx": AVX512 | {"avx512_bf16", "amx_bf16"},
+    "avx512_bf16": AVX512 | {"avx512_bf16"},
+    "avx512": AVX512,
+    "avx2": AVX2,
+    "scalar": set(),
+}
+
+
+def cpu_flags():
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return next((set(line.split(":")[1].split()) for line in lines if line.startswith("flags")), set())
+
+
+FLAGS = cpu_flags()
+HERE_RUNS = [isa for isa, needs in NEEDS.items() if needs <= FLAGS]
+# of all tests: those of values at every length and dim, of empty rows and NaN, of dropout's exact bits
+SELECTION = [
+    "attention/test_attention_forward.py::test_values_and_gradients",
+    "attention/test_attention_forward.py::test_every_residue_of_the_lengths",
+    "attention/test_attention_forward.py::test_first_keys_far_below_or_above_the_rest",
+    "attention/test_attention_backward.py::test_gradient_of_lse",
+    "attention/test_masks.py::test_causal_and_mask_compose",
+    "attention/test_masks.py::test_a_broadcast_mask_equals_its_copy",
+    "attention/test_empty_and_nan.py",
+    "attention/test_dropout.py::test_keeps_what_the_counter_says",
+    "attention/test_dropout.py::test_values_and_gradients",
+    "cache/test_decode.py::test_values",
+    "cache/test_decode.py::test_a_nan_shows_in_the_rows_that_see_it_and_in_no_other",
+    "attention/test_options.py::test_values_and_gradients",
+    "linear/test_linear_attention.py::test_values_and_gradients",
+    "linear/test_linear_attention.py::test_a_nan_shows_in_the_rows_that_see_it_and_in_no_other",
+    "attention/test_derivatives.py::test_values",
+    "attention/test_block_mask.py::test_values_and_gradients",
+    "attention/test_block_mask.py::test_second_derivatives",
+    "attention/test_block_mask.py::test_what_is_hidden_does_not_leak",
+]
+
+
+def run(*command, **environment):
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+CALL = """
+import torch, attnjourney
+x = torch.ones(1, 1, 4, 8)
+print(attnjourney.attention(x, x, x).sum().item())
+"""
+
+
+def isa_of(process_environment):
+    """The instruction set that a fresh process uses."""
+    result = run("-c", "import attnjourney; print(attnjourney.cpu_info()['isa'])", **process_environment)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+@pytest.mark.skipif(not FLAGS, reason="no /proc/cpuinfo with x86 flags")
+@pytest.mark.parametrize("isa", NEEDS)
+def test_values_on(isa):
+    if isa not in HERE_RUNS:
+        pytest.skip(f"this CPU has no {isa}")
+    if isa == (os.environ.get("ATTNJOURNEY_ISA") or HERE_RUNS[0]):
+        pytest.skip(f"{isa} is what all other tests run on")
+    # but for bfloat16 the kernels of avx512 are those of avx512_bf16, which the other tests run on
+    only = ("-k", "bfloat16") if (isa, HERE_RUNS[0]) == ("avx512", "avx512_bf16") else ()
+    run_selection(*only, ATTNJOURNEY_ISA=isa)
+
+
+def run_selection(*options, **environment):
+    tests = [str(TESTS / test) for test in SELECTION]
+    options = ("-q", "-x", "-p", "no:cacheprovider", "--durations=0", "--tb=short", *options)
+    result = run("-m", "pytest", *options, *tests, OMP_NUM_THREADS="1", **environment)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
+    assert " passed" in result.stdout and "failed" not in result.stdout
+
+
+@pytest.mark.skipif(
+    "avx512_bf16" not in HERE_RUNS, reason="this CPU has no avx512_bf16, which the kernel needs as well"
+)
+@pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="no sources to build from")
+def test_the_kernel_of_a_matrix_unit_on_a_twin_of_it():
+    """bfloat16's forward of `amx`, its matrix instructions replaced by the same in C++: two files are built anew."""
+    twin = {"ATTNJOURNEY_AMX_TWIN": "1"}
+    built = run("setup.py", "-q", "build_ext", "--build-lib", "build/twin", **twin)
+    assert built.returncode == 0, built.stdout + built.stderr
+    library = {"ATTNJOURNEY_LIBRARY_DIR": str(ROOT / "build/twin/attnjourney"), "ATTNJOURNEY_ISA": "amx"}
+    assert isa_of(library) == "amx"
+    run_selection("-k", "bfloat16 or nan or row or length", **library)
+
+
+@pytest.mark.skipif(not FLAGS, reason="no /proc/cpuinfo with x86 flags")
+def test_an_isa_this_cpu_lacks_is_refused():
+    lacking = [isa for isa in NEEDS if isa not in HERE_RUNS]
+    if not lacking:
+        pytest.skip("this CPU runs every instruction set")
+    for isa in lacking:
+        result = run("-c", CALL, ATTNJOURNEY_ISA=isa)
+        assert result.returncode != 0 and "RuntimeError" in result.stderr
+        assert "ATTNJOURNEY_ISA" in result.stderr and isa in result.stderr
+
+
+@pytest.mark.parametrize("name", ("sse9", "AVX2", "avx"))
+def test_an_unknown_isa_is_refused(name):
+    result = run("-c", CALL, ATTNJOURNEY_ISA=name)
+    assert result.returncode != 0 and "RuntimeError" in result.stderr, result.stderr
+    message = result.stderr.strip().splitlines()[-1]
+    for part in ("ATTNJOURNEY_ISA", *NEEDS, repr(name)):
+        assert part in message
+
+
+def test_an_empty_choice_is_no_choice():
+    result = run("-c", CALL, ATTNJOURNEY_ISA="")
+    assert result.returncode == 0 and float(result.stdout) == 32, result.stderr
+
+
+@pytest.mark.skipif(not FLAGS, reason="no /proc/cpuinfo with x86 flags")
+def test_the_best_isa_is_taken_and_a_forced_one_is_used():
+    assert attnjourney.cpu_info()["found"] == HERE_RUNS
+    assert isa_of({"ATTNJOURNEY_ISA": ""}) == HERE_RUNS[0]
+    for isa in HERE_RUNS:
+        assert isa_of({"ATTNJOURNEY_ISA": isa}) == isa
