@@ -20,12 +20,12 @@ REPORT = re.compile(
     re.DOTALL,
 )
 # named after a kernel, whose shared memory they do not take
-PASSES = ("backward_query", "backward_key_value", "split_query")
+PASSES = ("backward_query", "backward_key_value", "fp16x2_query")
 # kernels whose first template argument is not what holds kSmemBytes
 SHARED = {
-    "split_backward": "{}",
-    "split_planes": "SplitSize<{}>",
-    "sm90_split_forward": "typename Sm90SplitForward<{}>::S",
+    "fp16x2_backward": "{}",
+    "fp16x2_planes": "Fp16x2Size<{}>",
+    "sm90_fp16x2_forward": "typename Sm90Fp16x2Forward<{}>::S",
 }
 
 

@@ -44,12 +44,12 @@ constexpr int backward_keys(int size, bool options, bool small) {
 // Up to so many rows of a query head, its last block turns the sums into dQ (sm90/backward_finish.cuh): 1 MB at most.
 constexpr int kShortRows = 2048;
 // query and key tiles of the backward for float and double, `element` bytes
-constexpr int wide_rows(int size, int element, bool small) {
+constexpr int fp32_rows(int size, int element, bool small) {
   return size * element == 256 ? 32 : small && element == 8 && size > 64 ? 8 : 16;
 }
-constexpr int wide_keys(int size, int element) { return size * element <= 512 ? 64 : size * element == 1024 ? 32 : 16; }
+constexpr int fp32_keys(int size, int element) { return size * element <= 512 ? 64 : size * element == 1024 ? 32 : 16; }
 // most query tiles of the backward for float in planes of halves
-constexpr int split_rows(int size) { return 4096 / size; }
+constexpr int fp16x2_rows(int size) { return 4096 / size; }
 // Hopper's kernels end at 128, in the forward at 192 with values of 128; above, those of sm_80 run there too.
 inline bool hopper_forward(int size) { return size != 256256; }
 inline bool hopper_backward(int size) { return size != 256; }
@@ -57,43 +57,43 @@ inline bool hopper_backward(int size) { return size != 256; }
 using ForwardLaunch = void (*)(ForwardTask, bool ranged, const Device&, cudaStream_t);
 void sm80_forward_bf16(ForwardTask, bool ranged, const Device&, cudaStream_t);
 void sm80_forward_fp16(ForwardTask, bool ranged, const Device&, cudaStream_t);
-void sm80_options_forward_bf16(ForwardTask, bool ranged, const Device&, cudaStream_t);
-void sm80_options_forward_fp16(ForwardTask, bool ranged, const Device&, cudaStream_t);
+void sm80_full_forward_bf16(ForwardTask, bool ranged, const Device&, cudaStream_t);
+void sm80_full_forward_fp16(ForwardTask, bool ranged, const Device&, cudaStream_t);
 void sm90_forward_bf16(ForwardTask, bool ranged, const Device&, cudaStream_t);
 void sm90_forward_fp16(ForwardTask, bool ranged, const Device&, cudaStream_t);
 
 // With options; kinds: of tiles of 64 rows x 128 keys.
 struct TileKinds;
-void sm90_options_forward_bf16(ForwardTask, const TileKinds& kinds, const Device&, cudaStream_t);
-void sm90_options_forward_fp16(ForwardTask, const TileKinds& kinds, const Device&, cudaStream_t);
+void sm90_full_forward_bf16(ForwardTask, const TileKinds& kinds, const Device&, cudaStream_t);
+void sm90_full_forward_fp16(ForwardTask, const TileKinds& kinds, const Device&, cudaStream_t);
 
 // What a mask does to tiles of rows and keys, for a kernel that walks them (kernels/common/tile_kinds.cuh).
 void sm80_tile_kinds(const SequenceTask&, const TileKinds&, int keys, cudaStream_t);
 
 // float on Hopper without options, head_dim up to 128: planes first, then the products. Does nothing where numbers do
-// not split (SplitPlanes::rare), and then the other one does all.
-void sm90_split_forward_fp32(ForwardTask, const SplitPlanes&, const Device&, cudaStream_t);
-void sm90_wide_forward_rest_fp32(ForwardTask, const uint32_t* rare, const Device&, cudaStream_t);
+// not split (Fp16x2Planes::rare), and then the other one does all.
+void sm90_fp16x2_forward_float(ForwardTask, const Fp16x2Planes&, const Device&, cudaStream_t);
+void fp32_forward_fallback_float(ForwardTask, const uint32_t* rare, const Device&, cudaStream_t);
 
 // float and double: all options, on mma.sync
-void wide_forward_fp32(ForwardTaskOf<float>, bool ranged, const Device&, cudaStream_t);
-void wide_forward_fp64(ForwardTaskOf<double>, bool ranged, const Device&, cudaStream_t);
-void wide_backward_fp32(BackwardTaskOf<float>, bool ranged, const Device&, cudaStream_t);
-void wide_backward_fp64(BackwardTaskOf<double>, bool ranged, const Device&, cudaStream_t);
+void fp32_forward_float(ForwardTaskOf<float>, bool ranged, const Device&, cudaStream_t);
+void fp32_forward_double(ForwardTaskOf<double>, bool ranged, const Device&, cudaStream_t);
+void fp32_backward_float(BackwardTaskOf<float>, bool ranged, const Device&, cudaStream_t);
+void fp32_backward_double(BackwardTaskOf<double>, bool ranged, const Device&, cudaStream_t);
 
 // float without options, head_dim up to 128: the same in two steps
-void sm80_split_backward_fp32(const BackwardTask&, const SplitBackwardPlanes&, const Device&, cudaStream_t);
-void sm80_wide_backward_rest_fp32(const BackwardTask&, const uint32_t* rare, const Device&, cudaStream_t);
+void fp16x2_backward_float(const BackwardTask&, const Fp16x2BackwardPlanes&, const Device&, cudaStream_t);
+void fp32_backward_fallback_float(const BackwardTask&, const uint32_t* rare, const Device&, cudaStream_t);
 
 using BackwardLaunch = void (*)(BackwardTask, bool ranged, const Device&, cudaStream_t);
 void sm80_backward_bf16(BackwardTask, bool ranged, const Device&, cudaStream_t);
 void sm80_backward_fp16(BackwardTask, bool ranged, const Device&, cudaStream_t);
-void sm80_options_backward_bf16(BackwardTask, bool ranged, const Device&, cudaStream_t);
-void sm80_options_backward_fp16(BackwardTask, bool ranged, const Device&, cudaStream_t);
+void sm80_full_backward_bf16(BackwardTask, bool ranged, const Device&, cudaStream_t);
+void sm80_full_backward_fp16(BackwardTask, bool ranged, const Device&, cudaStream_t);
 void sm90_backward_bf16(BackwardTask, bool ranged, const Device&, cudaStream_t);
 void sm90_backward_fp16(BackwardTask, bool ranged, const Device&, cudaStream_t);
-void sm90_options_backward_bf16(BackwardTask, bool ranged, const Device&, cudaStream_t);
-void sm90_options_backward_fp16(BackwardTask, bool ranged, const Device&, cudaStream_t);
+void sm90_full_backward_bf16(BackwardTask, bool ranged, const Device&, cudaStream_t);
+void sm90_full_backward_fp16(BackwardTask, bool ranged, const Device&, cudaStream_t);
 // of sinks, slopes and a floating mask, after the Hopper kernel, which writes some masks' gradients itself
 void sm80_option_gradients_bf16(const BackwardTask&, cudaStream_t);
 void sm80_option_gradients_fp16(const BackwardTask&, cudaStream_t);

@@ -1,5 +1,5 @@
 """float32 on Hopper, run on the CPU by tests/emulator: planes of halves, their products, and what is left to
-WideForward. Tensor cores are those that cut sums off after every four products."""
+Fp32Forward. Tensor cores are those that cut sums off after every four products."""
 
 import math
 from functools import partial
@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from tests.emulator import build, run
-from tests.emulator.faults import fp16x2 as faults_split
+from tests.emulator.faults import fp16x2 as faults_fp16x2
 from tests.emulator.test_attention import FAULT_SHAPES, SHAPES, causal, inputs_of, with_nan
 from tests.support.testing import assert_close_to_reference, plain_run, random_tensor, reference_run
 
 pytestmark = pytest.mark.skipif(build.unsupported() is not None, reason=str(build.unsupported()))
 SIZES = (64, 128)
 MORE = [(1, 3, 1, 260, 300, 28, causal(40)), (1, 2, 1, 80, 700, 4, {"left": 100, "right": 50, "offset": 300})]
-FAULTS = [*faults_split.PREPARE, *faults_split.FORWARD]
+FAULTS = [*faults_fp16x2.PREPARE, *faults_fp16x2.FORWARD]
 
 
 def program(size, *edit):
@@ -35,7 +35,7 @@ def programs():
 
 
 def call(made, query, key, value, ranges, order="forward", rows_first=False, **extra):
-    """out, lse and whether the call was left to WideForward."""
+    """out, lse and whether the call was left to Fp32Forward."""
     arguments, lengths = run._arguments(query, key, value, ranges, order)
     options, _ = run._options(query, {}, len(query))
     arguments |= {**options, "section": 0, "counter": 1, "grid": 2, "cut": 1, **extra}
@@ -174,7 +174,7 @@ def test_tiles_that_no_row_sees_are_skipped(programs):
 
 
 def attempts(made, size, alone):
-    """What may notice a fault, the quick ones first; alone: there is no WideForward."""
+    """What may notice a fault, the quick ones first; alone: there is no Fp32Forward."""
     for order in ("forward", "random", "starve", "reverse", "eager", "starve1"):
         yield from [partial(check_shape, made, size, shape, order, cut=0) for shape in FAULT_SHAPES]
         if order == "forward":

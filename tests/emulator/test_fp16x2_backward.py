@@ -1,4 +1,4 @@
-"""The backward of float32 on planes of halves, run on the CPU by tests/emulator, and what is left to WideBackward.
+"""The backward of float32 on planes of halves, run on the CPU by tests/emulator, and what is left to Fp32Backward.
 Tensor cores are those that cut sums off after every four products."""
 
 import math
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.emulator import build, run
-from tests.emulator.faults import fp16x2_backward as faults_split_backward
+from tests.emulator.faults import fp16x2_backward as faults_fp16x2_backward
 from tests.emulator.test_attention import causal, inputs_of, with_nan
 from tests.support.testing import GRADIENT_FACTOR, assert_close_to_reference, plain_run, random_tensor, reference_run
 
@@ -44,7 +44,7 @@ def program(size, *edit):
 
 
 def call(made, inputs, out, lse, grad_out, grad_lse, ranges, order="forward", rows_first=False, **extra):
-    """Gradients of the three inputs, and whether the call was left to WideBackward."""
+    """Gradients of the three inputs, and whether the call was left to Fp32Backward."""
     arguments, lengths = run._arguments(*inputs, ranges, order)
     options, _ = run._options(inputs[0], {}, len(inputs[0]))
     arguments |= {**options, "span": 0, "deterministic": 0, "cut": 1, **extra}
@@ -83,7 +83,7 @@ def check_shape(made, size, shape, order, rows_first=False, **extra):
 @pytest.fixture(scope="module")
 def programs():
     build.build_all(
-        [SMALL] + [program(size) for size in SIZES] + [program(64, *f[1:]) for f in faults_split_backward.ALL]
+        [SMALL] + [program(size) for size in SIZES] + [program(64, *f[1:]) for f in faults_fp16x2_backward.ALL]
     )
 
 
@@ -116,7 +116,7 @@ def test_values_of_another_size(programs, size, head_dim, v_head_dim):
 @pytest.mark.parametrize("size", SIZES)
 def test_long_rows(programs, size):
     """1024 keys and rows: the error is that of plain PyTorch; sums over rows of one sign do not drift, and with sums
-    that are rounded nothing does (what is cut off dO V of one sign is the same as in WideBackward)."""
+    that are rounded nothing does (what is cut off dO V of one sign is the same as in Fp32Backward)."""
     made = build.program(*program(size))
     check_shape(made, size, (1, 1, 1, 64, 1024, 0, {}), "forward")
     inputs = [random_tensor((1, 1, n, size), torch.float32, n, outliers=False).abs() for n in (1000, 64, 64)]
@@ -237,7 +237,7 @@ def test_tiles_that_no_row_sees_are_skipped(programs):
 
 
 def attempts(made, passes, alone):
-    """What may notice a fault, the likely ones first; alone: there is no WideBackward."""
+    """What may notice a fault, the likely ones first; alone: there is no Fp32Backward."""
     few = [SHAPES[0], SHAPES[5], (1, 4, 2, 130, 90, 8, causal(-40))]
     for order in ("forward", "random", "starve", "reverse", "eager", "starve1"):
         calls = [partial(check_shape, made, 64, s, order, cut=0, deterministic=d) for d in (0, 1) for s in few]
@@ -247,9 +247,11 @@ def attempts(made, passes, alone):
             yield from scales
 
 
-@pytest.mark.parametrize("what,file,old,new", faults_split_backward.ALL, ids=[f[0] for f in faults_split_backward.ALL])
+@pytest.mark.parametrize(
+    "what,file,old,new", faults_fp16x2_backward.ALL, ids=[f[0] for f in faults_fp16x2_backward.ALL]
+)
 def test_faulty_backward_is_found(programs, what, file, old, new):
     made = build.program(*program(64, file, old, new))
-    assert run.is_noticed(attempts(made, file == faults_split_backward.PASSES, file != "fp32/backward.cuh"), what), (
+    assert run.is_noticed(attempts(made, file == faults_fp16x2_backward.PASSES, file != "fp32/backward.cuh"), what), (
         f"nothing noticed: {what}"
     )

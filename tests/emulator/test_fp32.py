@@ -15,7 +15,7 @@ TYPES = {torch.float32: "float", torch.float64: "double"}
 
 
 def kernel(program, dtype, size):
-    return (f"fp32_{program}", (f"KERNEL=Wide{program.capitalize()}Of<{TYPES[dtype]},{size}>",))
+    return (f"fp32_{program}", (f"KERNEL=Fp32{program.capitalize()}Of<{TYPES[dtype]},{size}>",))
 
 
 def forward_kernel(dtype, size, head_dim, v_head_dim):
@@ -53,8 +53,8 @@ def part_of(cases, kernels, name):
     return cases if i == 0 else cases[i % 6 :: 6]
 
 
-FAULTY_FORWARD = [("64-fp32", *fault) for fault in faults.WIDE_FORWARD]
-FAULTY_BACKWARD = [("64-fp32", *fault) for fault in faults.WIDE_BACKWARD]
+FAULTY_FORWARD = [("64-fp32", *fault) for fault in faults.FP32_FORWARD]
+FAULTY_BACKWARD = [("64-fp32", *fault) for fault in faults.FP32_BACKWARD]
 
 
 @pytest.fixture(scope="module")

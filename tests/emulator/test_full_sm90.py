@@ -11,14 +11,14 @@ from attnjourney import BlockMask
 from tests.emulator import build, run
 from tests.emulator import test_blocks as blocks
 from tests.emulator import test_options as options
-from tests.emulator.faults import full_forward as faults_options_forward
+from tests.emulator.faults import full_forward as faults_full_forward
 
 pytestmark = pytest.mark.skipif(build.unsupported() is not None, reason=str(build.unsupported()))
 
 
 def kernel(dtype, dqk, dv, query_stages, bias):
     shape = f"{dtype},{dqk},{dv},{query_stages},{str(bias).lower()}"
-    program = ("full_forward", (f"SHAPE=Sm90OptionsShape<{shape}>",))
+    program = ("full_forward", (f"SHAPE=Sm90FullShape<{shape}>",))
     return program, {"Bf16": torch.bfloat16, "Half": torch.float16}[dtype], dqk, dv
 
 
@@ -69,8 +69,8 @@ def checks(biased):
     ]
 
 
-FAULTS = [("64-bf16", *fault) for fault in faults_options_forward.PLAIN]
-FAULTS += [("64-fp16", *fault) for fault in faults_options_forward.BIAS]
+FAULTS = [("64-bf16", *fault) for fault in faults_full_forward.PLAIN]
+FAULTS += [("64-fp16", *fault) for fault in faults_full_forward.BIAS]
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ def attempts(program, name, file):
         if not biased:
             rare = [partial(check_packed_nan, program, entry, orders[0]), *rare]
             rare.append(partial(blocks.check_forward, program, entry, blocks.FAR, orders[0]))
-        of_sequences = file in (faults_options_forward.PRODUCER, faults_options_forward.OUTPUT)
+        of_sequences = file in (faults_full_forward.PRODUCER, faults_full_forward.OUTPUT)
         yield from rare if of_sequences else ()
         for check, cases in sorted(checks(biased), key=lambda c: of_sequences and len(c[1])):
             yield from [partial(check, program, entry, case, orders[i % 6]) for i, case in enumerate(cases)]

@@ -6,7 +6,7 @@ import torch
 
 from attnjourney import BlockMask
 from tests.emulator import build, run
-from tests.emulator.faults import full_backward as faults_options_backward
+from tests.emulator.faults import full_backward as faults_full_backward
 from tests.emulator.test_blocks import CASES as BLOCKS
 from tests.emulator.test_blocks import check_backward as check_blocks
 from tests.emulator.test_nan import check_backward as check_nan
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(build.unsupported() is not None, reason=str(buil
 
 
 def kernel(*shape):
-    return ("backward", (f"SHAPE=Sm90OptionsBackwardShape<{','.join(map(str, shape))}>", "OPTIONS", "RANGED"))
+    return ("backward", (f"SHAPE=Sm90FullBackwardShape<{','.join(map(str, shape))}>", "OPTIONS", "RANGED"))
 
 
 BACKWARD = {  # kernel: (program, dtype, head_dim, deterministic)
@@ -34,8 +34,8 @@ TILES = [  # the mask's tiles come by TMA; of "own_mask" the kernel writes the g
     (("own_mask", "dropout", "alibi", "query_lengths"), 70, 144),
     (("mask", "softcap"), 70, 136),
 ]
-FAULTY = [("64-fp16", *fault) for fault in faults_options_backward.BACKWARD]
-FAULTY += [("64-deterministic", *fault) for fault in faults_options_backward.DETERMINISTIC]
+FAULTY = [("64-fp16", *fault) for fault in faults_full_backward.BACKWARD]
+FAULTY += [("64-deterministic", *fault) for fault in faults_full_backward.DETERMINISTIC]
 
 
 @pytest.fixture(scope="module")

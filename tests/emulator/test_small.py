@@ -17,7 +17,7 @@ def sm80(dtype, size, deterministic=False):
 
 
 def wide(program, dtype, size):
-    return (f"fp32_{program}", (f"KERNEL=Wide{program.capitalize()}Small<{dtype},{size}>",))
+    return (f"fp32_{program}", (f"KERNEL=Fp32{program.capitalize()}Small<{dtype},{size}>",))
 
 
 FORWARD = {"256-fp64": (wide("forward", "double", 256), torch.float64, 130, 256)}  # as in test_cuda_emulator_options

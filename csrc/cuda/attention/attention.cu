@@ -18,15 +18,15 @@ namespace {
 // Picks a kernel and launches it. Holds in `counter` what the kernel needs of its own.
 void launch_forward(ForwardTaskOf<double> p, const AttentionCall& c, const AttentionOptions& options,
                     const Device& device, cudaStream_t stream, const Tensor&, OptionalTensor&) {
-  wide_forward_fp64(p, is_ranged(c, options), device, stream);
+  fp32_forward_double(p, is_ranged(c, options), device, stream);
 }
 void launch_forward(ForwardTask p, const AttentionCall& c, const AttentionOptions& options, const Device& device,
                     cudaStream_t stream, const Tensor& query, OptionalTensor& counter) {
   const bool ranged = is_ranged(c, options), options_used = has_options(c, options);
   if (c.dtype == ScalarType::Float) {
-    if (device.capability != 90 || options_used || !splits(p)) return wide_forward_fp32(p, ranged, device, stream);
+    if (device.capability != 90 || options_used || !splits(p)) return fp32_forward_float(p, ranged, device, stream);
     p.counter = tile_counter(query, device.index, stream, counter);
-    return split_forward(p, query, device, stream);
+    return fp16x2_forward(p, query, device, stream);
   }
   const bool bf16 = c.dtype == ScalarType::BFloat16;
   const bool hopper = device.capability == 90 && p.kv_len > 0 && hopper_forward(forward_size(p.head_dim, p.v_head_dim));
@@ -34,9 +34,9 @@ void launch_forward(ForwardTask p, const AttentionCall& c, const AttentionOption
   if (hopper && options_used) {
     OptionalTensor memory;
     const TileKinds kinds = tile_kinds(p, p.q_heads, 64, 128, query, stream, memory);
-    return (bf16 ? sm90_options_forward_bf16 : sm90_options_forward_fp16)(p, kinds, device, stream);
+    return (bf16 ? sm90_full_forward_bf16 : sm90_full_forward_fp16)(p, kinds, device, stream);
   }
-  const ForwardLaunch launch = options_used ? (bf16 ? sm80_options_forward_bf16 : sm80_options_forward_fp16)
+  const ForwardLaunch launch = options_used ? (bf16 ? sm80_full_forward_bf16 : sm80_full_forward_fp16)
                                : hopper     ? (bf16 ? sm90_forward_bf16 : sm90_forward_fp16)
                                             : (bf16 ? sm80_forward_bf16 : sm80_forward_fp16);
   launch(p, ranged, device, stream);
@@ -78,18 +78,17 @@ void forward(const Tensor& query, const Tensor& key, const Tensor& value, const 
 
 void launch_backward(const BackwardTaskOf<double>& p, const AttentionCall&, const Device& device, cudaStream_t stream,
                      const Tensor&, bool, bool, bool ranged) {
-  wide_backward_fp64(p, ranged, device, stream);
+  fp32_backward_double(p, ranged, device, stream);
 }
 void launch_backward(const BackwardTask& p, const AttentionCall& c, const Device& device, cudaStream_t stream,
                      const Tensor& query, bool hopper, bool options_used, bool ranged) {
-  if (c.dtype == ScalarType::Float && !options_used && splits(p)) return split_backward(p, query, device, stream);
+  if (c.dtype == ScalarType::Float && !options_used && splits(p)) return fp16x2_backward(p, query, device, stream);
   const bool bf16 = c.dtype == ScalarType::BFloat16;
-  const BackwardLaunch launch = c.dtype == ScalarType::Float ? wide_backward_fp32
-                                : hopper && options_used
-                                    ? (bf16 ? sm90_options_backward_bf16 : sm90_options_backward_fp16)
-                                : hopper       ? (bf16 ? sm90_backward_bf16 : sm90_backward_fp16)
-                                : options_used ? (bf16 ? sm80_options_backward_bf16 : sm80_options_backward_fp16)
-                                               : (bf16 ? sm80_backward_bf16 : sm80_backward_fp16);
+  const BackwardLaunch launch = c.dtype == ScalarType::Float ? fp32_backward_float
+                                : hopper && options_used ? (bf16 ? sm90_full_backward_bf16 : sm90_full_backward_fp16)
+                                : hopper                 ? (bf16 ? sm90_backward_bf16 : sm90_backward_fp16)
+                                : options_used           ? (bf16 ? sm80_full_backward_bf16 : sm80_full_backward_fp16)
+                                                         : (bf16 ? sm80_backward_bf16 : sm80_backward_fp16);
   launch(p, ranged, device, stream);
 }
 
@@ -138,14 +137,14 @@ void backward_in(const AttentionCall& c, const Tensor& grad_out, const OptionalT
   output(dk, gradients.key, c.kv_heads, p.grad_key, p.grad_key_strides);
   output(dv, gradients.value, c.kv_heads, p.grad_value, p.grad_value_strides);
 
-  const int rows = element > 2 ? wide_rows(size, element, device.small()) : backward_rows(size);
+  const int rows = element > 2 ? fp32_rows(size, element, device.small()) : backward_rows(size);
   const bool hopper = element == 2 && device.capability == 90 && hopper_backward(size);
   const bool deterministic = deterministic_algorithms();
   p.kv_heads = static_cast<int>(c.kv_heads), p.scale = static_cast<Real>(c.params.scale);
-  const int whole = element == 4 ? std::max(rows, split_rows(size)) : rows;  // kernels in planes have more of them
+  const int whole = element == 4 ? std::max(rows, fp16x2_rows(size)) : rows;  // kernels in planes have more of them
   p.rows = c.packed ? (p.q_len / rows + p.batch) * rows : (p.q_len + whole - 1) / whole * whole;
   const int keys =
-      element > 2 ? wide_keys(size, element) : backward_keys(size, options_used && !hopper, device.small());
+      element > 2 ? fp32_keys(size, element) : backward_keys(size, options_used && !hopper, device.small());
   p.key_tiles = c.packed ? p.kv_len / keys + p.batch : (p.kv_len + keys - 1) / keys;
   p.tile_rows = rows, p.tile_keys = keys;
   const int64_t pairs = c.packed ? c.q_heads : c.batch * c.q_heads;

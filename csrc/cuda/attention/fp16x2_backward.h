@@ -5,9 +5,9 @@
 
 namespace attnjourney {
 
-inline void split_backward(const BackwardTask& p, const Tensor& query, const Device& device, cudaStream_t stream) {
+inline void fp16x2_backward(const BackwardTask& p, const Tensor& query, const Device& device, cudaStream_t stream) {
   const int64_t dim = backward_size(p.head_dim, p.v_head_dim), rows = 8192 / dim;
-  SplitBackwardPlanes w{};
+  Fp16x2BackwardPlanes w{};
   w.query_tiles = static_cast<int>((p.q_len + rows - 1) / rows);
   w.key_tiles = static_cast<int>((p.kv_len + rows - 1) / rows);
   const int64_t queries = int64_t{p.batch} * p.q_heads, keys = int64_t{p.batch} * p.kv_heads;
@@ -21,7 +21,7 @@ inline void split_backward(const BackwardTask& p, const Tensor& query, const Dev
   w.key_scale = w.query_scale + queries * w.query_tiles;
   w.rare = reinterpret_cast<uint32_t*>(w.key_scale + keys * w.key_tiles);
   cuda_check(cudaMemsetAsync(w.rare, 0, 4, stream), "cudaMemsetAsync");
-  sm80_split_backward_fp32(p, w, device, stream);
+  fp16x2_backward_float(p, w, device, stream);
 }
 
 }  // namespace attnjourney

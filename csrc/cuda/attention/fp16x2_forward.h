@@ -10,9 +10,9 @@ bool splits(const Task& p) {
   return backward_size(p.head_dim, p.v_head_dim) <= 128 && p.q_len >= 128 && p.kv_len >= 128;
 }
 
-inline void split_forward(const ForwardTask& p, const Tensor& query, const Device& device, cudaStream_t stream) {
+inline void fp16x2_forward(const ForwardTask& p, const Tensor& query, const Device& device, cudaStream_t stream) {
   const int64_t dim = backward_size(p.head_dim, p.v_head_dim), rows = 8192 / dim;
-  SplitPlanes w{};
+  Fp16x2Planes w{};
   w.kv_heads = p.q_heads / p.group;
   w.query_tiles = static_cast<int>((p.q_len + rows - 1) / rows);
   w.key_tiles = static_cast<int>((p.kv_len + rows - 1) / rows);
@@ -27,8 +27,8 @@ inline void split_forward(const ForwardTask& p, const Tensor& query, const Devic
   w.query_scale = reinterpret_cast<float*>(w.value + key_bytes + key_scales);
   w.rare = reinterpret_cast<uint32_t*>(w.query_scale + queries * w.query_tiles);
   cuda_check(cudaMemsetAsync(w.rare, 0, 4, stream), "cudaMemsetAsync");
-  sm90_split_forward_fp32(p, w, device, stream);
-  sm90_wide_forward_rest_fp32(p, w.rare, device, stream);
+  sm90_fp16x2_forward_float(p, w, device, stream);
+  fp32_forward_fallback_float(p, w.rare, device, stream);
 }
 
 }  // namespace attnjourney

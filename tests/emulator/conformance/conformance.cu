@@ -42,11 +42,11 @@ int main() {
     cudaDeviceProp device;
     attnjourney::cuda_check(cudaGetDeviceProperties(&device, 0), "cudaGetDeviceProperties");
     conformance::Program<DeviceHost>::sm80();
-    conformance::WideProgram<DeviceHost>::run();
-    conformance::SplitProgram<DeviceHost>::sm80();
+    conformance::Fp32Program<DeviceHost>::run();
+    conformance::Fp16x2Program<DeviceHost>::sm80();
     if (device.major == 9) {
       conformance::Program<DeviceHost>::sm90();
-      conformance::SplitProgram<DeviceHost>::run();
+      conformance::Fp16x2Program<DeviceHost>::run();
     }
     printf("%s: %d of %d as expected\n", device.name, conformance::checked - conformance::failed, conformance::checked);
   } catch (const std::exception& e) {

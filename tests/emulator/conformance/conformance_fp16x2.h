@@ -50,7 +50,7 @@ struct HalfRows {  // out[16][8], by mma.sync: sums as above
 };
 
 template <class Host>
-struct SplitProgram {
+struct Fp16x2Program {
   template <class T>
   using Buffer = typename Host::template Buffer<T>;
 

@@ -38,7 +38,7 @@ struct Float64 {
   }
 };
 
-struct WideScalars {
+struct Fp32Scalars {
   const float* in;
   float* out;
   double* sum;
@@ -58,7 +58,7 @@ struct WideScalars {
 };
 
 template <class Host>
-struct WideProgram {
+struct Fp32Program {
   template <class T>
   using Buffer = typename Host::template Buffer<T>;
 
@@ -90,7 +90,7 @@ struct WideProgram {
     for (float v : x) hyperbolic.push_back(static_cast<float>(std::tanh(static_cast<double>(v))));
     Buffer<float> in(x, "in");
     Buffer<double> sum(std::vector<double>{0}, "sum");
-    Host::launch(0, WideScalars{in.data, out.data, sum.data});
+    Host::launch(0, Fp32Scalars{in.data, out.data, sum.data});
     compare("split, ties away from zero", out.data, {0x802, 0x802, 0x804});
     compare("rounding to TF32", out.data + 640, {1.0009765625f, -1.0009765625f, 1.001953125f, INFINITY});
     checked++;

@@ -463,7 +463,7 @@ NAN_SM80_BACKWARD = [
         "accumulate(dv, pf, sp,",
     ),
 ]
-WIDE_FORWARD = [
+FP32_FORWARD = [
     ("K read before its copy landed", "fp32/forward.cuh", "ptx::cp_async_wait<0>();  // K (and Q)", "// K (and Q)"),
     ("V read before its copy landed", "fp32/forward.cuh", "ptx::cp_async_wait<0>();  // V has landed", ""),
     (
@@ -481,7 +481,7 @@ WIDE_FORWARD = [
         "",
     ),
 ]
-WIDE_BACKWARD = [
+FP32_BACKWARD = [
     (
         "stage read before its copy landed",
         "fp32/backward.cuh",
@@ -496,11 +496,11 @@ WIDE_BACKWARD = [
     ("gradient of lse forgotten", "fp32/passes.cuh", "sum -= p.grad_lse[stat]", "sum -= 0"),
     ("tiles read before they landed", "fp32/mask_gradient.cuh", "      ptx::cp_async_wait<0>();\n", ""),
 ]
-WIDE_FORWARD_BLOCKS = [
+FP32_FORWARD_BLOCKS = [
     ("partial tiles are not looked at", "fp32/forward.cuh", "if (blocks && !window.whole(n))\n", "if (false)\n"),
     ("what was found lies where the flags are", "fp32/forward.cuh", "flags + kFlagBytes / 4", "flags"),
 ]
-WIDE_BACKWARD_BLOCKS = [
+FP32_BACKWARD_BLOCKS = [
     ("partial tiles are not looked at", "fp32/backward.cuh", "blocks() && !window.whole(it);", "false;"),
     ("a turn is not passed on", "fp32/backward.cuh", "it++, at.next()) pass_turn();", "it++, at.next());"),
 ]

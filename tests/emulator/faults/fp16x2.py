@@ -65,5 +65,5 @@ FORWARD = [
     ("rows past the end are written", SPLIT, "if (r >= p.q_len) continue;", ""),
     ("rows that see nothing not written", SPLIT, "write_zeros(r0, t, x, p);", ""),
     ("tiles of others not passed over", SPLIT, "k < start; k++, c++", "k < start; k++"),
-    ("left to WideForward never", "fp32/forward.cuh", "if (*rare == 0) return;", "return;"),
+    ("left to Fp32Forward never", "fp32/forward.cuh", "if (*rare == 0) return;", "return;"),
 ]

@@ -1,5 +1,5 @@
 // Runs one backward kernel with its passes, named by -DKERNEL=... (an Sm80Backward) or -DSHAPE=... (an
-// Sm90BackwardShape; with -DOPTIONS an Sm90OptionsBackwardShape). stdin: query, key, value, out, grad_out, lse,
+// Sm90BackwardShape; with -DOPTIONS an Sm90FullBackwardShape). stdin: query, key, value, out, grad_out, lse,
 // grad_lse, lengths, options; stdout: grad_query, grad_key, grad_value, and of options where there are such:
 // grad_sinks, grad_slopes, grad_mask. -DRANGED: as in forward.cpp.
 #include "backward_options.h"
@@ -48,7 +48,7 @@ void launch_main(const BackwardTask& p, const driver::Shape& q, const driver::Sh
 #ifdef OPTIONS
   const Scores& m = p.scores;
   const int64_t item = single_batch_stride(m, m.mask_batch);
-  Sm90OptionsBackwardMaps all{maps, {}, mask_in_tiles(p), item != 0};
+  Sm90FullBackwardMaps all{maps, {}, mask_in_tiles(p), item != 0};
   if (all.mask_tiles) {
     const auto u = [](int64_t x) { return static_cast<uint32_t>(x); };
     const auto bytes = [](int64_t x) { return static_cast<uint64_t>(x ? 2 * x : 16); };
@@ -60,8 +60,8 @@ void launch_main(const BackwardTask& p, const driver::Shape& q, const driver::Sh
                 {2, bytes(m.mask_head), bytes(m.mask_row), bytes(item), 0},
                 true};
   }
-  emulator::launch(sm90_options_backward<Kernel>, dim3(blocks), dim3(Kernel::kThreads), Kernel::kSmemBytes, options,
-                   all, p);
+  emulator::launch(sm90_full_backward<Kernel>, dim3(blocks), dim3(Kernel::kThreads), Kernel::kSmemBytes, options, all,
+                   p);
 #else
   emulator::launch(sm90_backward<Kernel, Ranged>, dim3(blocks), dim3(Kernel::kThreads), Kernel::kSmemBytes, options,
                    maps, p);

@@ -28,10 +28,10 @@ struct EmulatedHost {
 int main() {
   try {
     conformance::Program<EmulatedHost>::sm80();
-    conformance::WideProgram<EmulatedHost>::run();
-    conformance::SplitProgram<EmulatedHost>::sm80();
+    conformance::Fp32Program<EmulatedHost>::run();
+    conformance::Fp16x2Program<EmulatedHost>::sm80();
     conformance::Program<EmulatedHost>::sm90();
-    conformance::SplitProgram<EmulatedHost>::run();
+    conformance::Fp16x2Program<EmulatedHost>::run();
   } catch (const emulator::Error& e) {
     printf("FAIL %s\n", e.what());
     return 1;

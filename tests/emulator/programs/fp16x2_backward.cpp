@@ -1,6 +1,6 @@
 // float32 in planes of halves, as csrc/cuda/inst/fp32/fp16x2_backward.cu launches it: the passes, the products, and
-// WideBackward for what does not split. -DDIM: 64 or 128; -DALONE: without WideBackward, which takes long to compile.
-// stdin, stdout: as backward.cpp, then SplitBackwardPlanes::rare; `cut`: sums are cut off.
+// Fp32Backward for what does not split. -DDIM: 64 or 128; -DALONE: without Fp32Backward, which takes long to compile.
+// stdin, stdout: as backward.cpp, then Fp16x2BackwardPlanes::rare; `cut`: sums are cut off.
 #include "backward_task.h"
 //
 #include "cuda/kernels/fp32/fp16x2_backward.cuh"
@@ -11,18 +11,18 @@
 
 using namespace attnjourney;
 #ifdef SMALL
-using Kernel = SplitBackwardSmall;
+using Kernel = Fp16x2BackwardSmall;
 #else
-using Kernel = SplitBackwardOf<DIM>;
+using Kernel = Fp16x2BackwardOf<DIM>;
 #endif
 
 int main(int argc, char** argv) {
   return driver::run(argc, argv, [](const driver::Arguments& a) {
     driver::BackwardInputs<float, float> in(a);
     BackwardTask& p = in.p;
-    constexpr int kWhole = 4096 / DIM, kTile = SplitSize<DIM>::kRows;
+    constexpr int kWhole = 4096 / DIM, kTile = Fp16x2Size<DIM>::kRows;
     const size_t pairs = static_cast<size_t>(p.batch) * p.q_heads, kv_pairs = static_cast<size_t>(p.batch) * p.kv_heads;
-    p.tile_rows = DIM == 64 ? 32 : 16, p.tile_keys = Kernel::kKeys;  // of WideBackward
+    p.tile_rows = DIM == 64 ? 32 : 16, p.tile_keys = Kernel::kKeys;  // of Fp32Backward
     p.rows = (p.q_len + kWhole - 1) / kWhole * kWhole, p.key_tiles = (p.kv_len + 63) / 64;
     const size_t rows = pairs * p.rows;
     emulator::Buffer<float> lse2(rows, "lse2"), delta(rows, "delta"), query_sum(rows * DIM, "query_sum");
@@ -31,7 +31,7 @@ int main(int argc, char** argv) {
     if (a["deterministic"]) p.turn = turn.data;
     p.span = a["span"] ? a["span"] : backward_span(p, DIM, a["ranged"], a["deterministic"]);
 
-    SplitBackwardPlanes w{};
+    Fp16x2BackwardPlanes w{};
     w.query_tiles = (p.q_len + kTile - 1) / kTile, w.key_tiles = (p.kv_len + kTile - 1) / kTile;
     const size_t query_bytes = pairs * p.q_len * 4 * DIM, key_bytes = kv_pairs * p.kv_len * 4 * DIM;
     emulator::Buffer<unsigned char> query(query_bytes, "query planes"), grad_out(query_bytes, "grad_out planes");
@@ -46,21 +46,21 @@ int main(int argc, char** argv) {
     order.cut_sums = a["cut"];
     const auto count = static_cast<int64_t>(rows);
     const auto pass = [&](auto kernel, int64_t threads, auto... arguments) {
-      const dim3 grid(static_cast<unsigned>((threads + kWidePassThreads - 1) / kWidePassThreads));
-      emulator::launch(kernel, grid, dim3(kWidePassThreads), 0, order, p, arguments...);
+      const dim3 grid(static_cast<unsigned>((threads + kFp32PassThreads - 1) / kFp32PassThreads));
+      emulator::launch(kernel, grid, dim3(kFp32PassThreads), 0, order, p, arguments...);
     };
-    pass(wide_prepare<float>, 32 * count, DIM, count);
+    pass(fp32_prepare<float>, 32 * count, DIM, count);
     const auto tiles = static_cast<unsigned>(2 * (query_scale.size + key_scale.size));
-    emulator::launch(split_backward_planes<DIM>, dim3(tiles), dim3(SplitSize<DIM>::kThreads),
-                     SplitSize<DIM>::kSmemBytes, order, p, w);
+    emulator::launch(fp16x2_backward_planes<DIM>, dim3(tiles), dim3(Fp16x2Size<DIM>::kThreads),
+                     Fp16x2Size<DIM>::kSmemBytes, order, p, w);
     const auto blocks = static_cast<unsigned>(p.key_tiles * kv_pairs);
-    emulator::launch(split_backward<Kernel>, dim3(blocks), dim3(Kernel::kThreads), Kernel::kSmemBytes, order, p, w);
+    emulator::launch(fp16x2_backward<Kernel>, dim3(blocks), dim3(Kernel::kThreads), Kernel::kSmemBytes, order, p, w);
 #ifndef ALONE
-    using Wide = WideBackwardOf<float, DIM>;
-    emulator::launch(wide_backward_rest<Wide>, dim3(p.turn ? blocks : std::min(blocks, 2u)), dim3(Wide::kThreads),
+    using Wide = Fp32BackwardOf<float, DIM>;
+    emulator::launch(fp32_backward_fallback<Wide>, dim3(p.turn ? blocks : std::min(blocks, 2u)), dim3(Wide::kThreads),
                      Wide::kSmemBytes, order, p, w.rare, blocks);
 #endif
-    pass(split_query<Kernel>, count * (DIM / 4), static_cast<const uint32_t*>(w.rare), count);
+    pass(fp16x2_query<Kernel>, count * (DIM / 4), static_cast<const uint32_t*>(w.rare), count);
     in.write_gradients();
     driver::write(rare);
   });

@@ -1,4 +1,4 @@
-// Runs one WideBackward with its passes, named by -DKERNEL=...; stdin, stdout: as backward.cpp.
+// Runs one Fp32Backward with its passes, named by -DKERNEL=...; stdin, stdout: as backward.cpp.
 #include "backward_options.h"
 //
 #include "cuda/kernels/fp32/backward.cuh"
@@ -29,14 +29,14 @@ int main(int argc, char** argv) {
 
     const auto count = static_cast<int64_t>(rows);
     const auto pass = [&](auto kernel, int64_t threads) {
-      const dim3 grid(static_cast<unsigned>((threads + kWidePassThreads - 1) / kWidePassThreads));
-      emulator::launch(kernel, grid, dim3(kWidePassThreads), 0, a.options(), p, Kernel::kD, count);
+      const dim3 grid(static_cast<unsigned>((threads + kFp32PassThreads - 1) / kFp32PassThreads));
+      emulator::launch(kernel, grid, dim3(kFp32PassThreads), 0, a.options(), p, Kernel::kD, count);
     };
-    pass(wide_prepare<Real>, 32 * count);
-    emulator::launch(wide_backward<Kernel>, dim3(p.key_tiles * p.kv_heads * (p.cu_q ? 1 : p.batch)),
+    pass(fp32_prepare<Real>, 32 * count);
+    emulator::launch(fp32_backward<Kernel>, dim3(p.key_tiles * p.kv_heads * (p.cu_q ? 1 : p.batch)),
                      dim3(Kernel::kThreads), Kernel::kSmemBytes, a.options(), p);
-    pass(wide_query<Real>, count * (Kernel::kD / kWide<Real>));
+    pass(fp32_query<Real>, count * (Kernel::kD / kFp32Lanes<Real>));
     in.write_gradients();
-    driver::options_gradients<WideMaskGradient<Real>>(p, a);
+    driver::options_gradients<Fp32MaskGradient<Real>>(p, a);
   });
 }

@@ -1,4 +1,4 @@
-// Runs one WideForward, named by -DKERNEL=...; stdin, stdout: as forward_call.h.
+// Runs one Fp32Forward, named by -DKERNEL=...; stdin, stdout: as forward_call.h.
 #include "forward_call.h"
 //
 #include "cuda/kernels/fp32/forward.cuh"
@@ -11,7 +11,7 @@ int main(int argc, char** argv) {
   return driver::run(argc, argv, [](const driver::Arguments& a) {
     driver::ForwardCall<Real, ForwardTaskOf<Real>> c(a);
     c.plan(a, Kernel::kRows);
-    emulator::launch(wide_forward<Kernel>, dim3(c.p.total), dim3(Kernel::kThreads), Kernel::kSmemBytes, a.options(),
+    emulator::launch(fp32_forward<Kernel>, dim3(c.p.total), dim3(Kernel::kThreads), Kernel::kSmemBytes, a.options(),
                      c.p);
     c.finish();
   });

@@ -1,4 +1,4 @@
-// Runs the Hopper forward with options of the Sm90OptionsShape -DSHAPE=..., after the pass over its mask. stdin,
+// Runs the Hopper forward with options of the Sm90FullShape -DSHAPE=..., after the pass over its mask. stdin,
 // stdout: as forward_call.h.
 #include "forward_call.h"
 //
@@ -18,7 +18,7 @@ int main(int argc, char** argv) {
       emulator::launch(tile_kinds<S::kKeys>, dim3(bits.size), dim3(threads), kKindsBytes, a.options(), c.p, kinds);
     }
     c.plan(a, S::kRows);
-    emulator::launch(sm90_options_forward<S>, dim3(std::min(a["grid"], c.p.total)), dim3(S::kThreads), S::kSmemBytes,
+    emulator::launch(sm90_full_forward<S>, dim3(std::min(a["grid"], c.p.total)), dim3(S::kThreads), S::kSmemBytes,
                      a.options(), c.maps<Sm90ForwardMaps, S::T>(S::kKeys), c.p, kinds);
     c.finish();
   });

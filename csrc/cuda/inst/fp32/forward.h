@@ -8,14 +8,14 @@
 namespace attnjourney {
 
 template <class Real>
-void launch_wide_forward(ForwardTaskOf<Real> p, const Device& device, cudaStream_t stream) {
+void launch_fp32_forward(ForwardTaskOf<Real> p, const Device& device, cudaStream_t stream) {
   const auto go = [&]<class K>() {
     plan_forward(p, K::kRows, sizeof(Real));
-    launch(wide_forward<K>, p.total, K::kThreads, K::kSmemBytes, stream, p);
+    launch(fp32_forward<K>, p.total, K::kThreads, K::kSmemBytes, stream, p);
   };
   with_size(backward_size(p.head_dim, p.v_head_dim), [&]<int D>() {
-    using Usual = WideForwardOf<Real, D>;
-    using Small = std::conditional_t<fits(Usual::kSmemBytes, true), Usual, WideForwardSmall<Real, D>>;
+    using Usual = Fp32ForwardOf<Real, D>;
+    using Small = std::conditional_t<fits(Usual::kSmemBytes, true), Usual, Fp32ForwardSmall<Real, D>>;
     static_assert(fits(Usual::kSmemBytes, false) && fits(Small::kSmemBytes, true));
     device.small() ? go.template operator()<Small>() : go.template operator()<Usual>();
   });

@@ -1,5 +1,5 @@
 #include "forward.h"
 
-void attnjourney::wide_forward_fp32(ForwardTaskOf<float> p, bool, const Device& device, cudaStream_t stream) {
-  launch_wide_forward<float>(p, device, stream);
+void attnjourney::fp32_forward_float(ForwardTaskOf<float> p, bool, const Device& device, cudaStream_t stream) {
+  launch_fp32_forward<float>(p, device, stream);
 }

@@ -1,5 +1,5 @@
 #include "forward.h"
 
-void attnjourney::wide_forward_fp64(ForwardTaskOf<double> p, bool, const Device& device, cudaStream_t stream) {
-  launch_wide_forward<double>(p, device, stream);
+void attnjourney::fp32_forward_double(ForwardTaskOf<double> p, bool, const Device& device, cudaStream_t stream) {
+  launch_fp32_forward<double>(p, device, stream);
 }

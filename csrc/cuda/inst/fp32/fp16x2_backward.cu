@@ -6,32 +6,32 @@ namespace attnjourney {
 namespace {
 
 template <class Kernel>
-void launch_split_backward(const BackwardTask& p, const SplitBackwardPlanes& w, const Device& device,
-                           cudaStream_t stream) {
+void launch_fp16x2_backward(const BackwardTask& p, const Fp16x2BackwardPlanes& w, const Device& device,
+                            cudaStream_t stream) {
   constexpr int D = Kernel::kD;
-  static_assert(split_rows(D) % Kernel::kRows == 0);
+  static_assert(fp16x2_rows(D) % Kernel::kRows == 0);
   const int64_t rows = int64_t{p.batch} * p.q_heads * p.rows;
   const int64_t planes = int64_t{p.q_heads} * w.query_tiles + int64_t{p.kv_heads} * w.key_tiles;
   const auto pass = [&](auto kernel, int64_t threads, auto... arguments) {
-    launch(kernel, (threads + kWidePassThreads - 1) / kWidePassThreads, kWidePassThreads, 0, stream, p, arguments...);
+    launch(kernel, (threads + kFp32PassThreads - 1) / kFp32PassThreads, kFp32PassThreads, 0, stream, p, arguments...);
   };
-  pass(wide_prepare<float>, 32 * rows, D, rows);
-  launch(split_backward_planes<D>, 2 * p.batch * planes, SplitSize<D>::kThreads, SplitSize<D>::kSmemBytes, stream, p,
+  pass(fp32_prepare<float>, 32 * rows, D, rows);
+  launch(fp16x2_backward_planes<D>, 2 * p.batch * planes, Fp16x2Size<D>::kThreads, Fp16x2Size<D>::kSmemBytes, stream, p,
          w);
-  launch(split_backward<Kernel>, int64_t{p.key_tiles} * p.kv_heads * p.batch, Kernel::kThreads, Kernel::kSmemBytes,
+  launch(fp16x2_backward<Kernel>, int64_t{p.key_tiles} * p.kv_heads * p.batch, Kernel::kThreads, Kernel::kSmemBytes,
          stream, p, w);
-  sm80_wide_backward_rest_fp32(p, w.rare, device, stream);
-  if (p.grad_query) pass(split_query<Kernel>, rows * (D / 4), static_cast<const uint32_t*>(w.rare), rows);
+  fp32_backward_fallback_float(p, w.rare, device, stream);
+  if (p.grad_query) pass(fp16x2_query<Kernel>, rows * (D / 4), static_cast<const uint32_t*>(w.rare), rows);
 }
 
 }  // namespace
 
-void sm80_split_backward_fp32(const BackwardTask& p, const SplitBackwardPlanes& w, const Device& device,
-                              cudaStream_t stream) {
-  static_assert(SplitBackwardOf<64>::kSmemBytes <= kSmallShared && SplitBackwardSmall::kSmemBytes <= kSmallShared);
-  const auto launch_it = backward_size(p.head_dim, p.v_head_dim) == 64 ? launch_split_backward<SplitBackwardOf<64>>
-                         : device.small()                              ? launch_split_backward<SplitBackwardSmall>
-                                                                       : launch_split_backward<SplitBackwardOf<128>>;
+void fp16x2_backward_float(const BackwardTask& p, const Fp16x2BackwardPlanes& w, const Device& device,
+                           cudaStream_t stream) {
+  static_assert(Fp16x2BackwardOf<64>::kSmemBytes <= kSmallShared && Fp16x2BackwardSmall::kSmemBytes <= kSmallShared);
+  const auto launch_it = backward_size(p.head_dim, p.v_head_dim) == 64 ? launch_fp16x2_backward<Fp16x2BackwardOf<64>>
+                         : device.small()                              ? launch_fp16x2_backward<Fp16x2BackwardSmall>
+                                                                       : launch_fp16x2_backward<Fp16x2BackwardOf<128>>;
   launch_it(p, w, device, stream);
 }
 

@@ -11,7 +11,7 @@ namespace attnjourney {
 
 // f<Kernel>() for what takes these head dims; size: as backward_size says; small: Device::small()
 template <class T, bool Deterministic, class F>
-void with_sm80_options_backward(int size, bool small, F&& f) {
+void with_sm80_full_backward(int size, bool small, F&& f) {
   with_size(size, [&]<int D>() {
     using Usual = Sm80Backward<T, D, backward_rows(D), backward_keys(D, true, false), Deterministic, true>;
     using Small = Sm80BackwardSmall<T, D, Deterministic>;
@@ -39,7 +39,7 @@ void launch_option_gradients(const BackwardTask& p, cudaStream_t stream) {
 }
 
 template <class T>
-void launch_sm80_options_backward(const BackwardTask& p, const Device& device, cudaStream_t stream) {
+void launch_sm80_full_backward(const BackwardTask& p, const Device& device, cudaStream_t stream) {
   const auto go = [&]<class K>() {
     launch_backward<K>(p, stream, [&] {
       if (p.grad_query || p.grad_key || p.grad_value || p.slope_sum)
@@ -49,8 +49,8 @@ void launch_sm80_options_backward(const BackwardTask& p, const Device& device, c
     });
   };
   const int size = backward_size(p.head_dim, p.v_head_dim);
-  p.turn ? with_sm80_options_backward<T, true>(size, device.small(), go)
-         : with_sm80_options_backward<T, false>(size, device.small(), go);
+  p.turn ? with_sm80_full_backward<T, true>(size, device.small(), go)
+         : with_sm80_full_backward<T, false>(size, device.small(), go);
 }
 
 }  // namespace attnjourney

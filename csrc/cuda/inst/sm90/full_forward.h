@@ -7,7 +7,7 @@
 namespace attnjourney {
 
 template <class T>
-void launch_sm90_options_forward(ForwardTask p, const TileKinds& kinds, const Device& device, cudaStream_t stream) {
+void launch_sm90_full_forward(ForwardTask p, const TileKinds& kinds, const Device& device, cudaStream_t stream) {
   const auto go = [&]<class S>() {
     constexpr bool bf16 = ptx::is_bf16<T>;
     plan_forward(p, S::kRows);
@@ -20,14 +20,14 @@ void launch_sm90_options_forward(ForwardTask p, const TileKinds& kinds, const De
     maps.query = map(p.query, p.query_strides, p.q_heads, p.q_len, p.head_dim, 64);
     maps.key = map(p.key, p.key_strides, kv_heads, p.kv_len, p.head_dim, S::kKeys);
     maps.value = value(S::kKeys), maps.value8 = value(8), maps.value1 = value(1);
-    launch(sm90_options_forward<S>, p.total < device.multiprocessors ? p.total : device.multiprocessors, S::kThreads,
+    launch(sm90_full_forward<S>, p.total < device.multiprocessors ? p.total : device.multiprocessors, S::kThreads,
            S::kSmemBytes, stream, maps, p, kinds);
   };
   const auto pick = [&]<bool Bias>() {
     const int size = forward_size(p.head_dim, p.v_head_dim);
-    if (size == 128128) return go.template operator()<Sm90OptionsShape<T, 128, 128, 2, Bias>>();
-    if (size == 192128) return go.template operator()<Sm90OptionsShape<T, 192, 128, 1, Bias>>();
-    go.template operator()<Sm90OptionsShape<T, 64, 64, 2, Bias>>();
+    if (size == 128128) return go.template operator()<Sm90FullShape<T, 128, 128, 2, Bias>>();
+    if (size == 192128) return go.template operator()<Sm90FullShape<T, 192, 128, 1, Bias>>();
+    go.template operator()<Sm90FullShape<T, 64, 64, 2, Bias>>();
   };
   if (p.scores.mask_kind > MaskElement::boolean)
     pick.template operator()<true>();

@@ -129,7 +129,7 @@ inline int64_t mask_gradient_blocks(const BackwardTaskOf<Real>& p) {
   return rows * keys * m.items * m.heads;
 }
 
-// After backward_prepare or wide_prepare.
+// After backward_prepare or fp32_prepare.
 template <class Tiles, class Real>
 __global__ void __launch_bounds__(Tiles::kThreads) mask_gradient(const __grid_constant__ BackwardTaskOf<Real> p) {
   Tiles::run(p);

@@ -10,10 +10,10 @@ namespace attnjourney {
 // Four warps of 16 keys each; below 64 keys, several share 16, each for its part of the columns of dK and dV. Stages:
 // of the queries' tiles.
 template <class Real_, int D, int Rows, int Keys, int Stages>
-struct WideBackward {
+struct Fp32Backward {
   using Real = Real_;
   using T = Real;
-  static constexpr int kD = D, kRows = Rows, kKeys = Keys, kThreads = 128, kWarps = 4, kW = kWide<Real>;
+  static constexpr int kD = D, kRows = Rows, kKeys = Keys, kThreads = 128, kWarps = 4, kW = kFp32Lanes<Real>;
   static constexpr int kParts = 64 / Keys, kOwn = kGroups<Real, D> / kParts;  // groups of columns
   static constexpr int kKeyBytes = Keys * D * sizeof(Real), kStage = Rows * D * sizeof(Real);
   static constexpr int kScoreBytes = Rows * Keys * sizeof(Real), kStats = 2 * Rows * sizeof(Real);
@@ -60,10 +60,10 @@ struct WideBackward {
     const auto sequence_here = [&] { return sizeof(Real) == 4 ? sequence_of<true>(p, where.batch) : sequence; };
     const auto load = [&](int stage, int head, int tile) {
       const Sequence sequence = sequence_here();
-      wide_load<Real, D, Rows, kThreads>(ptx::smem_addr(tiles.query + stage * kStage),
+      fp32_load<Real, D, Rows, kThreads>(ptx::smem_addr(tiles.query + stage * kStage),
                                          head_of(p.query, p.query_strides, head, sequence.q_begin), p.query_strides.row,
                                          tile * Rows, sequence.q_len, p.head_dim);
-      wide_load<Real, D, Rows, kThreads>(ptx::smem_addr(tiles.grad_out + stage * kStage),
+      fp32_load<Real, D, Rows, kThreads>(ptx::smem_addr(tiles.grad_out + stage * kStage),
                                          head_of(p.grad_out, p.grad_out_strides, head, sequence.q_begin),
                                          p.grad_out_strides.row, tile * Rows, sequence.q_len, p.v_head_dim);
       if (tid < 2 * Rows / kW) {  // lse2, then delta
@@ -125,10 +125,10 @@ struct WideBackward {
     const int first = next_seen(0);
     if (first < total) {
       const int k_len = sequence.keys.key_length;
-      wide_load<Real, D, Keys, kThreads>(ptx::smem_addr(tiles.key),
+      fp32_load<Real, D, Keys, kThreads>(ptx::smem_addr(tiles.key),
                                          head_of(p.key, p.key_strides, where.head_k, sequence.k_begin),
                                          p.key_strides.row, n0, k_len, p.head_dim);
-      wide_load<Real, D, Keys, kThreads>(ptx::smem_addr(tiles.value),
+      fp32_load<Real, D, Keys, kThreads>(ptx::smem_addr(tiles.value),
                                          head_of(p.value, p.value_strides, where.head_k, sequence.k_begin),
                                          p.value_strides.row, n0, k_len, p.v_head_dim);
       load(0, at.head, at.tile);
@@ -154,7 +154,7 @@ struct WideBackward {
       Scores s, ds;
       const auto rows_of = [&](const unsigned char* tile) {
         const RowReader<Real, D> reader(tile, own_key, lane);
-        return [reader](WideOperand<Real>(&a)[kW / 2], int chunks) { row_operands<Real, D>(a, reader, chunks); };
+        return [reader](Fp32Operand<Real>(&a)[kW / 2], int chunks) { row_operands<Real, D>(a, reader, chunks); };
       };
       rows_product<Real, D>(s, rows_of(tiles.key), query, 0, p.head_dim, lane);
       rows_product<Real, D>(ds, rows_of(tiles.value), grad_out, 0, p.v_head_dim, lane);
@@ -226,7 +226,7 @@ struct WideBackward {
 #pragma unroll
     for (int i = 0; i < Rows / 2; i++) {
       const int row = i / 4 * 8 + lane % 4 * 2 + i % 2, key = own_key + lane / 4 + i / 2 % 2 * 8;
-      *reinterpret_cast<Real*>(tile + wide_at<Real, Keys>(row, key / kW) + key % kW * sizeof(Real)) = ds[i / 4][i % 4];
+      *reinterpret_cast<Real*>(tile + fp32_at<Real, Keys>(row, key / kW) + key % kW * sizeof(Real)) = ds[i / 4][i % 4];
     }
   }
 
@@ -249,15 +249,15 @@ struct WideBackward {
   // d += A B for this warp's columns of a tile
   static __device__ __forceinline__ void accumulate(Sums& d, const Scores& weights, const unsigned char* tile,
                                                     int first_group, int dim, int lane) {
-    WideOperand<Real> a[Rows / 8];
+    Fp32Operand<Real> a[Rows / 8];
 #pragma unroll
     for (int k = 0; k < Rows / 8; k++) weight_operand(a[k], weights[k]);
 #pragma unroll
     for (int i = 0; i < kOwn; i++) {
       if (i && (first_group + i) * 8 * kW >= dim) break;
-      WideSum<Real> sum[kW];
+      Fp32Sum<Real> sum[kW];
       columns_product<Real, D, Rows / 8>(
-          sum, [&](WideOperand<Real>& x, int k) { x = a[k]; }, tile, first_group + i, lane);
+          sum, [&](Fp32Operand<Real>& x, int k) { x = a[k]; }, tile, first_group + i, lane);
 #pragma unroll
       for (int j = 0; j < kW; j++)
 #pragma unroll
@@ -282,12 +282,12 @@ struct WideBackward {
       if (group * 8 * kW >= dim) break;
       Real dq[kW][4];
       if (finite) {
-        WideSum<Real> sum[kW];
-        const auto read = [&](WideOperand<Real>& a, int k) {
+        Fp32Sum<Real> sum[kW];
+        const auto read = [&](Fp32Operand<Real>& a, int k) {
           Real x[2], y[2] = {};
           const int key = 8 * k + lane % 4 * 2, in_chunk = key % kW * static_cast<int>(sizeof(Real));
-          read_pair(x, tiles.score + wide_at<Real, Keys>(row, key / kW) + in_chunk);
-          if (kHalves == 2) read_pair(y, tiles.score + wide_at<Real, Keys>(row + 8, key / kW) + in_chunk);
+          read_pair(x, tiles.score + fp32_at<Real, Keys>(row, key / kW) + in_chunk);
+          if (kHalves == 2) read_pair(y, tiles.score + fp32_at<Real, Keys>(row + 8, key / kW) + in_chunk);
           a.set(x[0], y[0], x[1], y[1]);
         };
         columns_product<Real, D, Keys / 8>(sum, read, tiles.key, group, lane);
@@ -312,13 +312,13 @@ struct WideBackward {
     for (int key = 0; key < Keys; key++)
 #pragma unroll
       for (int h = 0; h < kHalves; h++) {
-        const Real ds = *reinterpret_cast<const Real*>(tiles.score + wide_at<Real, Keys>(row + 8 * h, key / kW) +
+        const Real ds = *reinterpret_cast<const Real*>(tiles.score + fp32_at<Real, Keys>(row + 8 * h, key / kW) +
                                                        key % kW * sizeof(Real));
         if (ds == 0) continue;
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           Real x[kW];
-          read_chunk(x, tiles.key + wide_at<Real, D>(key, group * 8 + lane % 4 * 2 + e));
+          read_chunk(x, tiles.key + fp32_at<Real, D>(key, group * 8 + lane % 4 * 2 + e));
 #pragma unroll
           for (int j = 0; j < kW; j++) dq[j][2 * h + e] += ds * x[j];
         }
@@ -348,41 +348,41 @@ struct WideBackward {
 
 // The kernels that are built, by size (launch.h).
 template <class Real, int D>
-struct WideBackwardOf;
+struct Fp32BackwardOf;
 template <>
-struct WideBackwardOf<float, 64> : WideBackward<float, 64, 32, 64, 2> {};
+struct Fp32BackwardOf<float, 64> : Fp32Backward<float, 64, 32, 64, 2> {};
 template <>
-struct WideBackwardOf<float, 128> : WideBackward<float, 128, 16, 64, 2> {};
+struct Fp32BackwardOf<float, 128> : Fp32Backward<float, 128, 16, 64, 2> {};
 template <>
-struct WideBackwardOf<float, 256> : WideBackward<float, 256, 16, 32, 2> {};
+struct Fp32BackwardOf<float, 256> : Fp32Backward<float, 256, 16, 32, 2> {};
 template <>
-struct WideBackwardOf<double, 64> : WideBackward<double, 64, 16, 64, 2> {};
+struct Fp32BackwardOf<double, 64> : Fp32Backward<double, 64, 16, 64, 2> {};
 template <>
-struct WideBackwardOf<double, 128> : WideBackward<double, 128, 16, 32, 2> {};
+struct Fp32BackwardOf<double, 128> : Fp32Backward<double, 128, 16, 32, 2> {};
 template <>
-struct WideBackwardOf<double, 256> : WideBackward<double, 256, 16, 16, 1> {};
+struct Fp32BackwardOf<double, 256> : Fp32Backward<double, 256, 16, 16, 1> {};
 
 // where shared memory is small: one stage, or fewer rows
 template <class Real, int D>
-struct WideBackwardSmall : WideBackward<Real, D, WideBackwardOf<Real, D>::kRows, WideBackwardOf<Real, D>::kKeys, 1> {};
+struct Fp32BackwardSmall : Fp32Backward<Real, D, Fp32BackwardOf<Real, D>::kRows, Fp32BackwardOf<Real, D>::kKeys, 1> {};
 template <>
-struct WideBackwardSmall<double, 128> : WideBackward<double, 128, 8, 32, 2> {};
+struct Fp32BackwardSmall<double, 128> : Fp32Backward<double, 128, 8, 32, 2> {};
 template <>
-struct WideBackwardSmall<double, 256> : WideBackward<double, 256, 8, 16, 1> {};
+struct Fp32BackwardSmall<double, 256> : Fp32Backward<double, 256, 8, 16, 1> {};
 
 // grid: key_tiles * kv_heads * batch
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, 1)
-    wide_backward(const __grid_constant__ BackwardTaskOf<typename Kernel::Real> p) {
+    fp32_backward(const __grid_constant__ BackwardTaskOf<typename Kernel::Real> p) {
   Kernel::run(p, blockIdx.x);
 }
 
-// Instead of SplitBackward, where `rare` (SplitBackwardPlanes) is not 0; else it is over at once. grid: as above, or
+// Instead of Fp16x2Backward, where `rare` (Fp16x2BackwardPlanes) is not 0; else it is over at once. grid: as above, or
 // where blocks do not wait for one another (BackwardTaskOf::turn) what the device holds
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, 1)
-    wide_backward_rest(const __grid_constant__ BackwardTaskOf<typename Kernel::Real> p, const uint32_t* rare,
-                       unsigned blocks) {
+    fp32_backward_fallback(const __grid_constant__ BackwardTaskOf<typename Kernel::Real> p, const uint32_t* rare,
+                           unsigned blocks) {
   if (*rare == 0) return;
   for (unsigned block = blockIdx.x; block < blocks; block += gridDim.x) {
     Kernel::run(p, block);

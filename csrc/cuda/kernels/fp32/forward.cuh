@@ -10,10 +10,10 @@ namespace attnjourney {
 // Parts: so many warps share 16 rows, each for its part of the output's columns (they do not fit one's registers); each
 // computes the weights for itself.
 template <class Real_, int D, int Keys, int Parts = 1>
-struct WideForward {
+struct Fp32Forward {
   using Real = Real_;
   using T = Real;
-  static constexpr int kD = D, kKeys = Keys, kThreads = 128, kRows = 64 / Parts, kW = kWide<Real>;
+  static constexpr int kD = D, kKeys = Keys, kThreads = 128, kRows = 64 / Parts, kW = kFp32Lanes<Real>;
   static constexpr int kOwn = kGroups<Real, D> / Parts;  // groups of columns
   static constexpr int kKeyBytes = Keys * D * sizeof(Real), kQueryBytes = kRows * D * sizeof(Real);
   static constexpr int kTileBytes = kQueryBytes + 2 * kKeyBytes;
@@ -43,7 +43,7 @@ struct WideForward {
     unsigned char* const query_tile = ptx::dynamic_smem();
     unsigned char *const key_tile = query_tile + kQueryBytes, *const value_tile = key_tile + kKeyBytes;
     const auto load = [&](unsigned char* tile, const Real* base, const Strides& s, int n, int dim) {
-      wide_load<Real, D, Keys, kThreads>(ptx::smem_addr(tile), base, s.row, n * Keys, tiles.key_end, dim);
+      fp32_load<Real, D, Keys, kThreads>(ptx::smem_addr(tile), base, s.row, n * Keys, tiles.key_end, dim);
       ptx::cp_async_commit();
     };
 
@@ -75,7 +75,7 @@ struct WideForward {
       return n;
     };
 
-    wide_load<Real, D, kRows, kThreads>(ptx::smem_addr(query_tile),
+    fp32_load<Real, D, kRows, kThreads>(ptx::smem_addr(query_tile),
                                         head_of(p.query, p.query_strides, where.head, sequence.q_begin),
                                         p.query_strides.row, where.row, sequence.rows, p.head_dim);
     const int first = next_seen(tiles.first());
@@ -94,14 +94,14 @@ struct WideForward {
           row_sum[h] = t == 0 ? 1 : 0;
         }
     }
-    WideOperand<Real> query[kKeepQuery ? D / 8 : 1];
+    Fp32Operand<Real> query[kKeepQuery ? D / 8 : 1];
 
     for (int n = first, next; n < tiles.end; n = next) {
       ptx::cp_async_wait<0>();  // K (and Q) of this tile have landed
       __syncthreads();          // and every warp is past V of the tile before
       load(value_tile, value, p.value_strides, n, p.v_head_dim);
       const RowReader<Real, D> query_rows(query_tile, own_row, ptx::opaque(lane));
-      const auto read_query = [&](WideOperand<Real>(&a)[kW / 2], int chunks) {
+      const auto read_query = [&](Fp32Operand<Real>(&a)[kW / 2], int chunks) {
         row_operands<Real, D>(a, query_rows, chunks);
       };
       Weights s;
@@ -109,11 +109,11 @@ struct WideForward {
         if (n == first)
 #pragma unroll
           for (int k = 0; k < D / 8; k += 2) {
-            WideOperand<Real> a[kW / 2];
+            Fp32Operand<Real> a[kW / 2];
             read_query(a, k * 8 / kW);
             query[k] = a[0], query[k + 1] = a[1];
           }
-        const auto kept_query = [&](WideOperand<Real>(&a)[kW / 2], int chunks) {
+        const auto kept_query = [&](Fp32Operand<Real>(&a)[kW / 2], int chunks) {
           a[0] = query[chunks * kW / 8], a[1] = query[chunks * kW / 8 + 1];
         };
         rows_product<Real, D>(s, kept_query, key_tile, 0, p.head_dim, lane);
@@ -133,15 +133,15 @@ struct WideForward {
       next = next_seen(tiles.above(n));
       if (next < tiles.end) load(key_tile, key, p.key_strides, next, p.head_dim);
       if (border) guard(acc, s, value_tile, first_group, flags, turn, lane);
-      WideOperand<Real> weights[Keys / 8];
+      Fp32Operand<Real> weights[Keys / 8];
 #pragma unroll
       for (int k = 0; k < Keys / 8; k++) weight_operand(weights[k], s[k]);
 #pragma unroll
       for (int i = 0; i < kOwn; i++) {
         if (i && (first_group + i) * 8 * kW >= p.v_head_dim) break;
-        WideSum<Real> sum[kW];
+        Fp32Sum<Real> sum[kW];
         columns_product<Real, D, Keys / 8>(
-            sum, [&](WideOperand<Real>& a, int k) { a = weights[k]; }, value_tile, first_group + i, lane);
+            sum, [&](Fp32Operand<Real>& a, int k) { a = weights[k]; }, value_tile, first_group + i, lane);
 #pragma unroll
         for (int j = 0; j < kW; j++)
 #pragma unroll
@@ -220,38 +220,38 @@ struct WideForward {
 
 // The kernels that are built, by size (launch.h).
 template <class Real, int D>
-struct WideForwardOf;
+struct Fp32ForwardOf;
 template <>
-struct WideForwardOf<float, 64> : WideForward<float, 64, 32> {};
+struct Fp32ForwardOf<float, 64> : Fp32Forward<float, 64, 32> {};
 template <>
-struct WideForwardOf<float, 128> : WideForward<float, 128, 32> {};
+struct Fp32ForwardOf<float, 128> : Fp32Forward<float, 128, 32> {};
 template <>
-struct WideForwardOf<float, 256> : WideForward<float, 256, 16> {};
+struct Fp32ForwardOf<float, 256> : Fp32Forward<float, 256, 16> {};
 template <>
-struct WideForwardOf<double, 64> : WideForward<double, 64, 32> {};
+struct Fp32ForwardOf<double, 64> : Fp32Forward<double, 64, 32> {};
 template <>
-struct WideForwardOf<double, 128> : WideForward<double, 128, 16> {};
+struct Fp32ForwardOf<double, 128> : Fp32Forward<double, 128, 16> {};
 template <>
-struct WideForwardOf<double, 256> : WideForward<double, 256, 16, 2> {};
+struct Fp32ForwardOf<double, 256> : Fp32Forward<double, 256, 16, 2> {};
 
 // where shared memory is small
 template <class Real, int D>
-struct WideForwardSmall : WideForwardOf<Real, D> {};
+struct Fp32ForwardSmall : Fp32ForwardOf<Real, D> {};
 template <>
-struct WideForwardSmall<double, 256> : WideForward<double, 256, 8, 2> {};
+struct Fp32ForwardSmall<double, 256> : Fp32Forward<double, 256, 8, 2> {};
 
 // grid: total tiles
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
-    wide_forward(const __grid_constant__ ForwardTaskOf<typename Kernel::Real> p) {
+    fp32_forward(const __grid_constant__ ForwardTaskOf<typename Kernel::Real> p) {
   Kernel::run(p, blockIdx.x);
 }
 
-// Instead of Sm90SplitForward, where `rare` (SplitPlanes) is not 0; else it is over at once. grid: what the device
+// Instead of Sm90Fp16x2Forward, where `rare` (Fp16x2Planes) is not 0; else it is over at once. grid: what the device
 // holds
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
-    wide_forward_rest(const __grid_constant__ ForwardTaskOf<typename Kernel::Real> p, const uint32_t* rare) {
+    fp32_forward_fallback(const __grid_constant__ ForwardTaskOf<typename Kernel::Real> p, const uint32_t* rare) {
   if (*rare == 0) return;
   // no barrier between tiles: without options, the first copies of one go where nobody reads any more
   for (int tile = blockIdx.x; tile < p.total; tile += gridDim.x) Kernel::run(p, tile);

@@ -15,7 +15,7 @@
 namespace attnjourney {
 
 template <int D, int Rows>
-struct SplitBackward {
+struct Fp16x2Backward {
   static constexpr int kD = D, kRows = Rows, kKeys = 64, kThreads = 128, kWarps = 4;
   static constexpr int kRow = 2 * D, kCol = 2 * Rows;  // bytes of a row of a plane; of dS^T
   static constexpr int kKeyPlane = kKeys * kRow, kPlane = Rows * kRow, kScorePlane = kKeys * kCol;
@@ -152,7 +152,7 @@ struct SplitBackward {
 #pragma unroll
       for (int q = 0; q < 4; q++) {
         const float (&from)[4] = x[2 * k + q / 2];
-        const SplitPair two(from[q % 2 * 2] * scale, from[q % 2 * 2 + 1] * scale, kLowFactor);
+        const Fp16x2Pair two(from[q % 2 * 2] * scale, from[q % 2 * 2 + 1] * scale, kLowFactor);
         f.high[k][q] = two.high, f.low[k][q] = two.low;
       }
   }
@@ -303,7 +303,7 @@ struct SplitBackward {
     }
   }
 
-  static __device__ __forceinline__ void run(const BackwardTask& p, const SplitBackwardPlanes& w) {
+  static __device__ __forceinline__ void run(const BackwardTask& p, const Fp16x2BackwardPlanes& w) {
     if (*w.rare) return;
     unsigned char* const smem = ptx::dynamic_smem();
     const Tiles tiles(smem);
@@ -319,7 +319,7 @@ struct SplitBackward {
         const float* from = (i < Rows / 4 ? p.lse2 : p.delta) + int64_t(at.pair) * p.rows + at.tile * Rows;
         ptx::cp_async_16(ptx::smem_addr(tiles.stats) + i * 16, from + i % (Rows / 4) * 4, true);
       } else if (i == Rows / 2) {
-        const int64_t scale = int64_t(at.pair) * w.query_tiles + at.tile / (SplitSize<D>::kRows / Rows);
+        const int64_t scale = int64_t(at.pair) * w.query_tiles + at.tile / (Fp16x2Size<D>::kRows / Rows);
         ptx::cp_async_16(ptx::smem_addr(tiles.scale), w.query_scale + scale, true);
       }
       ptx::cp_async_commit();
@@ -341,8 +341,8 @@ struct SplitBackward {
         load<kKeys>(tiles.key, w.key + pair * p.kv_len * (4 * D), n0, p.kv_len);
         load<kKeys>(tiles.value, w.value + pair * p.kv_len * (4 * D), n0, p.kv_len);
         if (threadIdx.x == 0)
-          ptx::cp_async_16(ptx::smem_addr(tiles.scale + 1), w.key_scale + pair * w.key_tiles + n0 / SplitSize<D>::kRows,
-                           true);
+          ptx::cp_async_16(ptx::smem_addr(tiles.scale + 1),
+                           w.key_scale + pair * w.key_tiles + n0 / Fp16x2Size<D>::kRows, true);
         load_query_tile(first);
         load_out_tile(first);
       }
@@ -408,14 +408,14 @@ struct SplitBackward {
 
 // The kernels that are built, by size (launch.h).
 template <int D>
-struct SplitBackwardOf : SplitBackward<D, 4096 / D> {};
+struct Fp16x2BackwardOf : Fp16x2Backward<D, 4096 / D> {};
 // where shared memory is small
-struct SplitBackwardSmall : SplitBackward<128, 16> {};
+struct Fp16x2BackwardSmall : Fp16x2Backward<128, 16> {};
 
 // grid: key_tiles * kv_heads * batch
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, 2)
-    split_backward(const __grid_constant__ BackwardTask p, const __grid_constant__ SplitBackwardPlanes w) {
+    fp16x2_backward(const __grid_constant__ BackwardTask p, const __grid_constant__ Fp16x2BackwardPlanes w) {
   Kernel::run(p, w);
 }
 

@@ -24,17 +24,17 @@ __device__ __forceinline__ uint32_t magnitude_bits(float x) {  // ordered as mag
 }
 
 // Two numbers as halves.
-struct SplitPair {
+struct Fp16x2Pair {
   uint32_t high, low;
   float2 rounded;  // high
-  __device__ __forceinline__ SplitPair(float a, float b, float low_factor)
+  __device__ __forceinline__ Fp16x2Pair(float a, float b, float low_factor)
       : high(ptx::pack2<Half>(a, b)), rounded(ptx::unpack2<Half>(high)) {
     low = ptx::pack2<Half>((a - rounded.x) * low_factor, (b - rounded.y) * low_factor);
   }
 };
 
 // Some rows of one head, and how they are split.
-struct SplitRows {
+struct Fp16x2Rows {
   const float* from;  // row 0
   unsigned char* to;  // its planes
   int64_t stride;     // of rows, in elements
@@ -48,7 +48,7 @@ struct SplitRows {
 
 // One tile, from row `row0` on; the whole block. The power of two is 2^(127 + 14 - the result).
 template <int D>
-__device__ __forceinline__ uint32_t split_tile(const SplitRows& r, int row0, uint32_t* count) {
+__device__ __forceinline__ uint32_t fp16x2_tile(const Fp16x2Rows& r, int row0, uint32_t* count) {
   constexpr int kLanes = D / 4, kStep = 1024 / D, kPasses = 8;
   const int tid = threadIdx.x, lane = tid % 32, column = tid % kLanes * 4;
   row0 += tid / kLanes;
@@ -80,7 +80,7 @@ __device__ __forceinline__ uint32_t split_tile(const SplitRows& r, int row0, uin
   if (lane == 0) parts[tid / 32] = most;
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < SplitSize<D>::kThreads / 32; i++) most = max(most, parts[i]);
+  for (int i = 0; i < Fp16x2Size<D>::kThreads / 32; i++) most = max(most, parts[i]);
 
   const uint32_t exponent = max(r.lowest, min(most >> 23, 127u + 32));
   const auto small = [&](uint32_t bits) { return bits != 0 && (bits >> 23) + r.range < exponent; };
@@ -95,8 +95,8 @@ __device__ __forceinline__ uint32_t split_tile(const SplitRows& r, int row0, uin
 #pragma unroll
   for (int i = 0; i < kPasses; i++) {
     const int row = row0 + i * kStep;
-    const SplitPair a(x[i][0] * scale, x[i][1] * scale, r.low_factor);
-    const SplitPair b(x[i][2] * scale, x[i][3] * scale, r.low_factor);
+    const Fp16x2Pair a(x[i][0] * scale, x[i][1] * scale, r.low_factor);
+    const Fp16x2Pair b(x[i][2] * scale, x[i][3] * scale, r.low_factor);
     if (row < r.length) {
       *reinterpret_cast<int2*>(to + int64_t(row) * (4 * D)) = int2{int(a.high), int(b.high)};
       *reinterpret_cast<int2*>(to + int64_t(row) * (4 * D) + 2 * D) = int2{int(a.low), int(b.low)};
@@ -107,8 +107,8 @@ __device__ __forceinline__ uint32_t split_tile(const SplitRows& r, int row0, uin
 
 // For the forward. grid: batch * (q_heads * query_tiles + 2 * kv_heads * key_tiles)
 template <int D>
-__global__ void __launch_bounds__(SplitSize<D>::kThreads)
-    split_planes(const __grid_constant__ ForwardTask p, const __grid_constant__ SplitPlanes w) {
+__global__ void __launch_bounds__(Fp16x2Size<D>::kThreads)
+    fp16x2_planes(const __grid_constant__ ForwardTask p, const __grid_constant__ Fp16x2Planes w) {
   const int queries = p.batch * p.q_heads * w.query_tiles, keys = p.batch * w.kv_heads * w.key_tiles;
   int tile = blockIdx.x;
   const bool is_query = tile < queries, is_value = tile >= queries + keys;
@@ -117,13 +117,13 @@ __global__ void __launch_bounds__(SplitSize<D>::kThreads)
   const int pair = tile / tiles, batch = pair / heads, head = pair - batch * heads;
   const Sequence sequence = sequence_of(p, batch);
   const Strides s = is_query ? p.query_strides : is_value ? p.value_strides : p.key_strides;
-  SplitRows r;
+  Fp16x2Rows r;
   r.from = static_cast<const float*>(is_query ? p.query : is_value ? p.value : p.key) + batch * s.batch + head * s.head;
   r.length = is_query ? p.q_len : p.kv_len, r.end = is_query ? sequence.q_len : sequence.keys.key_length;
   r.to = (is_query ? w.query : is_value ? w.value : w.key) + int64_t(pair) * r.length * (4 * D);
   r.stride = s.row, r.dim = is_value ? p.v_head_dim : p.head_dim;
   r.low_factor = is_value ? kLowFactor : 1.f, r.range = is_value ? 27 : 16, r.lowest = 127 - 32, r.columns = is_value;
-  const uint32_t exponent = split_tile<D>(r, (tile - pair * tiles) * SplitSize<D>::kRows, w.rare);
+  const uint32_t exponent = fp16x2_tile<D>(r, (tile - pair * tiles) * Fp16x2Size<D>::kRows, w.rare);
   const float scale = float_of_bits((2 * 127 + 14 - exponent) << 23), inverse = float_of_bits((exponent - 14) << 23);
   if (threadIdx.x != 0) return;
   if (is_query)

@@ -6,7 +6,7 @@
 namespace attnjourney {
 
 template <class Real>
-struct WideMaskGradient : MaskGradientOfTiles<WideMaskGradient<Real>, Real, 32> {
+struct Fp32MaskGradient : MaskGradientOfTiles<Fp32MaskGradient<Real>, Real, 32> {
   using T = Real;
   static constexpr int kRows = 64, kKeys = 32, kThreads = 128, kColumns = 256 / sizeof(Real);  // of a slice
   static constexpr int kRowBytes = kRows * 256, kPair = (kRows + kKeys) * 256, kSmemBytes = 2 * kPair;
@@ -24,7 +24,7 @@ struct WideMaskGradient : MaskGradientOfTiles<WideMaskGradient<Real>, Real, 32> 
     const auto slice = [&](const void* a, const Strides& sa, const void* b, const Strides& sb, int dim, int pair,
                            int c) {
       const auto load = [&]<int Count>(int at, const void* base, const Strides& of, int head_, int first, int rows) {
-        wide_load<Real, kColumns, Count, kThreads>(
+        fp32_load<Real, kColumns, Count, kThreads>(
             ptx::smem_addr(smem) + pair * kPair + at,
             static_cast<const Real*>(base) + batch * of.batch + head_ * of.head + c, of.row, first, rows, dim - c);
       };
@@ -33,7 +33,7 @@ struct WideMaskGradient : MaskGradientOfTiles<WideMaskGradient<Real>, Real, 32> 
     };
     const auto add = [&](Products& sum, int pair) {
       const RowReader<Real, kColumns> rows(smem + pair * kPair, warp * 16, lane);
-      const auto operands = [&](WideOperand<Real>(&a)[kWide<Real> / 2], int chunks) {
+      const auto operands = [&](Fp32Operand<Real>(&a)[kFp32Lanes<Real> / 2], int chunks) {
         row_operands<Real, kColumns>(a, rows, chunks);
       };
 #pragma unroll

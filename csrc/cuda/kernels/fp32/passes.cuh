@@ -1,19 +1,19 @@
-// The passes before and after wide_backward.
+// The passes before and after fp32_backward.
 #pragma once
 #include "cuda/kernels/common/backward_task.cuh"
 #include "tiles.cuh"
 
 namespace attnjourney {
 
-constexpr int kWidePassThreads = 256;
+constexpr int kFp32PassThreads = 256;
 
 // Before: delta = sum(out * grad_out) - grad_lse, lse in base 2, the sum for dQ cleared. One warp for each row of
 // [batch, q_heads, rows] or, packed, [q_heads, rows]; d: the kernel's columns.
 template <class Real>
-__global__ void __launch_bounds__(kWidePassThreads)
-    wide_prepare(const __grid_constant__ BackwardTaskOf<Real> p, int d, int64_t rows_in_all) {
-  constexpr int kW = kWide<Real>;
-  const int64_t number = int64_t(blockIdx.x) * (kWidePassThreads / 32) + threadIdx.x / 32;
+__global__ void __launch_bounds__(kFp32PassThreads)
+    fp32_prepare(const __grid_constant__ BackwardTaskOf<Real> p, int d, int64_t rows_in_all) {
+  constexpr int kW = kFp32Lanes<Real>;
+  const int64_t number = int64_t(blockIdx.x) * (kFp32PassThreads / 32) + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   if (number >= rows_in_all) return;
   const int pair = static_cast<int>(number / p.rows);
@@ -47,12 +47,12 @@ __global__ void __launch_bounds__(kWidePassThreads)
     for (int c = lane; c < d; c += 32) p.query_sum[number * d + c] = 0;
 }
 
-// One chunk of the sum for dQ, which lies in units of 16 rows, or 8, by 8 chunks (WideBackward::unit_at). number: of
+// One chunk of the sum for dQ, which lies in units of 16 rows, or 8, by 8 chunks (Fp32Backward::unit_at). number: of
 // the row among all.
 template <class Real>
-__device__ __forceinline__ void wide_query_sum(Real (&x)[kWide<Real>], const BackwardTaskOf<Real>& p, int d,
+__device__ __forceinline__ void fp32_query_sum(Real (&x)[kFp32Lanes<Real>], const BackwardTaskOf<Real>& p, int d,
                                                int64_t number, int row, int chunk) {
-  constexpr int kW = kWide<Real>;
+  constexpr int kW = kFp32Lanes<Real>;
   const int height = p.tile_rows < 16 ? p.tile_rows : 16, tile_size = 8 * height;
   const int in_tile = row % p.tile_rows, unit = chunk / 8 * (p.tile_rows / height) + in_tile / height;
   const Real* from = p.query_sum + (number - in_tile) * d + unit * kW * tile_size +
@@ -63,10 +63,10 @@ __device__ __forceinline__ void wide_query_sum(Real (&x)[kWide<Real>], const Bac
 
 // After: dQ = scale * sum; read(x, number, row, chunk) gives the sum. One thread for each chunk.
 template <class Real, class Read>
-__device__ __forceinline__ void wide_query_chunk(const BackwardTaskOf<Real>& p, int d, int64_t rows_in_all,
+__device__ __forceinline__ void fp32_query_chunk(const BackwardTaskOf<Real>& p, int d, int64_t rows_in_all,
                                                  Read&& read) {
-  constexpr int kW = kWide<Real>;
-  const int64_t i = int64_t(blockIdx.x) * kWidePassThreads + threadIdx.x, number = i / (d / kW);
+  constexpr int kW = kFp32Lanes<Real>;
+  const int64_t i = int64_t(blockIdx.x) * kFp32PassThreads + threadIdx.x, number = i / (d / kW);
   const int chunk = static_cast<int>(i - number * (d / kW));
   if (number >= rows_in_all || chunk * kW >= p.head_dim) return;
   const int pair = static_cast<int>(number / p.rows), row = static_cast<int>(number - int64_t(pair) * p.rows);
@@ -83,10 +83,10 @@ __device__ __forceinline__ void wide_query_chunk(const BackwardTaskOf<Real>& p, 
               x);
 }
 template <class Real>
-__global__ void __launch_bounds__(kWidePassThreads)
-    wide_query(const __grid_constant__ BackwardTaskOf<Real> p, int d, int64_t rows_in_all) {
-  wide_query_chunk(p, d, rows_in_all, [&](Real(&x)[kWide<Real>], int64_t number, int row, int chunk) {
-    wide_query_sum(x, p, d, number, row, chunk);
+__global__ void __launch_bounds__(kFp32PassThreads)
+    fp32_query(const __grid_constant__ BackwardTaskOf<Real> p, int d, int64_t rows_in_all) {
+  fp32_query_chunk(p, d, rows_in_all, [&](Real(&x)[kFp32Lanes<Real>], int64_t number, int row, int chunk) {
+    fp32_query_sum(x, p, d, number, row, chunk);
   });
 }
 

@@ -9,18 +9,18 @@
 namespace attnjourney {
 
 template <class Real>
-inline constexpr int kWide = 16 / sizeof(Real);  // numbers in a chunk of 16 bytes
+inline constexpr int kFp32Lanes = 16 / sizeof(Real);  // numbers in a chunk of 16 bytes
 
 // ---- tiles: rows of D numbers ----
 
 template <class Real, int D>
-inline constexpr int kWideRow = D * static_cast<int>(sizeof(Real));
+inline constexpr int kFp32Row = D * static_cast<int>(sizeof(Real));
 
 // Where a chunk is. The XOR puts into different banks what eight threads read at once: two rows by four chunks, or
 // four rows of one parity by two chunks.
 template <class Real, int D>
-__device__ __forceinline__ int wide_at(int row, int chunk) {
-  return row * kWideRow<Real, D> + ((chunk ^ (row & 1) << 2 ^ (row & 6)) << 4);
+__device__ __forceinline__ int fp32_at(int row, int chunk) {
+  return row * kFp32Row<Real, D> + ((chunk ^ (row & 1) << 2 ^ (row & 6)) << 4);
 }
 // Four chunks on from where a thread is, or one row down from an even one, this changes as well: few addresses serve.
 constexpr int kOtherHalf = 64;
@@ -29,12 +29,12 @@ template <class Real, int D>
 struct RowReader {
   const unsigned char *even, *odd;
   __device__ __forceinline__ RowReader(const unsigned char* tile, int row0, int lane) {
-    const int at = wide_at<Real, D>(row0 + lane / 4, lane % 4);
+    const int at = fp32_at<Real, D>(row0 + lane / 4, lane % 4);
     even = tile + at, odd = tile + (at ^ kOtherHalf);
   }
   // `below` more rows, a multiple of 8
   __device__ __forceinline__ const unsigned char* at(int below, int first) const {
-    return (first / 4 % 2 ? odd : even) + below * kWideRow<Real, D> + first / 8 * 128;
+    return (first / 4 % 2 ? odd : even) + below * kFp32Row<Real, D> + first / 8 * 128;
   }
 };
 // Rows 8 k + 2 (lane % 4) and the next, chunk 8 group + lane / 4.
@@ -42,24 +42,24 @@ template <class Real, int D>
 struct ColumnReader {
   const unsigned char *even, *odd;
   __device__ __forceinline__ ColumnReader(const unsigned char* tile, int group, int lane) {
-    const int at = wide_at<Real, D>(lane % 4 * 2, lane / 4);
-    even = tile + at + group * 128, odd = tile + (at ^ kOtherHalf) + group * 128 + kWideRow<Real, D>;
+    const int at = fp32_at<Real, D>(lane % 4 * 2, lane / 4);
+    even = tile + at + group * 128, odd = tile + (at ^ kOtherHalf) + group * 128 + kFp32Row<Real, D>;
   }
 };
 
 // Starts the copy of rows [row0, row0 + Count) of one head; rows past the end and columns past `dim` become zeros.
 template <class Real, int D, int Count, int Threads>
-__device__ __forceinline__ void wide_load(uint32_t tile, const Real* base, int64_t stride, int row0, int rows,
+__device__ __forceinline__ void fp32_load(uint32_t tile, const Real* base, int64_t stride, int row0, int rows,
                                           int dim) {
-  constexpr int kChunks = D / kWide<Real>;
+  constexpr int kChunks = D / kFp32Lanes<Real>;
   static_assert(Count * kChunks % Threads == 0);
   const int tid = ptx::opaque(threadIdx.x);
 #pragma unroll
   for (int i = 0; i < Count * kChunks / Threads; i++) {
     const int c = i * Threads + tid, row = c / kChunks, chunk = c % kChunks;
-    const bool valid = row0 + row < rows && chunk * kWide<Real> < dim;
-    ptx::cp_async_16(tile + wide_at<Real, D>(row, chunk),
-                     base + (valid ? (row0 + row) * stride + chunk * kWide<Real> : 0), valid);
+    const bool valid = row0 + row < rows && chunk * kFp32Lanes<Real> < dim;
+    ptx::cp_async_16(tile + fp32_at<Real, D>(row, chunk),
+                     base + (valid ? (row0 + row) * stride + chunk * kFp32Lanes<Real> : 0), valid);
   }
 }
 
@@ -87,7 +87,7 @@ __device__ __forceinline__ void read_pair(double (&x)[2], const unsigned char* a
 // ---- fragments: A of 16 x 8, B of 8 x 8, sums of 16 x 8 ----
 
 template <class Real>
-struct WideOperand {  // double
+struct Fp32Operand {  // double
   double x[4];
   // (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4)
   __device__ __forceinline__ void set(double a, double b, double c, double d) {
@@ -95,7 +95,7 @@ struct WideOperand {  // double
   }
 };
 template <>
-struct WideOperand<float> {
+struct Fp32Operand<float> {
   uint32_t high[4], low[4];
   __device__ __forceinline__ void set(float a, float b, float c, float d) {
     ptx::split(a, high[0], low[0]);
@@ -106,10 +106,10 @@ struct WideOperand<float> {
 };
 
 template <class Real>
-struct WideSum {  // double
+struct Fp32Sum {  // double
   double x[4] = {};
   __device__ __forceinline__ double operator[](int e) const { return x[e]; }
-  __device__ __forceinline__ void add(const WideOperand<double>& a, double b0, double b1) {
+  __device__ __forceinline__ void add(const Fp32Operand<double>& a, double b0, double b1) {
     ptx::mma_m8n8k4(x[0], x[1], a.x[0], b0);
     ptx::mma_m8n8k4(x[2], x[3], a.x[1], b0);
     ptx::mma_m8n8k4(x[0], x[1], a.x[2], b1);
@@ -117,10 +117,10 @@ struct WideSum {  // double
   }
 };
 template <>
-struct WideSum<float> {
+struct Fp32Sum<float> {
   float large[4] = {}, small[4] = {};
   __device__ __forceinline__ float operator[](int e) const { return large[e] + small[e]; }
-  __device__ __forceinline__ void add(const WideOperand<float>& a, float b0, float b1) {
+  __device__ __forceinline__ void add(const Fp32Operand<float>& a, float b0, float b1) {
     uint32_t high[2], low[2];
     ptx::split(b0, high[0], low[0]);
     ptx::split(b1, high[1], low[1]);
@@ -133,13 +133,13 @@ struct WideSum<float> {
 // The A fragments of rows g and g + 8 of a reader from chunk `chunks` on: steps over 8 columns, which are taken in an
 // order of their own, the same as that of B in rows_product.
 template <class Real, int D>
-__device__ __forceinline__ void row_operands(WideOperand<Real> (&a)[kWide<Real> / 2], const RowReader<Real, D>& reader,
-                                             int chunks) {
-  Real x[kWide<Real>], y[kWide<Real>];
+__device__ __forceinline__ void row_operands(Fp32Operand<Real> (&a)[kFp32Lanes<Real> / 2],
+                                             const RowReader<Real, D>& reader, int chunks) {
+  Real x[kFp32Lanes<Real>], y[kFp32Lanes<Real>];
   read_chunk(x, reader.at(0, chunks));
   read_chunk(y, reader.at(8, chunks));
 #pragma unroll
-  for (int s = 0; s < kWide<Real> / 2; s++) a[s].set(x[2 * s], y[2 * s], x[2 * s + 1], y[2 * s + 1]);
+  for (int s = 0; s < kFp32Lanes<Real> / 2; s++) a[s].set(x[2 * s], y[2 * s], x[2 * s + 1], y[2 * s + 1]);
 }
 
 // s = A B^T: `operands(a, chunks)` supplies rows of A; B: rows [row0, row0 + 8 Tiles) of a tile. Columns from `dim` on
@@ -147,24 +147,24 @@ __device__ __forceinline__ void row_operands(WideOperand<Real> (&a)[kWide<Real> 
 template <class Real, int D, int Tiles, class Operands>
 __device__ __forceinline__ void rows_product(Real (&s)[Tiles][4], Operands&& operands, const unsigned char* b, int row0,
                                              int dim, int lane) {
-  constexpr int kSlice = D < 64 ? D : 64, kStep = 4 * kWide<Real>;
+  constexpr int kSlice = D < 64 ? D : 64, kStep = 4 * kFp32Lanes<Real>;
   constexpr int kUnroll = sizeof(Real) == 4 ? kSlice / kStep : 2;  // double: more of them would spill
   const RowReader<Real, D> reader(b, row0, lane);
 #pragma unroll
   for (int slice = 0; slice < D; slice += kSlice) {
-    WideSum<Real> sum[Tiles];
+    Fp32Sum<Real> sum[Tiles];
     if (slice && slice >= dim) break;
 #pragma unroll kUnroll
     for (int c = slice; c < slice + kSlice; c += kStep) {
-      const int chunks = c / kWide<Real>;
-      WideOperand<Real> a[kWide<Real> / 2];
+      const int chunks = c / kFp32Lanes<Real>;
+      Fp32Operand<Real> a[kFp32Lanes<Real> / 2];
       operands(a, chunks);
 #pragma unroll
       for (int j = 0; j < Tiles; j++) {
-        Real x[kWide<Real>];
+        Real x[kFp32Lanes<Real>];
         read_chunk(x, reader.at(8 * j, chunks));
 #pragma unroll
-        for (int i = 0; i < kWide<Real> / 2; i++) sum[j].add(a[i], x[2 * i], x[2 * i + 1]);
+        for (int i = 0; i < kFp32Lanes<Real> / 2; i++) sum[j].add(a[i], x[2 * i], x[2 * i + 1]);
       }
     }
 #pragma unroll
@@ -176,30 +176,31 @@ __device__ __forceinline__ void rows_product(Real (&s)[Tiles][4], Operands&& ope
 
 // An accumulator fragment as the A of columns_product.
 template <class Real>
-__device__ __forceinline__ void weight_operand(WideOperand<Real>& a, const Real (&s)[4]) {
+__device__ __forceinline__ void weight_operand(Fp32Operand<Real>& a, const Real (&s)[4]) {
   a.set(s[0], s[2], s[1], s[3]);
 }
 
-// Column groups: 8 chunks. Tile j of a group has columns kWide n + j, so that a thread owns whole chunks: 2t and 2t
+// Column groups: 8 chunks. Tile j of a group has columns kFp32Lanes n + j, so that a thread owns whole chunks: 2t and
+// 2t
 // + 1.
 template <class Real, int D>
-inline constexpr int kGroups = D / (8 * kWide<Real>);
+inline constexpr int kGroups = D / (8 * kFp32Lanes<Real>);
 
 // sum = A B for one group of columns of B, rows [0, 8 Steps) of a tile. `operand(a, k)`: rows 8 k + 2t count as columns
 // t of A's fragment k, rows 8 k + 2t + 1 as t + 4.
 template <class Real, int D, int Steps, class Operand>
-__device__ __forceinline__ void columns_product(WideSum<Real> (&sum)[kWide<Real>], Operand&& operand,
+__device__ __forceinline__ void columns_product(Fp32Sum<Real> (&sum)[kFp32Lanes<Real>], Operand&& operand,
                                                 const unsigned char* b, int group, int lane) {
   const ColumnReader<Real, D> reader(b, group, lane);
 #pragma unroll
   for (int k = 0; k < Steps; k++) {
-    WideOperand<Real> a;
+    Fp32Operand<Real> a;
     operand(a, k);
-    Real x[kWide<Real>], y[kWide<Real>];
-    read_chunk(x, reader.even + 8 * k * kWideRow<Real, D>);
-    read_chunk(y, reader.odd + 8 * k * kWideRow<Real, D>);
+    Real x[kFp32Lanes<Real>], y[kFp32Lanes<Real>];
+    read_chunk(x, reader.even + 8 * k * kFp32Row<Real, D>);
+    read_chunk(y, reader.odd + 8 * k * kFp32Row<Real, D>);
 #pragma unroll
-    for (int j = 0; j < kWide<Real>; j++) sum[j].add(a, x[j], y[j]);
+    for (int j = 0; j < kFp32Lanes<Real>; j++) sum[j].add(a, x[j], y[j]);
   }
 }
 
@@ -215,11 +216,11 @@ template <class Real, int D, int Count, int Threads>
 __device__ __forceinline__ bool share_finite(const unsigned char* tile) {
   bool finite = true;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < Count * D / kWide<Real>; i += Threads) {
-    Real x[kWide<Real>];
+  for (int i = threadIdx.x; i < Count * D / kFp32Lanes<Real>; i += Threads) {
+    Real x[kFp32Lanes<Real>];
     read_chunk(x, tile + 16 * i);
 #pragma unroll
-    for (int j = 0; j < kWide<Real>; j++) finite = finite && is_finite(x[j]);
+    for (int j = 0; j < kFp32Lanes<Real>; j++) finite = finite && is_finite(x[j]);
   }
   return finite;
 }
@@ -227,11 +228,11 @@ __device__ __forceinline__ bool share_finite(const unsigned char* tile) {
 template <class Real, int D, int Count, int Threads>
 __device__ __forceinline__ void clear_share(unsigned char* tile) {
 #pragma unroll 1
-  for (int i = threadIdx.x; i < Count * D / kWide<Real>; i += Threads) {
-    Real x[kWide<Real>];
+  for (int i = threadIdx.x; i < Count * D / kFp32Lanes<Real>; i += Threads) {
+    Real x[kFp32Lanes<Real>];
     read_chunk(x, tile + 16 * i);
 #pragma unroll
-    for (int j = 0; j < kWide<Real>; j++) x[j] = is_finite(x[j]) ? x[j] : 0;
+    for (int j = 0; j < kFp32Lanes<Real>; j++) x[j] = is_finite(x[j]) ? x[j] : 0;
     write_chunk(tile + 16 * i, x);
   }
 }
@@ -253,7 +254,7 @@ __device__ __forceinline__ void weight_bits(uint32_t (&bits)[2], const Real (&s)
 // NaN in the sums of weights with rows of a tile, where a number that is not finite has a weight; columns of `Groups`
 // groups.
 template <class Real, int D, int Groups>
-__device__ __forceinline__ void mark_not_finite(Real (&d)[Groups * kWide<Real>][4], const uint32_t (&bits)[2],
+__device__ __forceinline__ void mark_not_finite(Real (&d)[Groups * kFp32Lanes<Real>][4], const uint32_t (&bits)[2],
                                                 const unsigned char* tile, int first_group, int lane) {
 #pragma unroll 1
   for (int r = 0; r < 32; r++) {
@@ -261,11 +262,11 @@ __device__ __forceinline__ void mark_not_finite(Real (&d)[Groups * kWide<Real>][
     if (!weight[0] && !weight[1]) continue;
 #pragma unroll
     for (int i = 0; i < 2 * Groups; i++) {
-      Real x[kWide<Real>];
-      read_chunk(x, tile + wide_at<Real, D>(r, (first_group + i / 2) * 8 + lane % 4 * 2 + i % 2));
+      Real x[kFp32Lanes<Real>];
+      read_chunk(x, tile + fp32_at<Real, D>(r, (first_group + i / 2) * 8 + lane % 4 * 2 + i % 2));
 #pragma unroll
-      for (int e = 0; e < 2 * kWide<Real>; e++)
-        if (weight[e % 2] && !is_finite(x[e / 2])) d[i / 2 * kWide<Real> + e / 2][e % 2 * 2 + i % 2] = NAN;
+      for (int e = 0; e < 2 * kFp32Lanes<Real>; e++)
+        if (weight[e % 2] && !is_finite(x[e / 2])) d[i / 2 * kFp32Lanes<Real> + e / 2][e % 2 * 2 + i % 2] = NAN;
     }
   }
 }

@@ -20,15 +20,17 @@ struct LinearWalk {
   // Numbers from row to row of A and B; of P and X, which lie where A and B were; of C and the state. Eight rows of
   // four columns of the former, four rows of eight columns of the latter meet no bank twice; double, whose threads read
   // one row of the latter, is denser, so that 99 KB hold 256 rows of the state.
-  static constexpr int kPart = kDepth + 4, kScores = kCols + 4, kWide = kCols + (sizeof(C) == 4 ? 8 : 0);
+  static constexpr int kPart = kDepth + 4, kScores = kCols + 4, kFp32Lanes = kCols + (sizeof(C) == 4 ? 8 : 0);
   static_assert(kScores <= 2 * kPart);
 
   static constexpr bool kAhead = sizeof(T) == 2;  // parts are fetched before they are needed; more would spill
 
   static constexpr __host__ __device__ int parts(int depth) { return (depth + kDepth - 1) / kDepth; }
   // A and B, or P or X; C; columns of A and B; denominators; the vector; the warps' flags; the state
-  static constexpr int kBeforeState = kRows * (2 * kPart + kWide + 3) + kLinearDepth + 16;
-  static constexpr int smem_bytes(int depth) { return int(sizeof(C)) * (kBeforeState + parts(depth) * kDepth * kWide); }
+  static constexpr int kBeforeState = kRows * (2 * kPart + kFp32Lanes + 3) + kLinearDepth + 16;
+  static constexpr int smem_bytes(int depth) {
+    return int(sizeof(C)) * (kBeforeState + parts(depth) * kDepth * kFp32Lanes);
+  }
 
   const LinearTask& p;
   C *state, *vector, *a, *b, *c, *a_column, *b_column, *denominator;
@@ -39,7 +41,7 @@ struct LinearWalk {
 
   __device__ __forceinline__ explicit LinearWalk(const LinearTask& task) : p(task) {
     a = reinterpret_cast<C*>(ptx::dynamic_smem()), b = a + kRows * kPart, c = b + kRows * kPart;
-    a_column = c + kRows * kWide, b_column = a_column + kRows, denominator = b_column + kRows;
+    a_column = c + kRows * kFp32Lanes, b_column = a_column + kRows, denominator = b_column + kRows;
     vector = denominator + kRows, flags = reinterpret_cast<uint32_t*>(vector + kLinearDepth);
     state = a + kBeforeState;
     warp = ptx::uniform(threadIdx.x / 32);
@@ -69,7 +71,7 @@ struct LinearWalk {
       const bool there = matrix && row < p.depth && first_col + col < p.cols;
       const C x = there ? matrix[piece * s.piece + head() * s.head + row * s.row + (first_col + col) * s.col] : C(0);
       sum += x - x;
-      state[row * kWide + col] = x;
+      state[row * kFp32Lanes + col] = x;
     }
     for (int i = threadIdx.x; i < kLinearDepth; i += kThreads) {
       const bool there = given && i < vector_count();
@@ -88,7 +90,7 @@ struct LinearWalk {
         const int row = i / kCols, col = i % kCols;
         if (first_col + col < p.cols)
           static_cast<C*>(s.matrix)[piece * s.piece + head() * s.head + row * s.row + (first_col + col) * s.col] =
-              state[row * kWide + col];
+              state[row * kFp32Lanes + col];
       }
     if (!s.vector || (p.extra == LinearExtra::value_column && first_col))
       return;  // one slice's vector is every slice's
@@ -137,7 +139,7 @@ struct LinearWalk {
     const int row = row_tile();
     multiply<true>(
         x, 0, kDepth, [&](int r, int k) { return a[(row + r) * kPart + k]; },
-        [&](int k, int j) { return state[(depth + k) * kWide + j]; }, has_ones() && warp / kRowWarps == 0,
+        [&](int k, int j) { return state[(depth + k) * kFp32Lanes + j]; }, has_ones() && warp / kRowWarps == 0,
         [&](int k) { return P::stored(vector[depth + k]); }, [&](int i) { return column(i); }, [](int) { return true; },
         [&](int, int k) { return depth + k < p.depth; });
   }
@@ -146,7 +148,7 @@ struct LinearWalk {
     const int row = row_tile();
     multiply<false>(
         x, band.upper ? row : 0, band.upper ? kRows : row + 16,
-        [&](int r, int k) { return a[(row + r) * kScores + k]; }, [&](int k, int j) { return c[k * kWide + j]; },
+        [&](int r, int k) { return a[(row + r) * kScores + k]; }, [&](int k, int j) { return c[k * kFp32Lanes + j]; },
         has_ones() && warp / kRowWarps == 0, [](int) { return C(1); }, [&](int i) { return column(i); },
         [](int) { return true; }, [&](int r, int k) { return band.seen(row + r, k); });
   }
@@ -155,7 +157,7 @@ struct LinearWalk {
     const int row = state_row_tile();
     multiply<false>(
         u, 0, kRows, [&](int r, int k) { return b[k * kPart + row + r]; },
-        [&](int k, int j) { return c[k * kWide + j]; }, has_ones() && warp / 2 == 0, [](int) { return C(1); },
+        [&](int k, int j) { return c[k * kFp32Lanes + j]; }, has_ones() && warp / 2 == 0, [](int) { return C(1); },
         [&](int i) { return state_column(i); }, [](int) { return true; }, [](int, int) { return true; });
   }
   __device__ __forceinline__ void keep_state(const typename P::template Sums<kStateTiles>& u, int depth) {
@@ -166,7 +168,7 @@ struct LinearWalk {
       const int row = depth + state_row_tile() + g + e / 2 * 8;
 #pragma unroll
       for (int i = 0; i < kStateTiles; i++) {
-        C& s = state[row * kWide + state_column(i) + 2 * t + e % 2];
+        C& s = state[row * kFp32Lanes + state_column(i) + 2 * t + e % 2];
         s += u.acc[i][e];
         sum += s - s;
       }
@@ -285,7 +287,7 @@ struct LinearWalk {
         const LinearHeadRows<T> c_rows(p.c, batch, b_head, b_heads, p.length);
         LinearTile<T, kRows, kCols, kThreads> next_c;
         next_c.fetch(p.c, c_rows, row0, end, first_col);
-        bad |= !next_c.template put<kWide, P::kRound>(p.c, c_rows, row0, first_col, c);
+        bad |= !next_c.template put<kFp32Lanes, P::kRound>(p.c, c_rows, row0, first_col, c);
       }
       if (p.extra == LinearExtra::depth_column) {
         for (int r = threadIdx.x; r < kRows; r += kThreads) {
@@ -332,7 +334,7 @@ struct LinearWalk {
         if (p.depth == 0) __syncthreads();  // C has been put by nobody's barrier yet
         for (int j = threadIdx.x; j < kCols; j += kThreads) {
           C sum = 0;
-          for (int r = 0; r < kRows; r++) sum += b_column[r] * c[r * kWide + j];
+          for (int r = 0; r < kRows; r++) sum += b_column[r] * c[r * kFp32Lanes + j];
           vector[j] += sum;
           bad |= vector[j] - vector[j] != C(0);
         }

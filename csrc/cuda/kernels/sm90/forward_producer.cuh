@@ -4,7 +4,7 @@
 
 namespace attnjourney {
 
-// The copies of one block: what Sm90ForwardProducer and Sm90OptionsProducer share.
+// The copies of one block: what Sm90ForwardProducer and Sm90FullProducer share.
 template <class S>
 struct Sm90ForwardLoads {
   const uint32_t smem;

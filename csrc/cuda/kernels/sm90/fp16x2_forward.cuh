@@ -12,8 +12,8 @@
 namespace attnjourney {
 
 template <int D>
-struct Sm90SplitForward {
-  using S = Sm90ForwardShape<Half, 2 * D, 2 * D, 2, SplitSize<D>::kRows, 2, D == 64 ? 2 : 1, true, true, 0, false>;
+struct Sm90Fp16x2Forward {
+  using S = Sm90ForwardShape<Half, 2 * D, 2 * D, 2, Fp16x2Size<D>::kRows, 2, D == 64 ? 2 : 1, true, true, 0, false>;
   using Slot = Sm90ForwardSlot;
   using Barriers = Sm90ForwardBarriers<S>;
   static constexpr int kKeys = S::kKeys, kSteps = kKeys / 16;
@@ -102,7 +102,7 @@ struct Sm90SplitForward {
 #pragma unroll
       for (int q = 0; q < 4; q++) {
         const float a = s[8 * kk + 2 * q], b = s[8 * kk + 2 * q + 1];
-        const SplitPair x(a, b, 1.f);
+        const Fp16x2Pair x(a, b, 1.f);
         high[kk][q] = x.high, low[kk][q] = x.low;
         shifted[kk][q] = ptx::pack2<Half>(x.rounded.x * kShift, x.rounded.y * kShift);
       }
@@ -144,7 +144,7 @@ struct Sm90SplitForward {
   }
 
   static __device__ __forceinline__ void consume(uint32_t smem, const Barriers& b, const Slot* slots,
-                                                 const ForwardTask& p, const SplitPlanes& w) {
+                                                 const ForwardTask& p, const Fp16x2Planes& w) {
     const int group = ptx::uniform(threadIdx.x / 128) - 1, lane = threadIdx.x % 32, t = lane % 4;
     const int r0 = (threadIdx.x - 128) / 32 * 16 + lane / 4;  // this thread's row of the tile; and r0 + 8
     const auto release = [&](uint32_t bar) {
@@ -174,7 +174,7 @@ struct Sm90SplitForward {
         continue;
       }
       const float4* key_scale = w.key_scale + (x.batch * w.kv_heads + x.head / p.group) * w.key_tiles;
-      const int query_tile = min((x.row + 64 * group) / SplitSize<D>::kRows, w.query_tiles - 1);
+      const int query_tile = min((x.row + 64 * group) / Fp16x2Size<D>::kRows, w.query_tiles - 1);
       const float query_scale =
           p.scale_log2 * w.query_scale[(x.batch * p.q_heads + x.head) * w.query_tiles + query_tile];
       for (int k = 1; k < start; k++, c++) {  // key tiles that only the other warpgroup sees
@@ -232,7 +232,7 @@ struct Sm90SplitForward {
     }
   }
 
-  static __device__ __forceinline__ void run(const Sm90ForwardMaps& maps, const ForwardTask& p, const SplitPlanes& w) {
+  static __device__ __forceinline__ void run(const Sm90ForwardMaps& maps, const ForwardTask& p, const Fp16x2Planes& w) {
     if (*w.rare) return;
     sm90_forward_roles<S>(
         [&](uint32_t smem, unsigned char* base, const Barriers& b) {
@@ -246,10 +246,10 @@ struct Sm90SplitForward {
 
 // grid: at most the number of tiles of 128 rows; maps: of the planes, without one of the output
 template <int D>
-__global__ void __launch_bounds__(Sm90SplitForward<D>::S::kThreads, 1)
-    sm90_split_forward(const __grid_constant__ Sm90ForwardMaps maps, const __grid_constant__ ForwardTask p,
-                       const __grid_constant__ SplitPlanes w) {
-  Sm90SplitForward<D>::run(maps, p, w);
+__global__ void __launch_bounds__(Sm90Fp16x2Forward<D>::S::kThreads, 1)
+    sm90_fp16x2_forward(const __grid_constant__ Sm90ForwardMaps maps, const __grid_constant__ ForwardTask p,
+                        const __grid_constant__ Fp16x2Planes w) {
+  Sm90Fp16x2Forward<D>::run(maps, p, w);
 }
 
 }  // namespace attnjourney

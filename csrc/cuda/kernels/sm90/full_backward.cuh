@@ -12,24 +12,24 @@
 namespace attnjourney {
 
 template <class S>
-struct Sm90OptionsConsumer : Sm90BackwardConsumer<S, true> {
+struct Sm90FullConsumer : Sm90BackwardConsumer<S, true> {
   using Base = Sm90BackwardConsumer<S, true>;
   using T = typename S::T;
   static constexpr int D = S::kD, M = S::kRows;
   using Work = typename S::Work;
-  using Guard = Sm90BackwardGuard<typename S::Part, Sm90OptionsBackwardMemory<S>>;
-  using Scores = Sm90OptionsBackwardScores<S>;
+  using Guard = Sm90BackwardGuard<typename S::Part, Sm90FullBackwardMemory<S>>;
+  using Scores = Sm90FullBackwardScores<S>;
   using Part = typename S::Part;
   using Fragments = uint32_t[4][4];
   using Base::dk, Base::dv, Base::group, Base::n0, Base::p, Base::smem, Base::tid, Base::warp, Base::where;
 
-  const Sm90OptionsBackwardMaps& maps;
-  const Sm90OptionsBackwardMemory<S>& m;
+  const Sm90FullBackwardMaps& maps;
+  const Sm90FullBackwardMemory<S>& m;
   const Work& work;
 
-  __device__ __forceinline__ Sm90OptionsConsumer(const Sm90OptionsBackwardMaps& maps_, const BackwardTask& p_,
-                                                 const Work& work_, const Sm90OptionsBackwardMemory<S>& m_,
-                                                 unsigned char* smem_, int group_)
+  __device__ __forceinline__ Sm90FullConsumer(const Sm90FullBackwardMaps& maps_, const BackwardTask& p_,
+                                              const Work& work_, const Sm90FullBackwardMemory<S>& m_,
+                                              unsigned char* smem_, int group_)
       : Base(p_, work_.where, m_, smem_, group_), maps(maps_), m(m_), work(work_) {}
 
   // found anew wherever they are needed: addresses made of them, hoisted out of the loop, would spill
@@ -54,10 +54,10 @@ struct Sm90OptionsConsumer : Sm90BackwardConsumer<S, true> {
     return !tile.whole || p.scores.mask_kind > MaskElement::boolean || !whole(tile.tile * M);
   }
   // this thread's own, in shared memory
-  __device__ __forceinline__ float* own_mask(const Sm90OptionsBackwardMemory<S>& m) const {
+  __device__ __forceinline__ float* own_mask(const Sm90FullBackwardMemory<S>& m) const {
     return reinterpret_cast<float*>(smem + (m.mask - m.k) + group * 16384) + tid;
   }
-  __device__ __forceinline__ float& own_slope(const Sm90OptionsBackwardMemory<S>& m) const {
+  __device__ __forceinline__ float& own_slope(const Sm90FullBackwardMemory<S>& m) const {
     return reinterpret_cast<float*>(smem + (m.slopes - m.k))[8 + group * 128 + tid];
   }
 
@@ -130,7 +130,7 @@ struct Sm90OptionsConsumer : Sm90BackwardConsumer<S, true> {
     uint32_t it = 0;
     for (; ring.wait(it).exists(); it++) {
       const RingTile& tile = ring.slot(it);
-      const auto panel_of = [&](const Sm90OptionsBackwardMemory<S>& m, uint32_t it) {
+      const auto panel_of = [&](const Sm90FullBackwardMemory<S>& m, uint32_t it) {
         return m.mask + it % S::kMaskStages * S::kMaskBytes + group * S::kMaskPanel;
       };
       const int stage = it % S::kQueryStages;
@@ -153,8 +153,7 @@ struct Sm90OptionsConsumer : Sm90BackwardConsumer<S, true> {
         ptx::wgmma_wait<0>();
         ptx::keep(s);
         ptx::keep(dp);
-        const Sm90OptionsBackwardMemory<S> m(
-            ptx::opaque(this->m.k));  // from here on addresses are found anew, not held
+        const Sm90FullBackwardMemory<S> m(ptx::opaque(this->m.k));  // from here on addresses are found anew, not held
         if (Guard::found_keys(m, smem)) Guard::poison_scores(s, m, smem, key() - n0);
         scores.weigh(s, dp, pf, df, statistics(m.lse, part) + lane() % 4 * 16, maps.mask_tiles,
                      panel_of(m, it) + row * 128, own_mask(m), own_slope(m));
@@ -174,7 +173,7 @@ struct Sm90OptionsConsumer : Sm90BackwardConsumer<S, true> {
       ptx::fence_proxy_async();
       ptx::bar_arrive(4 + group, 256);
       ptx::bar_sync(4 + (group ^ 1), 256);
-      const Sm90OptionsBackwardMemory<S> m(ptx::opaque(this->m.k));
+      const Sm90FullBackwardMemory<S> m(ptx::opaque(this->m.k));
       const uint32_t now = ptx::opaque(it);
       const RingTile &done = TileRing<S>(m, smem).slot(now), &next = TileRing<S>(m, smem).slot(now + 1);
       float dq[32];
@@ -207,13 +206,13 @@ struct Sm90OptionsConsumer : Sm90BackwardConsumer<S, true> {
 };
 
 template <class S>
-struct Sm90OptionsBackward {
+struct Sm90FullBackward {
   using Work = typename S::Work;
   static constexpr int M = S::kRows;
 
-  static __device__ __forceinline__ void run(const Sm90OptionsBackwardMaps& maps, const BackwardTask& p) {
+  static __device__ __forceinline__ void run(const Sm90FullBackwardMaps& maps, const BackwardTask& p) {
     unsigned char* smem = ptx::dynamic_smem();
-    const Sm90OptionsBackwardMemory<S> m(ptx::smem_addr(smem));
+    const Sm90FullBackwardMemory<S> m(ptx::smem_addr(smem));
     Work& work = *reinterpret_cast<Work*>(smem + (m.work - m.k));
     if (threadIdx.x == 0) {
       const BackwardTile where = p.cu_q ? BackwardTile(p, blockIdx.x, S::kKeys) : BackwardTile(p, blockIdx.x);
@@ -239,13 +238,12 @@ struct Sm90OptionsBackward {
       if (S::kDeterministic && (warp == 1 || warp == 2)) add_in_turn(p, work, m, smem, warp - 1);
     } else {
       ptx::setmaxnreg_inc<232>();
-      Sm90OptionsConsumer<S>(maps, p, work, m, smem, role - 1).run();
+      Sm90FullConsumer<S>(maps, p, work, m, smem, role - 1).run();
     }
   }
 
-  static __device__ __forceinline__ void feed(const Sm90OptionsBackwardMaps& all, const BackwardTask& p,
-                                              const Work& work, const Sm90OptionsBackwardMemory<S>& given,
-                                              unsigned char* smem) {
+  static __device__ __forceinline__ void feed(const Sm90FullBackwardMaps& all, const BackwardTask& p, const Work& work,
+                                              const Sm90FullBackwardMemory<S>& given, unsigned char* smem) {
     const TileRing<S> ring(given, smem);
     if (!ring.wait(0).exists()) return;
     // maps of one tensor lie four apart; found anew for each copy: twelve addresses would not fit into registers
@@ -261,7 +259,7 @@ struct Sm90OptionsBackward {
 #pragma unroll 1
     for (uint32_t it = 0; ring.wait(it).exists(); it++) {
       const RingTile& tile = ring.slot(it);
-      const Sm90OptionsBackwardMemory<S> m(ptx::opaque(given.k));
+      const Sm90FullBackwardMemory<S> m(ptx::opaque(given.k));
       const auto load = [&](uint32_t full, uint32_t empty, uint32_t to, const ptx::TensorMap* t, uint32_t stats,
                             const float* from) {
         const uint32_t st = it % S::kQueryStages;
@@ -275,7 +273,7 @@ struct Sm90OptionsBackward {
       };
       load(m.q_full, m.q_empty, m.q, map(0), m.lse, p.lse2);
       load(m.do_full, m.do_empty, m.d_out, map(3), m.delta, p.delta);
-      if (const Sm90OptionsBackwardMaps& maps = *ptx::opaque(&all); maps.mask_tiles) {
+      if (const Sm90FullBackwardMaps& maps = *ptx::opaque(&all); maps.mask_tiles) {
         const uint32_t mask_st = it % S::kMaskStages, bar = m.mask_full + 8 * mask_st;
         ptx::mbarrier_wait(m.mask_empty + 8 * mask_st, it / S::kMaskStages % 2 ^ 1);
         ptx::mbarrier_arrive_expect_tx(bar, S::kMaskBytes);
@@ -291,7 +289,7 @@ struct Sm90OptionsBackward {
 
   // Deterministic: as the plain kernel's; the turns of tiles that are left out are passed on.
   static __device__ __forceinline__ void add_in_turn(const BackwardTask& p, const Work& work,
-                                                     const Sm90OptionsBackwardMemory<S>& m, unsigned char* smem,
+                                                     const Sm90FullBackwardMemory<S>& m, unsigned char* smem,
                                                      int half) {
     const TileRing<S> ring(m, smem);
     const bool first_lane = threadIdx.x % 32 == 0;
@@ -339,9 +337,8 @@ struct Sm90OptionsBackward {
 // grid: key_tiles * (key_value_sum ? q_heads : kv_heads) * batch, packed: key_tiles * kv_heads
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
-    sm90_options_backward(const __grid_constant__ Sm90OptionsBackwardMaps maps,
-                          const __grid_constant__ BackwardTask p) {
-  Sm90OptionsBackward<Shape>::run(maps, p);
+    sm90_full_backward(const __grid_constant__ Sm90FullBackwardMaps maps, const __grid_constant__ BackwardTask p) {
+  Sm90FullBackward<Shape>::run(maps, p);
 }
 
 }  // namespace attnjourney

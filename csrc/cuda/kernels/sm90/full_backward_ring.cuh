@@ -17,10 +17,9 @@ struct RingTile {
 
 template <class S>
 struct TileRing {
-  const Sm90OptionsBackwardMemory<S>& m;
+  const Sm90FullBackwardMemory<S>& m;
   unsigned char* const smem;
-  __device__ __forceinline__ TileRing(const Sm90OptionsBackwardMemory<S>& m_, unsigned char* smem_)
-      : m(m_), smem(smem_) {}
+  __device__ __forceinline__ TileRing(const Sm90FullBackwardMemory<S>& m_, unsigned char* smem_) : m(m_), smem(smem_) {}
   __device__ __forceinline__ RingTile& slot(uint32_t n) const {
     return reinterpret_cast<RingTile*>(smem + (m.ring - m.k))[n % S::kRing];
   }
@@ -78,7 +77,7 @@ class Sm90Scout {
 
   // The whole warp.
   static __device__ __forceinline__ void run(const BackwardTask& p, const typename S::Work& work,
-                                             const Sm90OptionsBackwardMemory<S>& m, unsigned char* smem) {
+                                             const Sm90FullBackwardMemory<S>& m, unsigned char* smem) {
     const TileRing<S> ring(m, smem);
     const int lane = threadIdx.x % 32, total = work.total();
     uint32_t count = 0;

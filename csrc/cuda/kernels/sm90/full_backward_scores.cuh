@@ -6,7 +6,7 @@
 namespace attnjourney {
 
 template <class S>
-struct Sm90OptionsBackwardScores {
+struct Sm90FullBackwardScores {
   using T = typename S::T;
   using Fragment = KeyFragment<1, 8>;
   static constexpr int kDelta = S::kQueryStages * S::kRows * 4;
@@ -18,8 +18,8 @@ struct Sm90OptionsBackwardScores {
   uint32_t seen, bits;
 
   // whole: the ranges hide nothing of the tile; mask_whole: nor does its mask
-  __device__ __forceinline__ Sm90OptionsBackwardScores(const BackwardTask& p_, const typename S::Work& work, int q_head,
-                                                       int row_, int key_, bool whole, bool mask_whole)
+  __device__ __forceinline__ Sm90FullBackwardScores(const BackwardTask& p_, const typename S::Work& work, int q_head,
+                                                    int row_, int key_, bool whole, bool mask_whole)
       : p(p_),
         head(p_, p_.q_heads, work.where.batch, q_head, work.mask_batch),
         sequence(work.sequence),

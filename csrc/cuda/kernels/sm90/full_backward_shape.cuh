@@ -6,7 +6,7 @@
 namespace attnjourney {
 
 template <class T_, int D, int Rows, bool Deterministic>
-struct Sm90OptionsBackwardShape : Sm90BackwardShape<T_, D, Rows, Deterministic> {
+struct Sm90FullBackwardShape : Sm90BackwardShape<T_, D, Rows, Deterministic> {
   using Base = Sm90BackwardShape<T_, D, Rows, Deterministic>;
   static constexpr int kQueryStages = 2, kOutStages = 2, kStages = kQueryStages + kOutStages;
   // Tiles of a 16-bit mask: rows of two panels of 64 keys, one for each warpgroup.
@@ -36,10 +36,10 @@ struct Sm90OptionsBackwardShape : Sm90BackwardShape<T_, D, Rows, Deterministic> 
 };
 
 template <class S>
-struct Sm90OptionsBackwardMemory : Sm90BackwardMemory<S> {
+struct Sm90FullBackwardMemory : Sm90BackwardMemory<S> {
   uint32_t mask;  // [stage][panel][row][64 keys], swizzled
   uint32_t mask_full, mask_empty, ring_full, ring_empty, ring, slopes, work;
-  explicit __device__ __forceinline__ Sm90OptionsBackwardMemory(uint32_t base)
+  explicit __device__ __forceinline__ Sm90FullBackwardMemory(uint32_t base)
       : Sm90BackwardMemory<S>(base, 1, S::kMaskStages * S::kMaskBytes),
         mask(this->dq - S::kMaskStages * S::kMaskBytes),
         mask_full(this->do_empty + 8 * S::kOutStages),
@@ -67,7 +67,7 @@ struct Sm90OptionsBackwardMemory : Sm90BackwardMemory<S> {
 };
 
 // mask: a floating one in the dtype of query, sizes (kv_len, heads, q_len, batch) of its own, in boxes of 64 x kRows.
-struct Sm90OptionsBackwardMaps {
+struct Sm90FullBackwardMaps {
   Sm90BackwardMaps tensors;
   ptx::TensorMap mask;
   bool mask_tiles, mask_batched;  // there is `mask`, else elements are read one by one; one for each batch item

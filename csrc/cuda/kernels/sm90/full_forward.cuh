@@ -11,15 +11,15 @@
 namespace attnjourney {
 
 template <class S>
-struct Sm90OptionsForward {
+struct Sm90FullForward {
   using T = typename S::T;
-  using Slot = Sm90OptionsSlot;
-  using Tile = Sm90OptionsTile;
+  using Slot = Sm90FullSlot;
+  using Tile = Sm90FullTile;
   using Barriers = Sm90ForwardBarriers<S>;
   using Output = Sm90ForwardOutput<S>;
   using Guard = Sm90ForwardGuard<S>;
   using Products = Sm90ForwardProducts<S>;
-  using Options = Sm90OptionsScores<S>;
+  using Options = Sm90FullScores<S>;
 
   static __device__ __forceinline__ void consume(uint32_t smem, unsigned char* base, const Barriers& b,
                                                  const Slot* slots, const Tile* stages, const ForwardTask& p) {
@@ -172,10 +172,10 @@ struct Sm90OptionsForward {
                                              const TileKinds& kinds) {
     sm90_forward_roles<S>(
         [&](uint32_t smem, unsigned char* base, const Barriers& b) {
-          Sm90OptionsProducer<S>{{smem, b, maps, p},
-                                 reinterpret_cast<Slot*>(base + S::kSlotsAt),
-                                 reinterpret_cast<Tile*>(base + S::kTilesAt),
-                                 kinds}
+          Sm90FullProducer<S>{{smem, b, maps, p},
+                              reinterpret_cast<Slot*>(base + S::kSlotsAt),
+                              reinterpret_cast<Tile*>(base + S::kTilesAt),
+                              kinds}
               .run();
         },
         [&](uint32_t smem, unsigned char* base, const Barriers& b) {
@@ -188,9 +188,9 @@ struct Sm90OptionsForward {
 // grid: at most the number of tiles; kinds: of 64 rows x kKeys keys
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
-    sm90_options_forward(const __grid_constant__ Sm90ForwardMaps maps, const __grid_constant__ ForwardTask p,
-                         const __grid_constant__ TileKinds kinds) {
-  Sm90OptionsForward<Shape>::run(maps, p, kinds);
+    sm90_full_forward(const __grid_constant__ Sm90ForwardMaps maps, const __grid_constant__ ForwardTask p,
+                      const __grid_constant__ TileKinds kinds) {
+  Sm90FullForward<Shape>::run(maps, p, kinds);
 }
 
 }  // namespace attnjourney

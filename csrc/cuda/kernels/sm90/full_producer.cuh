@@ -7,12 +7,12 @@
 namespace attnjourney {
 
 template <class S>
-struct Sm90OptionsProducer : Sm90ForwardLoads<S> {
-  using Slot = Sm90OptionsSlot;
+struct Sm90FullProducer : Sm90ForwardLoads<S> {
+  using Slot = Sm90FullSlot;
   using Loads = Sm90ForwardLoads<S>;
   using Loads::b, Loads::p, Loads::k_count;
   Slot* const slots;
-  Sm90OptionsTile* const stages;
+  Sm90FullTile* const stages;
   const TileKinds& kinds;
 
   static __device__ __forceinline__ int query_at(int w, int round) {
@@ -76,7 +76,7 @@ struct Sm90OptionsProducer : Sm90ForwardLoads<S> {
       for (int before = -1, next; n >= 0; before = n, n = next) {  // a tile's V follows the K of the next one
         next = seen_from(n - 1, first, second);
         const int stage = Loads::wait_k();
-        stages[stage] = {n, Sm90OptionsTile::pack(first.kind(n), second.kind(n), next < 0)};
+        stages[stage] = {n, Sm90FullTile::pack(first.kind(n), second.kind(n), next < 0)};
         Loads::load_k(stage, head, item, first.k_begin + n * S::kKeys);
         if (before >= 0) Loads::load_v(k_count - 2, head, item, first.k_begin + before * S::kKeys, first.key_end);
         if (next < 0) Loads::load_v(k_count - 1, head, item, first.k_begin + n * S::kKeys, first.key_end);

@@ -7,9 +7,9 @@
 namespace attnjourney {
 
 template <class S>
-struct Sm90OptionsScores {
+struct Sm90FullScores {
   using T = typename S::T;
-  using Slot = Sm90OptionsSlot;
+  using Slot = Sm90FullSlot;
   using Half64 = RowFragment<8>;  // 64 keys
   static constexpr int kCount = S::kKeys / 2, kHalves = S::kKeys / 64;
 
@@ -19,7 +19,7 @@ struct Sm90OptionsScores {
   uint32_t raw[S::kBias ? kCount / 2 : 1];  // a bias as it lies in memory: pairs of T, or 64 keys' float
 
   // for one tile: what a call does not use stays undefined, or it would take up registers
-  explicit __device__ __forceinline__ Sm90OptionsScores(const ForwardTask& p_) : p(p_) {}
+  explicit __device__ __forceinline__ Sm90FullScores(const ForwardTask& p_) : p(p_) {}
 
   // what a score is multiplied by to be one in log2 units once apply() is through: 1 where that did it
   static __device__ __forceinline__ float unit_of(const ForwardTask& p) {

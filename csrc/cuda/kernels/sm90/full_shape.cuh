@@ -7,7 +7,7 @@ namespace attnjourney {
 
 // begin, prefix, last are those of the warpgroup's own rows here, first is the block's last tile; block_begin and
 // block_prefix are the block's, k_begin is the sequence's.
-struct Sm90OptionsSlot : Sm90ForwardSlot {
+struct Sm90FullSlot : Sm90ForwardSlot {
   alignas(HeadScores) unsigned char scores_[sizeof(HeadScores)];
   const uint2* kinds;  // TileKinds of the warpgroup's rows, or null
   int block_begin, block_prefix, k_begin, unused;
@@ -20,7 +20,7 @@ struct Sm90OptionsSlot : Sm90ForwardSlot {
 };
 
 // The key tile in a stage
-struct Sm90OptionsTile {
+struct Sm90FullTile {
   int number;
   int flags;  // the kind for each warpgroup, 2 bits, and whether it is the last one of these rows, from bit 4 on
   static __device__ __forceinline__ int pack(TileKind first, TileKind second, bool last) {
@@ -31,18 +31,18 @@ struct Sm90OptionsTile {
 };
 
 template <class T, int Dqk, int Dv, int QueryStages>
-using Sm90OptionsBase = Sm90ForwardShape<T, Dqk, Dv, 2, 128, Dqk == 64 ? 4 : 2, QueryStages, true, false, 0, false>;
+using Sm90FullBase = Sm90ForwardShape<T, Dqk, Dv, 2, 128, Dqk == 64 ? 4 : 2, QueryStages, true, false, 0, false>;
 
 // Bias: the mask is floating; else it is boolean, of blocks, or there is none.
 template <class T, int Dqk, int Dv, int QueryStages, bool Bias>
-struct Sm90OptionsShape : Sm90OptionsBase<T, Dqk, Dv, QueryStages> {
-  using Base = Sm90OptionsBase<T, Dqk, Dv, QueryStages>;
+struct Sm90FullShape : Sm90FullBase<T, Dqk, Dv, QueryStages> {
+  using Base = Sm90FullBase<T, Dqk, Dv, QueryStages>;
   static constexpr bool kOptions = true, kBias = Bias;
   // P V of a tile under the scores of the next one; a bias takes the registers that this needs
   static constexpr bool kOverlap = !Bias;
-  static constexpr int kSlotsAt = Base::kSmemBytes, kTilesAt = kSlotsAt + 8 * sizeof(Sm90OptionsSlot);
-  static constexpr int kSmemBytes = kTilesAt + Base::kStages * sizeof(Sm90OptionsTile);
-  static_assert(kSlotsAt % alignof(Sm90OptionsSlot) == 0 && kSmemBytes <= 227 * 1024);
+  static constexpr int kSlotsAt = Base::kSmemBytes, kTilesAt = kSlotsAt + 8 * sizeof(Sm90FullSlot);
+  static constexpr int kSmemBytes = kTilesAt + Base::kStages * sizeof(Sm90FullTile);
+  static_assert(kSlotsAt % alignof(Sm90FullSlot) == 0 && kSmemBytes <= 227 * 1024);
 };
 
 }  // namespace attnjourney
