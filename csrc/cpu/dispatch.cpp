@@ -34,17 +34,44 @@ bool amx_runs() {
   return false;
 #endif
 }
+
+KernelTable with_pairs(const KernelTable& single, const PairKernels& pairs) {
+  KernelTable t = single;
+  constexpr int bf16 = static_cast<int>(DType::bf16);
+  t.isa = pairs.isa;
+  AttentionKernels& attention = t.attention[bf16];
+  attention.forward_space = pairs.forward_space;
+  attention.forward = pairs.forward;
+  attention.jvp_space = pairs.jvp_space;
+  attention.jvp = pairs.jvp;
+  DecodeKernels& decode = t.decode[bf16];
+  decode.space = pairs.decode_space;
+  decode.partial_size = pairs.decode_partial_size;
+  decode.chunk = pairs.decode_chunk;
+  decode.merge = pairs.decode_merge;
+  t.linear[bf16] = pairs.linear;
+  return t;
+}
+template <const PairKernels& pairs>
+const KernelTable& pair_table() {
+  static const KernelTable table = with_pairs(avx512_kernels, pairs);
+  return table;
+}
 #endif
+template <const KernelTable& kernels>
+const KernelTable& table() {
+  return kernels;
+}
 
 // __builtin_cpu_supports looks at CPUID and at XGETBV: the operating system must save the registers, too.
 const IsaEntry entries[] = {
 #ifdef ATTNJOURNEY_X86
-    {&amx_kernels, amx_runs},
-    {&avx512_bf16_kernels, avx512_bf16_runs},
-    {&avx512_kernels, avx512_runs},
-    {&avx2_kernels, avx2_runs},
+    {pair_table<amx_pairs>, amx_runs},
+    {pair_table<avx512_bf16_pairs>, avx512_bf16_runs},
+    {table<avx512_kernels>, avx512_runs},
+    {table<avx2_kernels>, avx2_runs},
 #endif
-    {&scalar_kernels, [] { return true; }},
+    {table<scalar_kernels>, [] { return true; }},
 };
 constexpr int entry_count = sizeof(entries) / sizeof(entries[0]);
 
@@ -53,14 +80,14 @@ const KernelTable& choose() {
   std::string known;
   for (const IsaEntry& e : entries) {
     if (forced && *forced) {
-      known += (known.empty() ? "" : ", ") + std::string(e.table->isa);
-      if (std::strcmp(forced, e.table->isa) != 0) continue;
+      known += (known.empty() ? "" : ", ") + std::string(e.table().isa);
+      if (std::strcmp(forced, e.table().isa) != 0) continue;
       if (!e.runs())
         throw std::runtime_error("ATTNJOURNEY_ISA: this CPU or operating system cannot run '" + std::string(forced) +
                                  "'");
-      return *e.table;
+      return e.table();
     }
-    if (e.runs()) return *e.table;
+    if (e.runs()) return e.table();
   }
   throw std::runtime_error("ATTNJOURNEY_ISA: expected one of " + known + ", got '" + forced + "'");
 }

@@ -71,16 +71,32 @@ struct KernelTable {
   LinearKernels linear[dtype_count];
 };
 
+// What products of bfloat16 pairs change in a table, all of it for bfloat16.
+struct PairKernels {
+  const char* isa;
+  decltype(AttentionKernels::forward_space) forward_space;
+  decltype(AttentionKernels::forward) forward;
+  decltype(AttentionKernels::jvp_space) jvp_space;
+  decltype(AttentionKernels::jvp) jvp;
+  decltype(DecodeKernels::space) decode_space;
+  decltype(DecodeKernels::partial_size) decode_partial_size;
+  decltype(DecodeKernels::chunk) decode_chunk;
+  decltype(DecodeKernels::merge) decode_merge;
+  LinearKernels linear;
+};
+
+// Constants, all of them: code that ran when the library is loaded would be code of an ISA that the machine may lack.
 extern const KernelTable scalar_kernels;
 #ifdef ATTNJOURNEY_X86
-extern const KernelTable avx2_kernels, avx512_kernels, avx512_bf16_kernels, amx_kernels;
+extern const KernelTable avx2_kernels, avx512_kernels;
+extern const PairKernels avx512_bf16_pairs, amx_pairs;
 #endif
 
 // The best table this machine can run, or the one ATTNJOURNEY_ISA names; throws where that one cannot run.
 const KernelTable& kernels();
 
 struct IsaEntry {
-  const KernelTable* table;
+  const KernelTable& (*table)();
   bool (*runs)();  // CPU and operating system
 };
 // best first; the last always runs

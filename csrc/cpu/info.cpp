@@ -27,8 +27,8 @@ Tensor cpu_info() {
   const IsaEntry* list = isa_list(count);
   std::string found, built;
   for (int i = 0; i < count; i++) {
-    built += (i ? ", " : "") + quoted(list[i].table->isa);
-    if (list[i].runs()) found += (found.empty() ? "" : ", ") + quoted(list[i].table->isa);
+    built += (i ? ", " : "") + quoted(list[i].table().isa);
+    if (list[i].runs()) found += (found.empty() ? "" : ", ") + quoted(list[i].table().isa);
   }
   const char* forced = std::getenv("ATTNJOURNEY_ISA");
   return json_tensor(text("{\"isa\": ", quoted(kernels().isa), ", \"forced\": ", forced && *forced ? "true" : "false",

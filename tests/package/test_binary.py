@@ -62,6 +62,17 @@ def test_no_function_compiled_for_a_newer_processor_can_replace_one_for_all_proc
     assert [name for path in objects for kind, name in symbols(path, "--defined-only") if kind in "Wu"] == []
 
 
+def test_nothing_compiled_for_a_newer_processor_runs_when_the_library_is_loaded():
+    """A table that is not a constant would be filled by a constructor in its own file, by its own instructions."""
+    objects = sorted(OBJECTS.glob("*.o"))
+    if not objects:
+        pytest.skip("no object files in build/: the library was built elsewhere")
+    dynamic = re.compile(r"_GLOBAL__sub_I|__static_initialization|__cxx_global_var_init")
+    assert [
+        (path.name, name) for path in objects for _, name in symbols(path, "--defined-only") if dynamic.search(name)
+    ] == []
+
+
 def test_missing_library_says_how_to_build_it(monkeypatch, tmp_path):
     monkeypatch.setenv("ATTNJOURNEY_LIBRARY_DIR", str(tmp_path))
     with pytest.raises(ImportError, match="C\\+\\+ library is not built: run `make build` or `pip install .`"):

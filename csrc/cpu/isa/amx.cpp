@@ -1,7 +1,7 @@
-// AVX-512 with a matrix unit (AMX-BF16): the table of AVX-512 but for bfloat16's forward and jvp.
+// AVX-512 with products of bfloat16 pairs and a matrix unit (AMX-BF16).
 #include "amx_unit.h"
 #include "bf16_table.h"
 
 namespace attnjourney {
-const KernelTable amx_kernels = make_bf16_table("amx");
+constinit const PairKernels amx_pairs = pair_kernels("amx");
 }

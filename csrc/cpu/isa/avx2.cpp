@@ -17,5 +17,5 @@ struct Tuning {
 #include "cpu/kernels/table.h"
 
 namespace attnjourney {
-const KernelTable avx2_kernels = make_table("avx2");
+constinit const KernelTable avx2_kernels = make_table("avx2");
 }

@@ -1,4 +1,4 @@
-// AVX-512 with products of bfloat16 pairs: the table of AVX-512 but for bfloat16's forward and jvp.
+// AVX-512 with products of bfloat16 pairs.
 namespace attnjourney {
 namespace {
 struct MatrixUnit {
@@ -9,5 +9,5 @@ struct MatrixUnit {
 #include "bf16_table.h"
 
 namespace attnjourney {
-const KernelTable avx512_bf16_kernels = make_bf16_table("avx512_bf16");
+constinit const PairKernels avx512_bf16_pairs = pair_kernels("avx512_bf16");
 }

@@ -1,5 +1,4 @@
-// The table of AVX-512 with another forward, jvp, decode and backward of linear attention in bfloat16. MatrixUnit is
-// defined before this is included.
+// What products of bfloat16 pairs change in the table of AVX-512. MatrixUnit is defined before this is included.
 #pragma once
 #include "row_products_bf16.h"
 #include "tuning_avx512.h"
@@ -15,10 +14,10 @@
 namespace attnjourney {
 namespace {
 
-KernelTable make_bf16_table(const char* isa) {
-  KernelTable t = avx512_kernels;  // constant initialised, so it is there
-  t.isa = isa;
-  AttentionKernels& k = t.attention[static_cast<int>(DType::bf16)];
+// The table itself is put together by dispatch.cpp: nothing here may run when the library is loaded.
+constexpr PairKernels pair_kernels(const char* isa) {
+  PairKernels k{};
+  k.isa = isa;
   k.forward_space = [](const AttentionParams& p, int64_t rows) { return ForwardDot::Space(p, rows).total; };
   k.forward = [](const AttentionParams& p, const HeadPointers& h, int64_t first, int64_t rows, void* space) {
     ForwardDot::run(p, h, first, rows, static_cast<char*>(space));
@@ -27,15 +26,14 @@ KernelTable make_bf16_table(const char* isa) {
   k.jvp = [](const AttentionParams& p, const HeadPointers& h, const HeadTangents& d, int64_t first, int64_t rows,
              void* space) { JvpDot::run(p, h, d, first, rows, static_cast<char*>(space)); };
   using D = Decode<bf16, PairProducts>;
-  DecodeKernels& d = t.decode[static_cast<int>(DType::bf16)];
-  d.space = [](const DecodeParams& p, int64_t rows) { return D::space(p, rows) * int64_t(sizeof(float)); };
-  d.partial_size = [](const DecodeParams& p, int64_t rows) {
+  k.decode_space = [](const DecodeParams& p, int64_t rows) { return D::space(p, rows) * int64_t(sizeof(float)); };
+  k.decode_partial_size = [](const DecodeParams& p, int64_t rows) {
     return D::partial_size(p, rows) * int64_t(sizeof(float));
   };
-  d.chunk = D::chunk;
-  d.merge = D::merge;
-  t.linear[static_cast<int>(DType::bf16)] = linear_kernels<bf16, DotProducts>();
-  return t;
+  k.decode_chunk = D::chunk;
+  k.decode_merge = D::merge;
+  k.linear = linear_kernels<bf16, DotProducts>();
+  return k;
 }
 
 }  // namespace

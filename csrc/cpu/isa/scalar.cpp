@@ -16,5 +16,5 @@ struct Tuning {
 #include "cpu/kernels/table.h"
 
 namespace attnjourney {
-const KernelTable scalar_kernels = make_table("scalar");
+constinit const KernelTable scalar_kernels = make_table("scalar");
 }
