@@ -6,6 +6,7 @@ What is built lies in build/emulator under a name made of everything that went i
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -122,18 +123,43 @@ def build_all(requests: list[tuple]) -> None:
         list(pool.map(lambda request: program(*request), requests))
 
 
-def faulty_sources(file: str, old: str, new: str) -> Path:
-    """A copy of csrc/ in which `old`, found once in csrc/cuda/kernels/<file>, is replaced ("every X": all X)."""
-    text = (ROOT / "csrc/cuda/kernels" / file).read_text()
+def _marked(text: str, marker: str) -> slice:
+    """Where the code lies whose line has the comment `// @marker`: from where its brackets open."""
+    found = list(re.finditer(rf"^ *(\S.*\S) *// @{marker}\b", text, re.MULTILINE))
+    if len(found) != 1:
+        raise ValueError(f"// @{marker} stands behind {len(found)} lines of code, expected one")
+    begin, end = found[0].span(1)
+    while text.count(")", begin, end) > text.count("(", begin, end):
+        line = text.rindex("\n", 0, text.rindex("\n", 0, begin)) + 1
+        begin = line + len(text[line:]) - len(text[line:].lstrip())
+    return slice(begin, end)
+
+
+def _planted(text: str, old: str, new: str) -> str:
+    """`text` with a fault: `new` instead of `old`. "@name": of the code that has the comment `// @name`, so that the
+    rest of the comment may change; {code} in `new` is that code. "every X": of all X. Else `old` is found once."""
+    if old.startswith("@"):
+        place = _marked(text, old[1:])
+        return text[: place.start] + new.replace("{code}", text[place]) + text[place.stop :]
     everywhere, old = old.startswith("every "), old.removeprefix("every ")
     if text.count(old) != 1 and not (everywhere and old in text):
-        raise ValueError(f"{file} has {text.count(old)} times, expected once: {old}")
+        raise ValueError(f"found {text.count(old)} times, expected once: {old}")
+    return text.replace(old, new)
+
+
+def faulty_sources(file: str, old: str, new: str) -> Path:
+    """A copy of csrc/ with a fault in csrc/cuda/kernels/<file>: see _planted."""
+    text = (ROOT / "csrc/cuda/kernels" / file).read_text()
+    try:
+        faulty = _planted(text, old, new)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
 
     def make(out: Path) -> None:
         for source in _kernels(ROOT / "csrc"):
             copy = out / source.relative_to(ROOT / "csrc")
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, copy)
-        (out / "cuda/kernels" / file).write_text(text.replace(old, new))
+        (out / "cuda/kernels" / file).write_text(faulty)
 
     return _once(BUILD / f"faulty-{_name(*_sources(*_kernels(ROOT / 'csrc')), file, old, new)}", make)

@@ -1,20 +1,10 @@
 """Faults that the emulator has to find: (what, file in csrc/cuda/kernels, text there, text instead of it)."""
 
 SM80_FORWARD = [
-    ("K read before its copy landed", "sm80/forward.cuh", "ptx::cp_async_wait<0>();  // K (and Q)", "// K (and Q)"),
-    ("V read before its copy landed", "sm80/forward.cuh", "ptx::cp_async_wait<0>();  // V has landed", ""),
-    (
-        "no barrier between reading K and refilling it",
-        "sm80/forward.cuh",
-        "__syncthreads();          // all warps",
-        "//",
-    ),
-    (
-        "no barrier between reading V and refilling it",
-        "sm80/forward.cuh",
-        "__syncthreads();          // and every",
-        "//",
-    ),
+    ("K read before its copy landed", "sm80/forward.cuh", "@key_landed", ""),
+    ("V read before its copy landed", "sm80/forward.cuh", "@value_landed", ""),
+    ("no barrier between reading K and refilling it", "sm80/forward.cuh", "@key_read", ""),
+    ("no barrier between reading V and refilling it", "sm80/forward.cuh", "@value_read", ""),
     ("columns of K in the wrong order", "sm80/forward.cuh", "at % 8 + at / 16 * 8, kk", "at % 16, kk"),
     (
         "halves of a fragment exchanged",
@@ -77,12 +67,7 @@ SM90_FORWARD = [
         "      release(b.q_empty",
     ),
     ("TMA reads the output without a proxy fence", "sm90/forward_output.cuh", "    ptx::fence_proxy_async();\n", ""),
-    (
-        "output staged while TMA still reads it",
-        "sm90/forward_output.cuh",
-        "if (lane == 0) ptx::bulk_wait_read<0>();  // the last",
-        "//",
-    ),
+    ("output staged while TMA still reads it", "sm90/forward_output.cuh", "@output_stored", ""),
     (
         "8 columns never written",
         "sm90/forward_output.cuh",
@@ -115,12 +100,7 @@ SM90_FORWARD = [
         "",
     ),
     ("window not masked on the left", "sm90/forward_softmax.cuh", "x < begin && x >= prefix", "false"),
-    (
-        "a lane still waits for a phase that comes again",
-        "sm90/forward.cuh",
-        "__syncwarp();  // no lane",
-        "//",
-    ),
+    ("a lane still waits for a phase that comes again", "sm90/forward.cuh", "@lanes_met", ""),
     (
         "the tile below the window is taken for the prefix's",
         "sm90/forward.cuh",
@@ -146,12 +126,7 @@ SM90_BACKWARD = [
     ),
     ("one pair of barriers for dS", "sm90/backward.cuh", "every 4 + 2 * (it & 1)", "4"),
     ("dO refilled without waiting", "sm90/backward.cuh", "ptx::mbarrier_wait(m.do_empty + 8 * ds, dop);", ""),
-    (
-        "dO released before its products are done",
-        "sm90/backward.cuh",
-        "ptx::wgmma_wait<0>();  // dV, dK",
-        "ptx::wgmma_wait<2>();  // dV, dK",
-    ),
+    ("dO released before its products are done", "sm90/backward.cuh", "@products_done", "ptx::wgmma_wait<2>();"),
     (
         "dO always waited for in phase 0",
         "sm90/backward.cuh",
@@ -186,7 +161,7 @@ SM90_BACKWARD += [
     for what, old, new in [
         ("dQ made one block early", "(p.key_tiles) - 1", "(p.key_tiles) - 2"),
         ("counted before the other threads have added", "ptx::bar_sync(1, 256);\n    if (tid", "if (tid"),
-        ("counted without a fence before", "ptx::thread_fence();  // this", "// this"),
+        ("counted without a fence before", "@counted_after", ""),
         ("sums read without a fence after the count", "ptx::thread_fence();\n    }", "}"),
         ("the count read before it is there", "}\n    ptx::bar_sync(1, 256);", "}"),
         ("the last rows of dQ left out", "(p.q_len + 7) / 8", "p.q_len / 8"),
@@ -198,8 +173,8 @@ SM90_BACKWARD += [("counters of blocks not cleared", "common/backward_passes.cuh
 SM80_BACKWARD = [
     ("gradient of lse forgotten", "common/backward_passes.cuh", "sum -= p.grad_lse[stat]", "sum -= 0"),
     ("stage read before its copy landed", "sm80/backward.cuh", "ptx::cp_async_wait<0>();", ""),
-    ("P and dS read before they are complete", "sm80/backward.cuh", "__syncthreads();  // P and dS", "//"),
-    ("stage refilled while others read it", "sm80/backward.cuh", "__syncthreads();  // this stage", "//"),
+    ("P and dS read before they are complete", "sm80/backward.cuh", "@scores_complete", ""),
+    ("stage refilled while others read it", "sm80/backward.cuh", "@stage_landed", ""),
     ("mask off by one", "sm80/backward.cuh", "if (x < begin ||", "if (x + 1 < begin ||"),
     (
         "first query tile left out",
@@ -292,12 +267,7 @@ BACKWARD_OPTIONS = [
         "ptx::cp_async_wait<0>();\n      __syncthreads();",
         "__syncthreads();",
     ),
-    (
-        "tiles refilled while others read them",
-        "sm80/mask_gradient.cuh",
-        "__syncthreads();  // the tiles",
-        "// the tiles",
-    ),
+    ("tiles refilled while others read them", "sm80/mask_gradient.cuh", "@tiles_read", ""),
     (
         "delta in the order of fragments",
         "common/mask_gradient.cuh",
@@ -313,13 +283,7 @@ BACKWARD_OPTIONS = [
     ),
 ]
 SMALL_BACKWARD = [  # of kernels for 99 KB of shared memory (emulator/test_small.py): kernel, what, ...
-    (
-        "64-fp16",
-        "dO fetched while others read it",
-        "sm80/backward.cuh",
-        "__syncthreads();  // every warp is done with dO",
-        "",
-    ),
+    ("64-fp16", "dO fetched while others read it", "sm80/backward.cuh", "@grad_out_read", ""),
     ("64-fp16", "dO of the tile before", "sm80/backward.cuh", "if (next < total) load_out(0, at.head, at.tile);", ""),
     ("256-fp16", "half of dQ left out", "sm80/backward.cuh", "i < kParts / kWarps;", "i < 1;"),
     (
@@ -375,12 +339,7 @@ FORWARD_BLOCKS = [
         "= all;\n        }\n        __syncthreads();",
         "= all;\n        }",
     ),
-    (
-        "overwritten before all have read",
-        "common/block_tiles.cuh",
-        "__syncthreads();  // what was found",
-        "// what was found",
-    ),
+    ("overwritten before all have read", "common/block_tiles.cuh", "@found_read", ""),
     ("every head has the first one's lists", "common/scores.cuh", "head * s.mask_head + ", ""),
 ]
 BACKWARD_BLOCKS = [
@@ -403,7 +362,7 @@ DETERMINISTIC_BLOCKS = [
 ]
 WEIGHTS = [
     ("read before all have loaded", "common/attention_weights.cuh", "-1; });\n        __syncthreads();", "-1; });"),
-    ("loaded while others read", "common/attention_weights.cuh", "__syncthreads();  // both have been read", "// both"),
+    ("loaded while others read", "common/attention_weights.cuh", "@tiles_read", ""),
     (
         "numbers of rows read before they are there",
         "common/attention_weights.cuh",
@@ -438,7 +397,7 @@ OFFSETS = [
         "    __syncthreads();\n    x = max",
         "    x = max",
     ),
-    ("written while others read", "common/packed_offsets.cuh", "    __syncthreads();  // parts", "    // parts"),
+    ("written while others read", "common/packed_offsets.cuh", "@parts_read", ""),
     ("the pass before is forgotten", "common/packed_offsets.cuh", "    x = max(x, most);\n", ""),
 ]
 NAN_SM90_FORWARD = [
@@ -464,22 +423,12 @@ NAN_SM80_BACKWARD = [
     ),
 ]
 FP32_FORWARD = [
-    ("K read before its copy landed", "fp32/forward.cuh", "ptx::cp_async_wait<0>();  // K (and Q)", "// K (and Q)"),
-    ("V read before its copy landed", "fp32/forward.cuh", "ptx::cp_async_wait<0>();  // V has landed", ""),
-    (
-        "no barrier between reading K and refilling it",
-        "fp32/forward.cuh",
-        "__syncthreads();          // all warps",
-        "//",
-    ),
+    ("K read before its copy landed", "fp32/forward.cuh", "@key_landed", ""),
+    ("V read before its copy landed", "fp32/forward.cuh", "@value_landed", ""),
+    ("no barrier between reading K and refilling it", "fp32/forward.cuh", "@key_read", ""),
     ("a product of low halves left out", "fp32/tiles.cuh", "ptx::mma_m16n8k8(small, a.low, high[0], high[1]);", ""),
     ("a value that is hidden leaks", "fp32/forward.cuh", "if (border) guard(acc, s,", "if (false) guard(acc, s,"),
-    (
-        "a value cleared while others look at it",
-        "fp32/forward.cuh",
-        "__syncthreads();  // all warps have seen them",
-        "",
-    ),
+    ("a value cleared while others look at it", "fp32/forward.cuh", "@values_seen", ""),
 ]
 FP32_BACKWARD = [
     (
@@ -488,8 +437,8 @@ FP32_BACKWARD = [
         "ptx::cp_async_wait<0>();\n      __syncthreads();",
         "__syncthreads();",
     ),
-    ("stage refilled while others read it", "fp32/backward.cuh", "__syncthreads();  // this stage", "//"),
-    ("dS read before it is complete", "fp32/backward.cuh", "__syncthreads();  // dS is complete", ""),
+    ("stage refilled while others read it", "fp32/backward.cuh", "@stage_landed", ""),
+    ("dS read before it is complete", "fp32/backward.cuh", "@scores_complete", ""),
     ("a key that is hidden leaks", "fp32/backward.cuh", "finite_keys || !border", "true"),
     ("a row that is not seen leaks", "fp32/backward.cuh", "if (border) guard(", "if (false) guard("),
     ("rows without a key not marked", "fp32/passes.cuh", "lse == -INFINITY ? INFINITY", "false ? INFINITY"),
@@ -522,12 +471,7 @@ NAN_SM90_BACKWARD = [
         "votes[thread() / 32] = mine;\n    ptx::fence_proxy_async();",
         "votes[thread() / 32] = mine;",
     ),
-    (
-        "cleaned while the other warpgroup looks",
-        "sm90/backward_guard.cuh",
-        "ptx::bar_sync(1, 256);  // both have looked",
-        "// both have looked",
-    ),
+    ("cleaned while the other warpgroup looks", "sm90/backward_guard.cuh", "@both_looked", ""),
     (
         "read before all is clean",
         "sm90/backward_guard.cuh",

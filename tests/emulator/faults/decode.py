@@ -10,7 +10,7 @@ DECODE = {
             "ptx::cp_async_wait<Stages - 2>();",
             "ptx::cp_async_wait<Stages - 1>();",
         ),
-        ("tiles that other lanes copied", _MMA, "meet();  // this tile", "// this tile"),
+        ("tiles that other lanes copied", _MMA, "@tile_landed", ""),
         ("refilled while read", _MMA, "(stage + Stages - 1) % Stages", "stage"),
         ("results over copies in flight", _MMA, "    ptx::cp_async_wait<0>();\n", ""),
         ("results of warps read too early", _MMA, "    __syncthreads();\n    join", "    join"),
@@ -70,7 +70,7 @@ DECODE = {
     ],
     "fp32": [
         ("tiles read before they landed", _FMA, "ptx::cp_async_wait<2>();", "ptx::cp_async_wait<3>();"),
-        ("refilled while read", _FMA, "__syncthreads();  // the tile", "// the tile"),
+        ("refilled while read", _FMA, "@tile_landed", ""),
         ("places overwritten", _FMA, "every tile % 8 * kKeys", "tile % 2 * kKeys"),
         ("weights read too early", _FMA, "= hides;\n      __syncthreads();", "= hides;"),
         (
@@ -123,7 +123,7 @@ CACHES = [  # of emulator/test_caches.py
         "to = row[g.have / p.block_size] = take();",
         "to = take(); if (to >= 0) row[g.have / p.block_size] = to;",
     ),
-    ("counts read while others change them", _PAGED, "  __syncthreads();  // every count", "  // every count"),
+    ("counts read while others change them", _PAGED, "@counts_read", ""),
     ("new holders not counted", _PAGED, "if (here >= 0) ptx::atomic_add(p.refs + here, 1);", ""),
     ("a length below 0 moves on", _ROWS, "(have < 0 ? 0 : have) + new_tokens", "have + new_tokens"),
     ("a source behind the last", _ROWS, "index[b] < batch ?", "index[b] <= batch ?"),

@@ -58,7 +58,7 @@ FORWARD = [
     ("sums of the last tile go on", SPLIT, "v + kk * kStep, kk > 4 * i", "v + kk * kStep, true"),
     ("second slice left out", SPLIT, "s[e] += slices[i][e];", ";"),
     ("change of the values' scale forgotten", SPLIT, "soft.alpha[1] *= unit * scale.y;", ""),
-    ("scale of the first rows for all", SPLIT, "(x.row + 64 * group) / Split", "x.row / Split"),
+    ("scale of the first rows for all", SPLIT, "(x.row + 64 * group) / Fp16x2Size<D>", "x.row / Fp16x2Size<D>"),
     ("key heads by remainder", SPLIT, "x.head / p.group)", "x.head % w.kv_heads)"),
     ("mask off by one tile", SPLIT, "n < x.whole_begin || n >= x.whole_end", "n > x.whole_end"),
     ("output not rescaled", SPLIT, "o[e] * soft.alpha[e >> 1 & 1] +", "o[e] +"),

@@ -4,14 +4,9 @@ SPLIT, PASSES = "fp32/fp16x2_backward.cuh", "fp32/fp16x2_backward_passes.cuh"
 
 ALL = [
     ("tiles used before they landed", SPLIT, "ptx::cp_async_wait<0>();", ""),
-    ("dS read before it is complete", SPLIT, "__syncthreads();  // dS is complete; every warp is done with Q", ""),
-    ("dO overwritten while it is read", SPLIT, "__syncthreads();  // every warp is done with dO", "__syncwarp();  //"),
-    (
-        "dS overwritten while it is read",
-        SPLIT,
-        "__syncthreads();  // the tiles have landed; every warp is done with dS",
-        "__syncwarp();",
-    ),
+    ("dS read before it is complete", SPLIT, "@scores_complete", ""),
+    ("dO overwritten while it is read", SPLIT, "@grad_out_read", "__syncwarp();"),
+    ("dS overwritten while it is read", SPLIT, "@tiles_landed", "__syncwarp();"),
     ("low half of keys forgotten", SPLIT, "small[n], a_low, b_high[2 * n]", "small[n], a_high, b_high[2 * n]"),
     ("low half of queries forgotten", SPLIT, "a_high, b_low[2 * n], b_low", "a_high, b_high[2 * n], b_low"),
     ("low halves as large as they are", SPLIT, "q % 2 * 2 + 1] * scale, kLowFactor)", "q % 2 * 2 + 1] * scale, 1.f)"),
@@ -31,10 +26,5 @@ ALL = [
     ("small columns not counted", PASSES, "r.columns = is_row || !second;", "r.columns = false;"),
     ("gradients as values", PASSES, "is_row && second ? 127 - 88 : 127 - 32", "127 - 32"),
     ("blocks of Fp32Backward left out", "fp32/backward.cuh", "block += gridDim.x", "block += 2 * gridDim.x"),
-    (
-        "tiles of Fp32Backward overwritten while they are read",
-        "fp32/backward.cuh",
-        "__syncthreads();  // every warp is done with the tiles",
-        "",
-    ),
+    ("tiles of Fp32Backward overwritten while they are read", "fp32/backward.cuh", "@tiles_read", ""),
 ]

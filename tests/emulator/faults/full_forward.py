@@ -11,7 +11,7 @@ PLAIN = [  # without a floating mask
         "const bool moved = softmax(options);\n          ptx::wgmma_wait<0>();",
         "const bool moved = softmax(options);",
     ),
-    ("a tile's number read after it was released", FORWARD, "__syncwarp();  // it is released", "// it is released"),
+    ("a tile's number read after it was released", FORWARD, "@tile_read", ""),
     ("a slot read after it was released", FORWARD, "__syncwarp();\n      release(b.q_empty", "release(b.q_empty"),
     (
         "kinds of the other warpgroup",

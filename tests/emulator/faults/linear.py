@@ -3,7 +3,7 @@ there, text instead of it)."""
 
 import torch
 
-_WALK, _ROWS, _PRODUCTS, _PASSES, _PLAN = (f"linear_{x}.cuh" for x in ("walk", "rows", "products", "passes", "plan"))
+_WALK, _ROWS, _PRODUCTS, _PASSES, _PLAN = (f"linear/{x}.cuh" for x in ("walk", "rows", "products", "passes", "plan"))
 _SIXTEEN_BITS = [
     (
         "A and B read before all have put them",
@@ -11,8 +11,8 @@ _SIXTEEN_BITS = [
         "        __syncthreads();\n        listen();\n        if (kAhead",
         "if (kAhead",
     ),
-    ("the state moves while it is read", _WALK, "        __syncthreads();  // the state of these rows", "//"),
-    ("C is put while the chunk before reads it", _WALK, "      __syncthreads();  // all are done", "//"),
+    ("the state moves while it is read", _WALK, "@state_read", ""),
+    ("C is put while the chunk before reads it", _WALK, "@chunk_read", ""),
     (
         "P read before all have put it",
         _WALK,
@@ -27,12 +27,7 @@ _SIXTEEN_BITS = [
     ),
     ("what is hidden counts", _WALK, "x = band.seen(row, col) ? x : C(0);", ""),
     ("a row does not see its own key", _PRODUCTS, "col >= row : col <= row);", "col > row : col < row);"),
-    (
-        "the state moves before the last head of a group has read it",
-        _WALK,
-        "(!p.a_grouped || i == p.group - 1);  // the state",
-        "true;  // the state",
-    ),
+    ("the state moves before the last head of a group has read it", _WALK, "@state_moves", "const bool moves = joins;"),
     ("rows past the end are written", _WALK, "if (at >= end || left <= 0)", "if (left <= 0)"),
     ("every slice writes the one vector", _WALK, "(p.extra == LinearExtra::value_column && first_col)", "false"),
     ("the gradient without scale", _WALK, " * C(p.slope_of.factor)", ""),

@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kCacheThreads) paged_plan(const PagedTask p) {
     if (is_free && at < wanted) p.free[at] = block;
     found += all;
   }
-  __syncthreads();  // every count was read, every free block is known
+  __syncthreads();  // @counts_read: every free block is known
   for (int b = tid; b < p.batch; b += kCacheThreads) {
     const PagedGrowth g(p, b);
     int next = p.takes[4 * b + 1];

@@ -105,7 +105,7 @@ struct AttentionWeights {
 #pragma unroll
           for (int e = 0; e < 16; e++) sum[e / 4][e % 4] += x[e / 4] * y[e % 4];
         }
-        __syncthreads();  // both have been read
+        __syncthreads();  // @tiles_read: both
       }
     }
     write(p, scores, sequence, sum, own, seen, first, n0, (int64_t(batch) * p.n_heads + place) * p.n_rows, batch, head);

@@ -100,7 +100,7 @@ struct TileWindow {
         const int mine = n + static_cast<int>(threadIdx.x);
         const TileKind own = mine < end ? kind(mine) : TileKind::hidden;
         const uint32_t some = ptx::ballot(own != TileKind::hidden), all = ptx::ballot(own == TileKind::whole);
-        __syncthreads();  // what was found before has been read
+        __syncthreads();  // @found_read: what was found before has been read
         if (threadIdx.x % 32 == 0) {
           found[threadIdx.x / 32] = some;
           found[Threads / 32 + threadIdx.x / 32] = all;

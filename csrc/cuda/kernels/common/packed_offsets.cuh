@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kOffsetsThreads) packed_offsets(const Int* giv
       most = max(most, parts[w]);
     }
     if (i < count) out[i] = x;
-    __syncthreads();  // parts have been read
+    __syncthreads();  // @parts_read
   }
 }
 

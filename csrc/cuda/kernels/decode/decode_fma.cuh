@@ -146,7 +146,7 @@ struct DecodeFma {
         ptx::cp_async_wait<2>();
       else
         ptx::cp_async_wait<0>();
-      __syncthreads();  // the tile has landed, and every thread is past the one before
+      __syncthreads();  // @tile_landed: every thread is past the one before
       start(tile + ahead);
       look(tile + ahead + 1);
       const unsigned char* k_tile = stages + tile % shape.stages * shape.stage_bytes();

@@ -97,7 +97,7 @@ struct DecodeMma {
     int stage = 0;
     for (int tile = tile0; tile < part.last; tile += kStep) {
       ptx::cp_async_wait<Stages - 2>();
-      meet();  // this tile is there for everyone, and all are past the one before
+      meet();  // @tile_landed: for everyone; all are past the one before
       there[Stages - 1] = start((stage + Stages - 1) % Stages, next);
       next = look(tile + Stages * kStep);
       const uint32_t sk = ring + stage * kStageBytes, sv = sk + kTileBytes;

@@ -56,7 +56,7 @@ struct LatentFma {
     RowSum<C> row{-C(INFINITY), C(0)};  // of row tid, for tid < kRows
     C acc[kColumns][kRows] = {};
     for (int tile = part.first; tile < part.last; tile++) {
-      __syncthreads();  // every thread is past the tile before
+      __syncthreads();  // @tile_read: every thread is past the tile before
       for (int k = warp; k < kKeys; k += kThreads / 32) {
         const Place at = place_of(p, s, part.batch, tile * kKeys + k, s.total);
         load_row(keys + k * step, at.outer < 0 ? nullptr : latent + at.outer * p.k.outer + at.slot * p.k.row,

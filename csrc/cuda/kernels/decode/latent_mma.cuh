@@ -71,7 +71,7 @@ struct LatentMma {
 
     for (int tile = part.first, stage = 0; tile < part.last; tile++, stage ^= 1) {
       ptx::cp_async_wait<0>();
-      __syncthreads();  // the tile (and Q) has landed, and every warp is past the one before
+      __syncthreads();  // @tile_landed: with Q; every warp is past the one before
       if (tile + 1 < part.last) start(tile + 1, stage ^ 1);
       const uint32_t keys = tiles + stage * kTileBytes;
 
@@ -127,7 +127,7 @@ struct LatentMma {
           acc[j][2] *= shrink[1], acc[j][3] *= shrink[1];
         }
       }
-      ptx::bar_sync(1 + pair, 64);  // the pair's weights are complete
+      ptx::bar_sync(1 + pair, 64);  // @weights_complete: the pair's
 #pragma unroll
       for (int kk = 0; kk < kKeys / 16; kk++) {
         uint32_t a[4];

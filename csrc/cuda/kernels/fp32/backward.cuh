@@ -142,7 +142,7 @@ struct Fp32Backward {
       const bool border = !at.whole(m0) || p.scores.mask_kind > MaskElement::none || (blocks() && !window.whole(it));
       const uint32_t here = seen;
       ptx::cp_async_wait<0>();
-      __syncthreads();  // this stage has landed; every warp is done with the other one and with dS
+      __syncthreads();  // @stage_landed: every warp is done with the other one and with dS
       at.next();
       next = next_seen(it + 1);
       if (Stages == 2 && next < total) load(stage ^ 1, at.head, at.tile);
@@ -163,7 +163,7 @@ struct Fp32Backward {
               tiles.stats + stage * kStats, slope_sum);
       if (warp % kParts == 0) write_scores(tiles.score, ds, own_key, lane);
       if (border) guard(dv, dk, s, ds, grad_out, query, first_group, tiles.flags, flag, lane);
-      __syncthreads();  // dS is complete
+      __syncthreads();  // @scores_complete: dS
 
       accumulate(dv, s, grad_out, first_group, p.v_head_dim, lane);
       accumulate(dk, ds, query, first_group, p.head_dim, lane);
@@ -386,7 +386,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   if (*rare == 0) return;
   for (unsigned block = blockIdx.x; block < blocks; block += gridDim.x) {
     Kernel::run(p, block);
-    __syncthreads();  // every warp is done with the tiles
+    __syncthreads();  // @tiles_read: by every warp
   }
 }
 

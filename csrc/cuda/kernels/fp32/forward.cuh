@@ -97,7 +97,7 @@ struct Fp32Forward {
     Fp32Operand<Real> query[kKeepQuery ? D / 8 : 1];
 
     for (int n = first, next; n < tiles.end; n = next) {
-      ptx::cp_async_wait<0>();  // K (and Q) of this tile have landed
+      ptx::cp_async_wait<0>();  // @key_landed: K (and Q) of this tile have landed
       __syncthreads();          // and every warp is past V of the tile before
       load(value_tile, value, p.value_strides, n, p.v_head_dim);
       const RowReader<Real, D> query_rows(query_tile, own_row, ptx::opaque(lane));
@@ -127,8 +127,8 @@ struct Fp32Forward {
       softmax(s, alpha, row_max, row_sum);
       if (p.scores.seed) drop<Fragment>(s, p.scores, scores, row, n * Keys + 2 * t);
 
-      ptx::cp_async_wait<0>();  // V has landed
-      __syncthreads();          // all warps are past K
+      ptx::cp_async_wait<0>();  // @value_landed
+      __syncthreads();          // @key_read: by all warps
       const bool border = !tiles.whole(n) || p.scores.mask_kind > MaskElement::none || (blocks && !window.whole(n));
       next = next_seen(tiles.above(n));
       if (next < tiles.end) load(key_tile, key, p.key_strides, next, p.head_dim);
@@ -183,7 +183,7 @@ struct Fp32Forward {
     uint32_t bits[2];
     weight_bits<Keys / 8>(bits, s, lane);
     mark_not_finite<Real, D, kOwn>(acc, bits, tile, first_group, lane);
-    __syncthreads();  // all warps have seen them
+    __syncthreads();  // @values_seen: by all warps
     clear_share<Real, D, Keys, kThreads>(tile);
     __syncthreads();
   }

@@ -351,7 +351,7 @@ struct Fp16x2Backward {
     Sums dk = {}, dv = {};
     for (; left > 0; left--) {
       ptx::cp_async_wait<0>();
-      __syncthreads();  // the tiles have landed; every warp is done with dS
+      __syncthreads();  // @tiles_landed: every warp is done with dS
       if (ptx::opaque(threadIdx.x) == 0) tiles.place[(left - 1) % 2] = next(tiles.place[left % 2], *tiles.range);
 
       Scores s, ds;
@@ -375,7 +375,7 @@ struct Fp16x2Backward {
       Fragments f;
       split(f, s, kTop);
       accumulate(dv, f, tiles.grad_out, of_query.y * (1 / kTop), p.v_head_dim);
-      __syncthreads();  // every warp is done with dO and its statistics, and has written its largest dS
+      __syncthreads();  // @grad_out_read: with its statistics; every warp has written its largest dS
       if (left > 1) load_out_tile(tiles.place[(left - 1) % 2]);
 
       const uint4 parts = *reinterpret_cast<const uint4*>(tiles.largest);
@@ -391,7 +391,7 @@ struct Fp16x2Backward {
         turn = turn_of(p, here(), at.tile);
         if (threadIdx.x == 0) ptx::turn_wait(p.turn + 2 * number, turn);
       }
-      __syncthreads();  // dS is complete; every warp is done with Q
+      __syncthreads();  // @scores_complete: dS; every warp is done with Q
       if (left > 1) load_query_tile(tiles.place[(left - 1) % 2]);
       if (p.grad_query) add_query(p.query_sum + number * (Rows * D), tiles, inverse * tiles.scale[1].x, p.head_dim);
       if (p.turn) {

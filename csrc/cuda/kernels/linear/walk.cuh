@@ -270,7 +270,7 @@ struct LinearWalk {
 #pragma unroll 1
     for (int i = 0; i < p.group; i++) {
       const bool fresh = p.a_grouped || i == 0, done = p.a_grouped || i == p.group - 1;
-      const bool moves = joins && (!p.a_grouped || i == p.group - 1);  // the state, by this B and C
+      const bool moves = joins && (!p.a_grouped || i == p.group - 1);  // @state_moves: by this B and C
       const int query_heads = p.kv_heads * p.group, query_head = kv_head * p.group + i;
       const int a_head = p.a_grouped ? query_head : kv_head, a_heads = p.a_grouped ? query_heads : p.kv_heads;
       const int b_head = p.a_grouped ? kv_head : query_head, b_heads = p.a_grouped ? p.kv_heads : query_heads;
@@ -282,7 +282,7 @@ struct LinearWalk {
         if (joins) next_b.fetch(p.b, b_rows(), row0, end, depth);
       };
 
-      __syncthreads();  // all are done with what was there before
+      __syncthreads();  // @chunk_read: all are done with what was there before
       if (joins && (!p.a_grouped || i == 0)) {
         const LinearHeadRows<T> c_rows(p.c, batch, b_head, b_heads, p.length);
         LinearTile<T, kRows, kCols, kThreads> next_c;
@@ -320,7 +320,7 @@ struct LinearWalk {
         typename P::template Sums<kStateTiles> u;
         u.clear();
         if (moves) state_of_chunk(u);
-        __syncthreads();  // the state of these rows has been read, A and B too
+        __syncthreads();  // @state_read: of these rows, A and B too
         if (moves) keep_state(u, depth);
       }
       if (!p.sums && p.causal) {

@@ -303,7 +303,7 @@ struct Sm80Backward {
       const bool whole = at.whole(m0), border = Options ? hides : !whole;
       const uint32_t here = seen;
       ptx::cp_async_wait<0>();
-      __syncthreads();  // this stage has landed; every warp is done with the other one and with P and dS
+      __syncthreads();  // @stage_landed: every warp is done with the other one and with P and dS
       at.next();
       next = next_seen(it + 1);
       if (next < total) load(stage ^ 1, at.head, at.tile);
@@ -375,13 +375,13 @@ struct Sm80Backward {
         weigh(std::bool_constant<kGuard>{});
       else
         weigh(std::false_type{});
-      __syncthreads();  // P and dS are complete
+      __syncthreads();  // @scores_complete: P and dS
       if (!Ranged || !border || finite<Rows, D / 16>(tdo, l.wm * (D / 16), fresh()))
         accumulate(dv, pf, sp, tdo, l);
       else
         accumulate_guarded(dv, sp, tdo, fresh());
       if (OutStages == 1) {
-        __syncthreads();  // every warp is done with dO
+        __syncthreads();  // @grad_out_read: by every warp
         if (next < total) load_out(0, at.head, at.tile);
       }
       if (!Ranged || !border || finite<Rows, D / 16>(tq, l.wm * (D / 16), fresh()))

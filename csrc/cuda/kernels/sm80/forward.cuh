@@ -116,8 +116,8 @@ struct Sm80Forward {
       const int n0 = n * kKeys;
       // hoisted out of the loop, addresses would spill
       if (!kKeepQuery) at = ptx::opaque(at);
-      ptx::cp_async_wait<0>();  // K (and Q) of this tile have landed
-      __syncthreads();          // and every warp is past V of the tile before
+      ptx::cp_async_wait<0>();  // @key_landed: K (and Q) of this tile have landed
+      __syncthreads();          // @value_read: every warp is past V of the tile before
       load_tile<kDv, kKeys>(sv, value, p.value_strides.row, n0, tiles.key_end, p.v_head_dim);
       if (kKeepQuery && n == first_tile) {
 #pragma unroll
@@ -152,8 +152,8 @@ struct Sm80Forward {
         softmax(s, acc, row_max, row_sum, p.scale_log2);
       }
 
-      ptx::cp_async_wait<0>();  // V has landed
-      __syncthreads();          // all warps are past K
+      ptx::cp_async_wait<0>();  // @value_landed
+      __syncthreads();          // @key_read: by all warps
       next = next_seen(tiles.above(n));
       if (next < tiles.end) load_k(next * kKeys);
       const auto value_fragment = [&](uint32_t (&b)[4], int kk, int j, int at) {

@@ -45,7 +45,7 @@ struct Sm80MaskGradient : MaskGradientOfTiles<Sm80MaskGradient<T_, D>, float, 64
                                                 static_cast<const T*>(base) + batch * s.batch + head_ * s.head + c,
                                                 s.row, row0, rows, dim - c);
       };
-      __syncthreads();  // the tiles of the step before have been read
+      __syncthreads();  // @tiles_read: those of the step before
       load(0, p.query, p.query_strides, head, row0, sequence.q_len, p.head_dim);
       load(1, p.key, p.key_strides, head_k, n0, sequence.keys.key_length, p.head_dim);
       load(2, p.grad_out, p.grad_out_strides, head, row0, sequence.q_len, p.v_head_dim);

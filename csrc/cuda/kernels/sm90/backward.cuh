@@ -202,7 +202,7 @@ struct Sm90BackwardConsumer {
       issue_sum(dk, df, m.q, this_qs);
       ptx::wgmma_fence();
       issue_scores(s, m.k, m.q, qs);
-      ptx::wgmma_wait<0>();  // dV, dK, S of the next tile
+      ptx::wgmma_wait<0>();  // @products_done: dV, dK, S of the next tile
       release(m.q_empty + 8 * this_qs);
       ptx::keep(s);
       release(m.do_empty + 8 * this_ds);

@@ -16,7 +16,7 @@ __device__ __forceinline__ void finish_queries(const BackwardTask& p, const Back
     const int head = where.first_head + h, pair = where.batch * p.q_heads + head;
     ptx::bar_sync(1, 256);
     if (tid == 0) {
-      ptx::thread_fence();  // this block's additions before the count, the others' after it
+      ptx::thread_fence();  // @counted_after: this block's additions before the count, the others' after it
       *vote = ptx::atomic_add(p.query_blocks + pair, 1);
       ptx::thread_fence();
     }

@@ -86,7 +86,7 @@ struct Sm90BackwardGuard {
     uint32_t* votes = reinterpret_cast<uint32_t*>(smem + (m.votes - m.k)) + 8 + 8 * part + thread() / 128 * 4;
     int turn = 0;  // one for each part will do: there is a barrier of the warpgroup in every iteration
     if (!group_any(bad != 0, votes, turn, 10 + thread() / 128)) return;
-    ptx::bar_sync(1, 256);  // both have looked, and are done with the scores of this tile
+    ptx::bar_sync(1, 256);  // @both_looked: and are done with the scores of this tile
     uint32_t* marks = reinterpret_cast<uint32_t*>(smem + (m.rows - m.k));
     clean(query, thread() * (S::kQueryBytes / 16 / 256), S::kQueryBytes / 16 / 256);
     clean_rows<M, S::kQueryPanel>(out, marks);

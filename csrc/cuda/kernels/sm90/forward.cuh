@@ -137,7 +137,7 @@ struct Sm90Forward {
           token_pass();
           wait_k(c);
           wait_v(c);
-          __syncwarp();  // no lane may still be waiting when the next phase but one begins
+          __syncwarp();  // @lanes_met: none may still wait when the next phase but one begins
           release_k(c);
           release_v(c);
         }

@@ -31,7 +31,7 @@ struct Sm90ForwardOutput {
                                                int row, int lane, uint32_t smem, unsigned char* base, const Slot& x,
                                                const ptx::TensorMap& map, const ForwardTask& p) {
     const int g = lane / 4, t = lane % 4, at = S::kOutAt + row / 16 * (16 * S::kDv * 2);
-    if (lane == 0) ptx::bulk_wait_read<0>();  // the last tile's
+    if (lane == 0) ptx::bulk_wait_read<0>();  // @output_stored: that of the last tile
     __syncwarp();
     const int word = at + g * 128 + (g << 4) + 4 * t;  // 128-byte rows, 16-byte chunks exchanged by the row's number
 #pragma unroll

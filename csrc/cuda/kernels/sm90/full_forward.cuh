@@ -60,7 +60,7 @@ struct Sm90FullForward {
       const auto arrived = [&](int count) -> Tile {  // K of the next tile, and which one it is
         wait_k(count);
         const Tile next = stages[stage(count)];
-        __syncwarp();  // it is released by one lane for all
+        __syncwarp();  // @tile_read: one lane releases it for all
         return {ptx::uniform(next.number), ptx::uniform(next.flags)};
       };
       const auto qk = [&](int count) {

@@ -187,7 +187,7 @@ struct Sm90Latent {
         m = fmaxf(m, ptx::shfl_xor(m, 2));
         if (t == 0) tops[own * kRows + row + 8 * h] = m;
       }
-      ptx::bar_sync(1, 256);  // both maxima are there; the other's products over the pair before are done
+      ptx::bar_sync(1, 256);  // @maxima_there: both; the other's products over the pair before are done
       float shrink[2];
 #pragma unroll
       for (int h = 0; h < 2; h++) {
@@ -211,7 +211,7 @@ struct Sm90Latent {
 #pragma unroll
         for (int i = 0; i < 64; i++) out[0][i] *= shrink[i >> 1 & 1], out[1][i] *= shrink[i >> 1 & 1];
       }
-      ptx::bar_sync(1, 256);  // both weights are there
+      ptx::bar_sync(1, 256);  // @weights_there: both
 
       if (p.q_len > 1 && (n * kKeys < whole_begin || (n + 2) * kKeys > whole_end)) {
         ptx::mbarrier_wait(full(smem, own ^ 1, own), phase);

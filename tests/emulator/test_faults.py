@@ -1,0 +1,48 @@
+"""Every planted fault finds its place in the kernels: seconds after an edit, before any of them is built and run."""
+
+import importlib
+import re
+
+from tests.emulator import build
+
+KERNELS = build.ROOT / "csrc/cuda/kernels"
+HOLDERS = [f"faults.{path.stem}" for path in (build.ROOT / "tests/emulator/faults").glob("[a-z]*.py")]
+HOLDERS += ["test_latent", "test_rows"]  # their own lists
+
+
+def faults_in(x):
+    """(file, text there, text instead of it) of all tuples that name a kernel's file."""
+    if isinstance(x, tuple) and any(isinstance(part, str) and part.endswith(".cuh") for part in x):
+        yield next(part for part in x if isinstance(part, str) and part.endswith(".cuh")), *x[-2:]
+    elif isinstance(x, (list, dict)):
+        for part in x.values() if isinstance(x, dict) else x:
+            yield from faults_in(part)
+
+
+def all_faults():
+    holders = [importlib.import_module(f"tests.emulator.{name}") for name in HOLDERS]
+    return sorted({fault for holder in holders for fault in faults_in(list(vars(holder).values()))})
+
+
+def test_faults_find_their_places():
+    wrong = []
+    for file, old, new in all_faults():
+        try:
+            build._planted((KERNELS / file).read_text(), old, new)
+        except ValueError as error:
+            wrong.append(f"{file}: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_markers_are_used():
+    """A comment `// @name` is for a fault: without one it goes."""
+    used = {(file, old[1:]) for file, old, _ in all_faults() if old.startswith("@")}
+    for path in KERNELS.rglob("*.cuh"):
+        for marker in re.findall(r"// @(\w+)", path.read_text()):
+            assert (str(path.relative_to(KERNELS)), marker) in used, f"{path}: no fault names @{marker}"
+
+
+def test_markers_take_the_code_of_their_line():
+    text = "  a();\n  f(b,\n    c);  // @both: words\n  d();  // @last\n"
+    assert build._planted(text, "@both", "g();") == "  a();\n  g();  // @both: words\n  d();  // @last\n"
+    assert build._planted(text, "@last", "if (e) {code}").endswith("c);  // @both: words\n  if (e) d();  // @last\n")
