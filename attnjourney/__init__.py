@@ -1,73 +1,48 @@
 """Attention operators for PyTorch in C++: forward and backward, on CPU and CUDA."""
 
-from . import nn, reference
-from ._version import __version__
-from .accounting import account
-from .block_mask import BlockMask
-from .info import cpu_info, explain
-from .nn.cache import KVCache, LatentCache, WindowCache
-from .nn.cache_paged import PagedKVCache
-from .ops import (
-    attention,
-    attention_weights,
-    decode,
-    gpt_attention,
-    gqa,
-    infini_attention,
-    linear_attention,
-    longformer_attention,
-    merge_states,
-    mha,
-    mla,
-    mla_decode,
-    varlen_attention,
-)
-from .positions import alibi_slopes, rope, rope_frequencies, sinusoidal_positions
-from .replace import replace_attention
-from .seeing import capture, trace, trace_module
+from typing import TYPE_CHECKING, Any
+
+from . import nn as nn
+from . import reference as reference
+from ._version import __version__ as __version__
+from .accounting import account as account
+from .block_mask import BlockMask as BlockMask
+from .info import cpu_info as cpu_info
+from .info import explain as explain
+from .nn.cache import KVCache as KVCache
+from .nn.cache import LatentCache as LatentCache
+from .nn.cache import WindowCache as WindowCache
+from .nn.cache_paged import PagedKVCache as PagedKVCache
+from .ops import attention as attention
+from .ops import attention_weights as attention_weights
+from .ops import decode as decode
+from .ops import gpt_attention as gpt_attention
+from .ops import gqa as gqa
+from .ops import infini_attention as infini_attention
+from .ops import linear_attention as linear_attention
+from .ops import longformer_attention as longformer_attention
+from .ops import merge_states as merge_states
+from .ops import mha as mha
+from .ops import mla as mla
+from .ops import mla_decode as mla_decode
+from .ops import varlen_attention as varlen_attention
+from .positions import alibi_slopes as alibi_slopes
+from .positions import rope as rope
+from .positions import rope_frequencies as rope_frequencies
+from .positions import sinusoidal_positions as sinusoidal_positions
+from .replace import replace_attention as replace_attention
+from .seeing.recording import capture as capture
+from .seeing.recording import trace as trace
+from .seeing.recording import trace_module as trace_module
+
+if TYPE_CHECKING:
+    from . import viz as viz
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     """attnjourney.viz is imported when it is first asked for."""
     if name == "viz":
         from importlib import import_module
 
         return import_module(".viz", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-__all__ = [
-    "BlockMask",
-    "KVCache",
-    "LatentCache",
-    "PagedKVCache",
-    "WindowCache",
-    "__version__",
-    "account",
-    "alibi_slopes",
-    "attention",
-    "attention_weights",
-    "capture",
-    "cpu_info",
-    "decode",
-    "explain",
-    "gpt_attention",
-    "gqa",
-    "infini_attention",
-    "linear_attention",
-    "longformer_attention",
-    "merge_states",
-    "mha",
-    "mla",
-    "mla_decode",
-    "nn",
-    "reference",
-    "replace_attention",
-    "rope",
-    "rope_frequencies",
-    "sinusoidal_positions",
-    "trace",
-    "trace_module",
-    "varlen_attention",
-    "viz",
-]

@@ -13,7 +13,7 @@ _CUDA = torch.library.Library("attnjourney", "IMPL", "CUDA")
 
 
 def directory() -> Path:
-    """Where the libraries lie: beside this file, or in ATTNJOURNEY_LIBRARY_DIR (another build, such as `make asan`)."""
+    """Where the libraries are: next to this file, or in ATTNJOURNEY_LIBRARY_DIR (another build: `make asan`)."""
     return Path(os.environ.get("ATTNJOURNEY_LIBRARY_DIR") or Path(__file__).parent).absolute()
 
 

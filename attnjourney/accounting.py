@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
-from ._model_parts import Part, parts_of_config, parts_of_module
+from .nn import CausalSelfAttention, GroupedQueryAttention, MultiheadLatentAttention
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,8 @@ def account(
     """Counts what a model costs at a sequence length.
 
     FLOPs are those of matrix products, 2 for a multiplication and an addition, as torch.utils.flop_counter counts them:
-    a causal layer counts as a full one, and the backward of attention computes the scores once more. Decoding is one
-    token of one sequence beside seq_len cached ones; latent attention decodes in its latent space. Beside the attention
+    a causal layer counts as a full one, and the backward of attention recomputes the scores. Decoding is one
+    token of one sequence after seq_len cached ones; latent attention decodes in its latent space. Besides the attention
     layers, a module's nn.Linear layers count with every position; other layers count as parameters alone.
 
     Args:
@@ -124,3 +125,195 @@ def _row(part: Part, seq_len: int, batch: int, dtype: torch.dtype) -> Row:
         cached = a.cached * dtype.itemsize
     numbers = (part.parameters, forward, backward, decode, cached)
     return Row(part.name, part.count, *(part.count * n for n in numbers))
+
+
+# ---- models as parts: what each holds, multiplies and caches
+
+
+@dataclass(frozen=True)
+class AttentionPart:
+    heads: int
+    qk_dim: int
+    v_dim: int
+    cached: int  # numbers per token
+    decode_width: int  # multiplications per head and cached token
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str
+    parameters: int
+    multiplied: int  # numbers of the weight matrices that every token is multiplied with
+    attention: AttentionPart | None = None
+    count: int = 1
+
+
+def grouped(heads: int, kv_heads: int, head_dim: int) -> AttentionPart:
+    return AttentionPart(heads, head_dim, head_dim, 2 * kv_heads * head_dim, 2 * head_dim)
+
+
+def latent(heads: int, kv_lora_rank: int, nope: int, rope: int, v: int) -> AttentionPart:
+    # decoding: scores against latent and rotary key, then a sum of latents
+    return AttentionPart(heads, nope + rope, v, kv_lora_rank + rope, 2 * kv_lora_rank + rope)
+
+
+# ---- modules
+
+
+def _attention_of(module: nn.Module) -> AttentionPart | None:
+    if isinstance(module, nn.MultiheadAttention):
+        return grouped(module.num_heads, module.num_heads, module.head_dim)
+    if isinstance(module, CausalSelfAttention):
+        return grouped(module.num_heads, module.num_heads, module.out_proj.in_features // module.num_heads)
+    if isinstance(module, GroupedQueryAttention):
+        return grouped(module.num_heads, module.num_kv_heads, module.head_dim)
+    if isinstance(module, MultiheadLatentAttention):
+        dims = (module.qk_nope_head_dim, module.qk_rope_head_dim, module.v_head_dim)
+        return latent(module.num_heads, module.kv_b_proj.in_features, *dims)
+    return None
+
+
+def parts_of_module(model: nn.Module) -> list[Part]:
+    """Attention layers of a kind together, then other linear layers, then whatever else has parameters. A parameter
+    that several layers share belongs to the first; FLOPs belong to every use."""
+    seen: set[int] = set()
+    inside: set[int] = set()  # modules that belong to an attention layer
+
+    def own(module: nn.Module, recurse: bool = True) -> int:
+        fresh = {id(p): p.numel() for p in module.parameters(recurse) if id(p) not in seen}
+        seen.update(fresh)
+        return sum(fresh.values())
+
+    parts: list[Part] = []
+    linear_parameters = linear_multiplied = rest = 0
+    for name, module in model.named_modules(remove_duplicate=False):
+        if id(module) in inside and _attention_of(module) is None:
+            continue
+        attention = _attention_of(module)
+        if attention is not None:
+            inside.update(id(m) for m in module.modules())
+            matrices = sum(p.numel() for p in module.parameters() if p.dim() == 2)
+            kind = type(module).__name__
+            parts.append(Part(f"{kind} {name}".strip(), own(module), matrices, attention))
+        elif isinstance(module, nn.Linear):
+            linear_parameters += own(module)
+            linear_multiplied += module.weight.numel()
+        else:
+            rest += own(module, recurse=False)
+    parts = _together(parts)
+    if linear_multiplied:
+        parts.append(Part("other linear layers", linear_parameters, linear_multiplied))
+    if rest:
+        parts.append(Part("other parameters", rest, 0))
+    return parts
+
+
+def _together(parts: list[Part]) -> list[Part]:
+    """Parts that differ in their name alone become one with a count."""
+    kinds: dict[Part, Part] = {}
+    for part in parts:
+        key = replace(part, name=part.name.split()[0])
+        first = kinds.get(key)
+        kinds[key] = part if first is None else replace(first, count=first.count + 1)
+    return list(kinds.values())
+
+
+# ---- configurations
+
+
+class _Config:
+    """The keys of a configuration or a dict, with defaults for those that may be missing or None."""
+
+    def __init__(self, config: Mapping | object):
+        self.config = config
+
+    def __call__(self, name: str, default: Any = None) -> Any:
+        c = self.config
+        value = c.get(name) if isinstance(c, Mapping) else getattr(c, name, None)
+        value = default if value is None else value
+        if value is None:
+            raise ValueError(f"model: expected a configuration with {name}")
+        return value
+
+    def has(self, name: str) -> bool:
+        c = self.config
+        return (c.get(name) if isinstance(c, Mapping) else getattr(c, name, None)) is not None
+
+
+def _gpt2(c: _Config) -> list[Part]:
+    d, layers, vocab = c("n_embd"), c("n_layer"), c("vocab_size")
+    hidden = c("n_inner", 4 * d)
+    return [
+        Part("attention", 4 * d * d + 4 * d, 4 * d * d, grouped(c("n_head"), c("n_head"), d // c("n_head")), layers),
+        Part("MLP", 2 * d * hidden + hidden + d, 2 * d * hidden, None, layers),
+        Part("norms", 2 * d * (2 * layers + 1), 0),
+        Part("position embedding", c("n_positions") * d, 0),
+        Part("token embedding and output", vocab * d, vocab * d),  # one tied matrix
+    ]
+
+
+def _output(c: _Config, d: int) -> list[Part]:
+    vocab = c("vocab_size") * d
+    if c("tie_word_embeddings", False):
+        return [Part("token embedding and output", vocab, vocab)]
+    return [Part("token embedding", vocab, 0), Part("output", vocab, vocab)]
+
+
+def _llama(c: _Config) -> list[Part]:
+    """llama, mistral, qwen2, qwen3."""
+    kind, d, layers, heads = c("model_type"), c("hidden_size"), c("num_hidden_layers"), c("num_attention_heads")
+    kv_heads, head_dim = c("num_key_value_heads", heads), c("head_dim", d // heads)
+    matrices = d * head_dim * (2 * heads + 2 * kv_heads)
+    small = head_dim * (heads + 2 * kv_heads) if kind == "qwen2" or c("attention_bias", False) else 0
+    small += d if kind != "qwen2" and c("attention_bias", False) else 0  # o_proj's bias
+    small += 2 * head_dim if kind == "qwen3" else 0  # norms of query and key
+    hidden = c("intermediate_size")
+    mlp_bias = 2 * hidden + d if c("mlp_bias", False) else 0
+    return [
+        Part("attention", matrices + small, matrices, grouped(heads, kv_heads, head_dim), layers),
+        Part("MLP", 3 * d * hidden + mlp_bias, 3 * d * hidden, None, layers),
+        Part("norms", d * (2 * layers + 1), 0),
+        *_output(c, d),
+    ]
+
+
+def _deepseek(c: _Config) -> list[Part]:
+    d, layers, heads, kv_lora = c("hidden_size"), c("num_hidden_layers"), c("num_attention_heads"), c("kv_lora_rank")
+    nope, rope, v = c("qk_nope_head_dim"), c("qk_rope_head_dim"), c("v_head_dim")
+    q_lora = c("q_lora_rank") if c.has("q_lora_rank") else 0
+    queries = heads * (nope + rope)
+    matrices = q_lora * (d + queries) if q_lora else d * queries
+    matrices += d * (kv_lora + rope) + kv_lora * heads * (nope + v) + heads * v * d
+    biases = q_lora + kv_lora + rope + d if c("attention_bias", False) else 0
+    dense = min(c("first_k_dense_replace", 0), layers)
+    expert, routed = 3 * d * c("moe_intermediate_size"), c("n_routed_experts")
+    shared = c("n_shared_experts", 0) * expert
+    mixture = routed * expert + shared + routed * d
+    active = c("num_experts_per_tok") * expert + shared + routed * d
+    attention = latent(heads, kv_lora, nope, rope, v)
+    return [
+        Part("latent attention", matrices + biases, matrices, attention, layers),
+        Part("norms of the latents", (q_lora + kv_lora) * layers, 0),
+        Part("MLP", 3 * d * c("intermediate_size"), 3 * d * c("intermediate_size"), None, dense),
+        Part("mixture of experts", mixture, active, None, layers - dense),
+        Part("norms", d * (2 * layers + 1), 0),
+        *_output(c, d),
+    ]
+
+
+CONFIGS: dict[str, Callable[[_Config], list[Part]]] = {
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "mistral": _llama,
+    "qwen2": _llama,
+    "qwen3": _llama,
+    "deepseek_v3": _deepseek,
+}
+
+
+def parts_of_config(config: Mapping | object) -> list[Part]:
+    c = _Config(config)
+    kind = c("model_type")
+    if kind not in CONFIGS:
+        raise ValueError(f"model: expected a model_type of {', '.join(CONFIGS)}, got {kind!r}")
+    return [part for part in CONFIGS[kind](c) if part.count]

@@ -25,7 +25,7 @@ class BlockMask:
         partial: int32 (blocks,): the place of its pairs in `elements`; -1 where it hides none.
         elements: bool (partial blocks that differ, block_size, block_size), True where a row may see a key.
 
-    Lists that somebody else made are checked on the CPU; on CUDA, where that would wait for the device, numbers that
+    Lists that were made elsewhere are checked on the CPU; on CUDA, where that would wait for the device, numbers that
     lead nowhere hide.
     """
 
@@ -52,7 +52,7 @@ class BlockMask:
             fn: takes int64 tensors that broadcast (b and h have no dimensions, i is (rows, 1), j is (1, kv_len)) and
                 returns a bool tensor that broadcasts to (rows, kv_len). Called once for each row of blocks, batch item
                 and head: memory is that of block_size * kv_len pairs.
-            batch, heads: 1 where all are alike.
+            batch, heads: 1 where all are the same.
             block_size: a multiple of 16.
 
         Raises TypeError and ValueError, naming the argument, the expected and the given.

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ._dtypes import accumulation_dtype
+
 # ---- frequencies: all in float64
 
 
@@ -211,7 +213,7 @@ def rope(
         position_ids = torch.arange(seq, device=x.device)
     else:
         check_position_ids(position_ids, batch, seq)
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(x.dtype)
     cos, sin = rope_tables(inv_freq, position_ids + offset, attention_factor, dtype)
     return torch.ops.attnjourney.rope(x, cos, sin, interleaved=interleaved)
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from attnjourney.byte_gpt import VOCABULARY, ByteGPT
+from attnjourney.demo.byte_gpt import VOCABULARY, ByteGPT
 from examples.attention import GQA, MHA, MLA, GPT2Attention
 from examples.config import Config
 from examples.torch_attention import TorchMHA, TorchSDPA
@@ -33,7 +33,7 @@ OURS = ("mha", "gpt", "gqa", "mla")
 
 
 class GPT(ByteGPT):
-    """(B, T) int64 -> logits (B, T, 256): attnjourney/byte_gpt/model.py around the attention of a variant."""
+    """(B, T) int64 -> logits (B, T, 256): attnjourney/demo/byte_gpt/model.py around the attention of a variant."""
 
     def __init__(self, variant: Variant, config: Config):
         attention = [variant.attention(config) for _ in range(config.layers)]

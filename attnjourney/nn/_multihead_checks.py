@@ -14,7 +14,7 @@ def check_inputs(
     key_padding_mask: Tensor | None,
     attn_mask: Tensor | None,
 ) -> None:
-    """Raises ValueError for a shape and RuntimeError for a dtype or a device that does not fit. Beside a cache key and
+    """Raises ValueError for a shape and RuntimeError for a dtype or a device that does not fit. With a cache, key and
     value may both be None."""
     if key is None or value is None:
         for name, x in (("key", key), ("value", value), ("key_padding_mask", key_padding_mask)):
@@ -75,7 +75,7 @@ def _mask_dtype(name: str, mask: Tensor, query: Tensor) -> None:
 
 
 def check_mask(module, query: Tensor, attn_mask: Tensor) -> None:
-    """attn_mask beside a cache, query (N, L, embed): the number of its keys is for the cache to check."""
+    """attn_mask together with a cache, query (N, L, embed): the number of its keys is for the cache to check."""
     batch, length = query.shape[:2]
     if attn_mask.dim() not in (2, 3) or attn_mask.shape[-2] != length:
         fits = False

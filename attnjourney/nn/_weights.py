@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from .._dtypes import accumulation_dtype
+
 BLOCK = 1 << 20  # weights of all heads that exist at one time
 
 
@@ -16,11 +18,11 @@ def attention_weights(
     """exp(score - lse), before dropout: (N, H, L, S), or their mean over the heads, (N, L, S), in query's dtype.
 
     query (N, H, L, D), key (N, H, S, D), lse (N, H, L), mask as attention takes it. A block of queries at a time, so
-    that beside the result there are no more than BLOCK weights (the backward computes each block again).
+    that besides the result there are no more than BLOCK weights (the backward computes each block again).
     """
     batch, heads, length, dim = query.shape
     rows = max(1, BLOCK // max(1, batch * heads * key.shape[2]))
-    wide = torch.promote_types(query.dtype, torch.float32)
+    wide = accumulation_dtype(query.dtype)
     key = key.to(wide)
     if mask is not None:
         mask = mask.expand(torch.broadcast_shapes(mask.shape, (length, key.shape[2])))

@@ -74,7 +74,7 @@ class Cache:
         self.lengths.zero_()
 
     def check(self) -> None:
-        """ValueError if a sequence was given more tokens than there is room for. On CUDA nobody else says so: an append
+        """ValueError if a sequence was given more tokens than there is room for. On CUDA nothing else says so: append
         does not wait to learn the lengths. This does."""
         lost = self._lost()
         if lost.any():
@@ -133,7 +133,7 @@ class KeyValueCache(Cache):
         return self._step(lambda: self.append(key, value, lengths), lambda: self.attend(query, **options))
 
     def _place(self) -> dict:
-        """Where `decode` finds the keys, beside key, value and lengths."""
+        """Where `decode` finds the keys, besides key, value and lengths."""
         return {}
 
     def _window(self, window_size: tuple[int, int] | None) -> tuple[int, int]:
@@ -187,12 +187,12 @@ class KVCache(KeyValueCache):
 class WindowCache(KVCache):
     """A ring for sliding windows: memory for the window and some tokens more, however long the sequences grow.
 
-    A prompt may be longer than the ring: its keys stay beside the ring, for the attend that follows, until the next
+    A prompt may be longer than the ring: its keys stay next to the ring, for the attend that follows, until the next
     append, truncate, reorder or reset. (Rows of the padding then stand where keys are gone.)
 
     Args:
         batch, num_kv_heads, head_dim, v_head_dim, dtype, device: as KVCache.
-        window: keys to the left that a row sees beside its own: `left` of window_size. (transformers' sliding_window
+        window: keys to the left that a row sees besides its own: `left` of window_size. (transformers' sliding_window
             counts the row's own key too: window = sliding_window - 1.)
         max_append: the most tokens of an append, and rows of an attend, for which the ring is enough; truncate can go
             back as far.

@@ -70,7 +70,7 @@ class PagedKVCache(KeyValueCache):
         return {"block_table": self.block_table}
 
     def truncate(self, lengths: Tensor | int) -> None:
-        """As KVCache.truncate; blocks that nobody holds any more are free again."""
+        """As KVCache.truncate; blocks that no sequence holds any more are free again."""
         new = self._new_lengths(lengths)
         ops.paged_truncate(self.lengths, self.block_table, self.block_refs, new, block_size=self.block_size)
 

@@ -1,3 +1,5 @@
+"""Causal self-attention with its projections, as in GPT: a module over torch.ops.attnjourney.gpt_attention."""
+
 from __future__ import annotations
 
 import torch
@@ -51,7 +53,7 @@ class CausalSelfAttention(nn.Module):
         """
         Args:
             x: (batch, seq, embed).
-            key_padding_mask: (batch, seq). bool: True is a key that nobody sees. Floating: added to its scores.
+            key_padding_mask: (batch, seq). bool: True hides a key. Floating: added to its scores.
             position_ids: for the sake of one signature: this layer has no rotation that would read them.
             cache: of num_heads heads of embed_dim / num_heads: x are the tokens that follow those in it, and are added
                 to it, but for those that key_padding_mask (bool) hides. Without gradients only.

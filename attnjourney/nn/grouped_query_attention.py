@@ -1,3 +1,5 @@
+"""Grouped-query attention with its projections, as in Llama: a module over torch.ops.attnjourney.gqa."""
+
 from __future__ import annotations
 
 import torch
@@ -107,7 +109,7 @@ class GroupedQueryAttention(nn.Module):
         Args:
             x: (batch, seq, embed).
             key_value: (batch, keys, kv_dim) with kv_dim, else None: keys and values come from x.
-            key_padding_mask: (batch, keys). bool: True is a key that nobody sees. Floating: added to its scores.
+            key_padding_mask: (batch, keys). bool: True hides a key. Floating: added to its scores.
             position_ids: (seq,) or (batch, seq) integers, 0 .. seq - 1 by default; of the queries in
                 cross-attention, whose keys are at 0 .. keys - 1.
             rotary: cos, sin (seq, rotary_dim / 2) or (batch, seq, ...) in place of those of rope; layers may share

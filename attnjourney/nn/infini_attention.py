@@ -1,3 +1,5 @@
+"""Infini-attention with its projections and its gates, as a module."""
+
 from __future__ import annotations
 
 import torch

@@ -1,3 +1,5 @@
+"""Linear attention with its projections, as a module."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -62,7 +64,7 @@ class LinearAttention(nn.Module):
         initial_state: State | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, State]:
-        """x (batch, seq, embed); key_padding_mask (batch, seq), bool, True is a key that nobody sees; states as in
+        """x (batch, seq, embed); key_padding_mask (batch, seq), bool, True hides a key; states as in
         attnjourney.linear_attention: a state that is given back continues the sequence."""
         check_sequence("x", x, self.q_proj.in_features)
         out, state = linear_attention(

@@ -1,3 +1,5 @@
+"""Longformer's self-attention with its six projections, as a module."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence

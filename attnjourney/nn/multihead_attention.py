@@ -1,3 +1,5 @@
+"""torch.nn.MultiheadAttention over torch.ops.attnjourney.mha."""
+
 from __future__ import annotations
 
 import torch
@@ -21,7 +23,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     * A query that sees no key gives out_proj's bias, weights 0 and finite gradients.
     * Weights that are returned are those before dropout: their rows sum to 1.
-    * is_causal is a condition beside the masks, not a hint that attn_mask is causal, and needs no attn_mask.
+    * is_causal is a condition besides the masks, not a hint that attn_mask is causal, and needs no attn_mask.
     * attn_mask and key_padding_mask may have different dtypes.
     * Hooks on out_proj, and a module put in its place, take part.
     * Errors are ValueError (a shape or a number), RuntimeError (a dtype or a device); they name the argument.
@@ -97,13 +99,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         Args:
             query: (N, L, embed_dim) with batch_first, (L, N, embed_dim) without, (L, embed_dim) for one sample.
             key, value: (N, S, kdim) and (N, S, vdim), or (S, N, ...), or (S, ...).
-            key_padding_mask: (N, S), or (S,). bool: True is a key that nobody sees. Floating: added to its scores.
+            key_padding_mask: (N, S), or (S,). bool: True hides a key. Floating: added to its scores.
             need_weights: whether the weights are returned. They are computed from the softmax's log-sum-exp, a block
                 of queries at a time: the output does not depend on it.
             attn_mask: (L, S) or (N * H, L, S). bool: True is a key that may not be seen. Floating (query's dtype or
                 float32): added to the scores. Trainable.
             average_attn_weights: whether the weights are averaged over the heads.
-            is_causal: query i sees keys 0 .. i, beside what the masks say.
+            is_causal: query i sees keys 0 .. i, within what the masks allow.
             cache: of num_heads heads. key and value are projected and added to it, but for those that key_padding_mask
                 (bool) hides, and query attends to all it holds; key and value None attend to what is there. In
                 self-attention (key is query) the queries are the last tokens of each sequence, by its own length. S of

@@ -1,3 +1,5 @@
+"""Multi-head latent attention with its projections, as in DeepSeek-V3: a module over torch.ops.attnjourney.mla."""
+
 from __future__ import annotations
 
 import torch
@@ -12,7 +14,7 @@ from .rotary import Rotary, Tables, rotate
 
 class MultiheadLatentAttention(nn.Module):
     """Multi-head latent self-attention, as in DeepSeek-V2 and V3: (batch, seq, embed) -> (batch, seq, embed). Keys and
-    values come from one latent of kv_lora_rank numbers per position, beside it one rotary key that all heads share.
+    values come from one latent of kv_lora_rank numbers per position, next to it one rotary key that all heads share.
     Parameters are named as in transformers' deepseek_v3, whose state dicts load.
 
     Args:
@@ -90,7 +92,7 @@ class MultiheadLatentAttention(nn.Module):
         """
         Args:
             x: (batch, seq, embed).
-            key_padding_mask: (batch, seq). bool: True is a key that nobody sees. Floating: added to its scores.
+            key_padding_mask: (batch, seq). bool: True hides a key. Floating: added to its scores.
             position_ids: (seq,) or (batch, seq) integers, 0 .. seq - 1 by default.
             rotary: cos, sin (seq, qk_rope_head_dim / 2) or (batch, seq, ...) in place of those of rope; layers may
                 share them.

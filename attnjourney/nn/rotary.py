@@ -1,8 +1,11 @@
+"""Rotary position embedding of the modules: their `rope` argument read, the tables it gives."""
+
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from .._dtypes import accumulation_dtype
 from ..positions import check_position_ids, rope_frequencies, rope_tables, yarn_mscale
 
 Tables = tuple[Tensor, Tensor]
@@ -62,7 +65,7 @@ class Rotary:
             if longest is None:
                 longest = int(position_ids.max()) + 1 if position_ids.numel() else 0
             inv_freq, factor = self._frequencies(seq_len=longest)
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        dtype = accumulation_dtype(x.dtype)
         return rope_tables(inv_freq, position_ids, factor, dtype)
 
 

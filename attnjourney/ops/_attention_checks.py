@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ._fakes import need
+
 ALIGNMENTS = ("top_left", "bottom_right")  # their indices are the operators' int
 
 
@@ -35,14 +37,13 @@ def check(
     """Raises what the C++ operator raises; returns the leading dimensions of the result."""
     rank = query.dim()
     for name, t in (("query", query), ("key", key), ("value", value)):
-        _need(t.dim() >= 2, f"{name}: expected at least 2 dimensions (..., length, head_dim)", t)
-        _need(t.dim() == rank, f"{name}: expected the rank of query, {rank}", t)
-        _need(t.shape[-1] > 0, f"{name}: expected a head_dim (last dimension) of at least 1", t)
-    _need(rank <= 19, "query: expected at most 19 dimensions", query)
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale: expected a finite number, got {scale}")
-    _need(key.shape[-1] == query.shape[-1], f"key: expected the head_dim of query, {query.shape[-1]}", key)
-    _need(value.shape[-2] == key.shape[-2], f"value: expected the length of key, {key.shape[-2]}", value)
+        need(t.dim() >= 2, f"{name}: expected at least 2 dimensions (..., length, head_dim)", t)
+        need(t.dim() == rank, f"{name}: expected the rank of query, {rank}", t)
+        need(t.shape[-1] > 0, f"{name}: expected a head_dim (last dimension) of at least 1", t)
+    need(rank <= 19, "query: expected at most 19 dimensions", query)
+    check_scale(scale)
+    need(key.shape[-1] == query.shape[-1], f"key: expected the head_dim of query, {query.shape[-1]}", key)
+    need(value.shape[-2] == key.shape[-2], f"value: expected the length of key, {key.shape[-2]}", value)
 
     lead = list(query.shape[:-2])
     for d in range(rank - 2):
@@ -50,21 +51,21 @@ def check(
             for name, t in (("key", key), ("value", value)):
                 n = t.shape[d]
                 divides = lead[d] > 0 and lead[d] % n == 0 if n > 0 else lead[d] == 0
-                _need(divides, f"{name}: expected a head count that divides query's, {lead[d]}", t)
+                need(divides, f"{name}: expected a head count that divides query's, {lead[d]}", t)
             continue
         for t in (key, value):
             if lead[d] == 1:
                 lead[d] = t.shape[d]
         where = "heads (dimension -3)" if d == rank - 3 else f"entries in batch dimension {d}"
         for name, t in (("key", key), ("value", value)):
-            _need(t.shape[d] == lead[d] or t.shape[d] == 1, f"{name}: expected {lead[d]} or 1 {where}", t)
+            need(t.shape[d] == lead[d] or t.shape[d] == 1, f"{name}: expected {lead[d]} or 1 {where}", t)
 
     if attn_mask is not None:
         want = [*lead, query.shape[-2], key.shape[-2]]
         fits = attn_mask.dim() <= len(want) and all(
             n == 1 or n == w for n, w in zip(reversed(attn_mask.shape), reversed(want))
         )
-        _need(fits, f"attn_mask: expected a shape that broadcasts to {tuple(want)}", attn_mask)
+        need(fits, f"attn_mask: expected a shape that broadcasts to {tuple(want)}", attn_mask)
 
     batch, heads = math.prod(lead[:-1]), lead[-1] if lead else 1
     check_scores(window_size, softcap)
@@ -77,6 +78,11 @@ def check(
     return lead
 
 
+def check_scale(scale: float | None) -> None:
+    if scale is not None and not -math.inf < scale < math.inf:
+        raise ValueError(f"scale: expected a finite number, got {scale}")
+
+
 def check_scores(window_size: Sequence[int], softcap: float) -> None:
     if len(window_size) != 2 or any(isinstance(w, int) and w < -1 for w in window_size):
         raise ValueError(f"window_size: expected two numbers from -1 (unbounded), got {tuple(window_size)}")
@@ -87,16 +93,11 @@ def check_scores(window_size: Sequence[int], softcap: float) -> None:
 def check_index(name: str, t: Tensor, count: int) -> None:
     if t.dtype not in (torch.int32, torch.int64):
         raise RuntimeError(f"{name}: expected dtype torch.int64 or torch.int32, got {t.dtype}")
-    _need(t.dim() == 1 and t.shape[0] == count, f"{name}: expected shape ({count},)", t)
+    need(t.dim() == 1 and t.shape[0] == count, f"{name}: expected shape ({count},)", t)
 
 
 def check_per_head(name: str, t: Tensor, query: Tensor, batch: int, heads: int) -> None:
     if t.dtype not in (query.dtype, torch.float32):
         raise RuntimeError(f"{name}: expected dtype {query.dtype} (query's) or torch.float32, got {t.dtype}")
     fits = (t.dim() == 1 and t.shape[0] == heads) or (t.dim() == 2 and t.shape[0] == batch and t.shape[1] == heads)
-    _need(fits, f"{name}: expected shape ({heads},) or ({batch}, {heads})", t)
-
-
-def _need(ok: bool, expected: str, got: Tensor) -> None:
-    if not ok:
-        raise ValueError(f"{expected}, got shape {tuple(got.shape)}")
+    need(fits, f"{name}: expected shape ({heads},) or ({batch}, {heads})", t)

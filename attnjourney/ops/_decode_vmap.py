@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._attention_calls import _align, _per_head, _to_front
+from ._attention_rules import align_mask, per_head, to_front
 from ._derivatives import one_call_a_sample
 from ._operator import Signature
 
@@ -13,16 +13,16 @@ from ._operator import Signature
 def _fold(dims: dict, call: dict, size: int) -> None:
     """query, lengths and the options of all samples, (samples * batch, ...)."""
     for name in ("query", "lengths"):
-        call[name] = _to_front(call[name], dims[name], size)
+        call[name] = to_front(call[name], dims[name], size)
     batch = call["query"].shape[1]
     mask = call["attn_mask"]
     if mask is not None and (dims["attn_mask"] is not None or (mask.dim() == 4 and mask.shape[0] != 1)):
-        mask = _align(_to_front(mask, dims["attn_mask"], size), 5)  # (samples, 1 or batch, heads, rows, keys)
+        mask = align_mask(to_front(mask, dims["attn_mask"], size), 5)  # (samples, 1 or batch, heads, rows, keys)
         call["attn_mask"] = mask.expand(-1, batch, -1, -1, -1).flatten(0, 1)
     for name in ("sinks", "alibi_slopes"):
         x = call[name]
         if x is not None and (dims[name] is not None or x.dim() == 2):
-            call[name] = _per_head(_to_front(x, dims[name], size), batch)
+            call[name] = per_head(to_front(x, dims[name], size), batch)
     for name in ("query", "lengths"):
         call[name] = call[name].flatten(0, 1)
 
@@ -34,14 +34,14 @@ def vmap_decode(signature: Signature, info, in_dims: tuple, *flat):
     table, device = call["block_table"], call["key"].device
     if dims["key"] is not None or dims["value"] is not None or (call["ring"] and table is None):
         for name in ("key", "value"):
-            call[name] = _to_front(call[name], dims[name], size)
+            call[name] = to_front(call[name], dims[name], size)
         if table is not None:
             first = torch.arange(size, dtype=torch.int32, device=device) * call["key"].shape[1]
-            call["block_table"] = (_to_front(table, dims["block_table"], size) + first[:, None, None]).flatten(0, 1)
+            call["block_table"] = (to_front(table, dims["block_table"], size) + first[:, None, None]).flatten(0, 1)
         for name in ("key", "value"):
             call[name] = call[name].flatten(0, 1)
     elif table is not None:
-        call["block_table"] = _to_front(table, dims["block_table"], size).flatten(0, 1).contiguous()
+        call["block_table"] = to_front(table, dims["block_table"], size).flatten(0, 1).contiguous()
     else:
         rows = torch.arange(call["key"].shape[0], dtype=torch.int32, device=device)
         call["block_table"] = rows.repeat(size).unsqueeze(1)
@@ -54,7 +54,7 @@ def vmap_mla_decode(signature: Signature, info, in_dims: tuple, *flat):
     if dims["kv_b_weight"] is not None or call["block_table"] is not None:
         return one_call_a_sample(signature, info, in_dims, flat)
     _fold(dims, call, size)
-    call["latent"] = _to_front(call["latent"], dims["latent"], size).flatten(0, 1)
+    call["latent"] = to_front(call["latent"], dims["latent"], size).flatten(0, 1)
     return _unfold(signature.call(tuple(call.values())), size)
 
 

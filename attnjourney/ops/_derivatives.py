@@ -11,7 +11,7 @@ and g F'' t by the inputs; the backward of `jvp` is g F' by t and g F'' t by the
 backward_jvp. What remains, F''', raises. Derivatives by the inputs are total: y is taken to be F of the inputs, and
 gets no gradient of its own.
 
-Every node here is a torch.autograd.Function of one flat tuple in schema order, for eager mode and torch.func alike.
+Every node here is a torch.autograd.Function of one flat tuple in schema order, for eager mode and torch.func.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ._operator import Operator, Signature
-
-_below_autograd = torch._C._AutoDispatchBelowAutograd
+from ._torch_internals import below_autograd
 
 
 def keep(ctx, signature: Signature, flat: tuple, outputs: tuple = ()) -> None:
@@ -83,7 +82,7 @@ class Derivatives:
         class Node(Function):
             @staticmethod
             def forward(*flat):
-                with _below_autograd():
+                with below_autograd():
                     return signature.call(flat)
 
             @staticmethod

@@ -10,7 +10,8 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from ._operator import NAMESPACE, Signature, carries_tangent, on_one_device
-from ._registration import LIBRARY, _any_requires_grad, _below_autograd, _grad_enabled
+from ._registration import LIBRARY
+from ._torch_internals import any_requires_grad, below_autograd, grad_enabled
 
 
 def register_inference(
@@ -38,7 +39,7 @@ def register_inference(
     written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
 
     def autograd(*args, **kwargs):
-        if _grad_enabled() and _any_requires_grad(*args, *kwargs.values()):
+        if grad_enabled() and any_requires_grad(*args, *kwargs.values()):
             named = signature.named(args, kwargs).items()
             which = next(key for key, x in named if isinstance(x, Tensor) and x.requires_grad)
             raise RuntimeError(
@@ -47,7 +48,7 @@ def register_inference(
             )
         if forward_ad._current_level >= 0 and any(map(carries_tangent, (*args, *kwargs.values()))):
             raise NotImplementedError(f"{NAMESPACE}::{name} has no forward derivative: its tangent would be lost")
-        with _below_autograd():
+        with below_autograd():
             result = operator(*args, **kwargs)
         for i in written:
             if args[i] is not None:
@@ -103,9 +104,3 @@ def _one_level_of_vmap(name: str, rule: Callable, call: Callable, flat: tuple):
             f"{NAMESPACE}::{name} under vmap: torch {torch.__version__} no longer has what batching it needs ({error})"
         ) from error
     return custom_function_call_vmap_helper(retrieve_current_functorch_interpreter(), rule, call, *flat)
-
-
-def need(ok: bool, expected: str, got: Tensor) -> None:
-    """The check of a shape in a fake kernel."""
-    if not ok:
-        raise ValueError(f"{expected}, got shape {tuple(got.shape)}")

@@ -12,10 +12,7 @@ from torch.autograd import Function, forward_ad
 
 from ._derivatives import Derivatives, one_call_a_sample
 from ._operator import Operator, pick
-
-_below_autograd = torch._C._AutoDispatchBelowAutograd
-_grad_enabled = torch.is_grad_enabled
-_transforms_active = torch._C._are_functorch_transforms_active
+from ._torch_internals import below_autograd, grad_enabled, transforms_active
 
 
 def eager_node(op: Operator, derivatives: Derivatives, all_outputs: bool) -> Callable:
@@ -28,7 +25,7 @@ def eager_node(op: Operator, derivatives: Derivatives, all_outputs: bool) -> Cal
         def forward(ctx, *flat):
             if op.constants:
                 op.check_constants(ctx.needs_input_grad)
-            with _below_autograd():
+            with below_autograd():
                 outputs = op.forward.call(flat)
             op.save(ctx, flat, outputs)
             if forward_ad._current_level >= 0:
@@ -42,16 +39,16 @@ def eager_node(op: Operator, derivatives: Derivatives, all_outputs: bool) -> Cal
         def backward(ctx, *grads):
             needs = ctx.needs_input_grad
             grads = grads_of(grads) if all_outputs else (*grads, *missing)
-            higher = _grad_enabled() or forward_ad._current_level >= 0  # will be differentiated again
+            higher = grad_enabled() or forward_ad._current_level >= 0  # will be differentiated again
             if higher and op.composite is not None:
                 return _through_composite(op, ctx, grads, needs)
             flat = op.backward_arguments(ctx, grads, needs)
             if flat is None:
                 return (None,) * len(needs)
-            if higher or _transforms_active():
+            if higher or transforms_active():
                 gradients = derivatives.backward_node.apply(*flat)
             else:
-                with _below_autograd():
+                with below_autograd():
                     gradients = op.backward.call(flat)
             return op.spread(gradients, needs)
 
@@ -121,10 +118,10 @@ def _jvp(op: Operator, derivatives: Derivatives, ctx, tangents: tuple) -> tuple:
 
 def _through_composite(op: Operator, ctx, grads: tuple, needs: tuple) -> tuple:
     """The gradients of an operator without op_jvp as differentiable functions of its inputs: the backward of its
-    composite, run once more. Its memory is that of the operators it is composed of."""
+    composite, run again. Its memory is that of the operators it is composed of."""
     if all(g is None for g in grads):
         return (None,) * len(needs)
-    again = _grad_enabled()
+    again = grad_enabled()
     values = op.named(ctx)
     named = {name: values[name] for name in op.forward.names}
     wanted = [i for i, need in enumerate(needs) if need]

@@ -1,4 +1,4 @@
-"""What PyTorch must know about an operator beside its C++ kernels: fake kernels, autograd, torch.func, autocast, FLOPs.
+"""What PyTorch must know about an operator besides its kernels: fake kernels, autograd, torch.func, autocast, FLOPs.
 
 To add an operator `op`, define three schemas in csrc/<op>.cpp; their names carry the whole meaning:
 
@@ -57,17 +57,14 @@ from torch.utils.flop_counter import register_flop_formula
 from ._derivatives import Derivatives
 from ._nodes import eager_node, transformed_node
 from ._operator import NAMESPACE, Operator, Signature, draw_seed, on_one_device
+from ._torch_internals import any_requires_grad, below_autograd, grad_enabled
 
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # lives as long as the module: its kernels go with it
 OPERATORS: dict[str, Operator] = {}  # by name, all that `register` has completed
 
-_any_requires_grad = torch._C._any_requires_grad
-_below_autograd = torch._C._AutoDispatchBelowAutograd
-_grad_enabled = torch.is_grad_enabled
 
-
-def _needs_node(args: tuple, kwargs: dict) -> bool:
-    return (_grad_enabled() and _any_requires_grad(*args, *kwargs.values())) or forward_ad._current_level >= 0
+def needs_node(args: tuple, kwargs: dict) -> bool:
+    return (grad_enabled() and any_requires_grad(*args, *kwargs.values())) or forward_ad._current_level >= 0
 
 
 def _caster(op: Operator, names: Sequence[str]) -> Callable[[str, tuple, dict], tuple[tuple, dict]]:
@@ -143,8 +140,8 @@ def _register_kernels(op: Operator, name: str, derivatives: Derivatives) -> None
     forward, composite = op.forward.operator, op.composite
     apply_public = eager_node(op, derivatives, all_outputs=False)
     apply_forward = eager_node(op, derivatives, all_outputs=True)
-    draws, dropout_on, prepare, any_requires_grad = op.dropout, op.dropout_on, op.prepare, _any_requires_grad
-    grad_enabled, below_autograd = _grad_enabled, _below_autograd
+    draws, dropout_on, prepare = op.dropout, op.dropout_on, op.prepare
+    grads_on, requires_grad, below = grad_enabled, any_requires_grad, below_autograd  # closures are faster than globals
 
     def public_forward(*args, **kwargs):
         if prepare is not None:
@@ -153,8 +150,8 @@ def _register_kernels(op: Operator, name: str, derivatives: Derivatives) -> None
             kwargs["dropout_seed"] = draw_seed(args[0])
         return forward(*args, **kwargs)[0]
 
-    def public_autograd(*args, **kwargs):  # the hot path: _needs_node and public_forward written out
-        if (grad_enabled() and any_requires_grad(*args, *kwargs.values())) or forward_ad._current_level >= 0:
+    def public_autograd(*args, **kwargs):  # the hot path: needs_node and public_forward written out
+        if (grads_on() and requires_grad(*args, *kwargs.values())) or forward_ad._current_level >= 0:
             if composite is not None and forward_ad._current_level >= 0:
                 return composite(**op.public.named(args, kwargs))
             return apply_public(*op.flat(args, kwargs))
@@ -162,22 +159,22 @@ def _register_kernels(op: Operator, name: str, derivatives: Derivatives) -> None
             args = prepare(*args)
         if draws and dropout_on(args, kwargs):
             kwargs["dropout_seed"] = draw_seed(args[0])
-        with below_autograd():
+        with below():
             return forward(*args, **kwargs)[0]
 
     def forward_autograd(*args, **kwargs):
-        if _needs_node(args, kwargs):
+        if needs_node(args, kwargs):
             return apply_forward(*op.forward.flat(args, kwargs))
-        with below_autograd():
+        with below():
             return forward(*args, **kwargs)
 
     def derivative_autograd(signature, node):
         apply, operator = super(Function, node).apply, signature.operator
 
         def kernel(*args, **kwargs):
-            if _needs_node(args, kwargs):
+            if needs_node(args, kwargs):
                 return apply(*signature.flat(args, kwargs))
-            with below_autograd():
+            with below():
                 return operator(*args, **kwargs)
 
         return kernel

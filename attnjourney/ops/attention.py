@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ..block_mask import BlockMask
-from ._attention_calls import empty_results, flops_of, vmap_forward, vmap_gradients, vmap_jvp
 from ._attention_checks import alignment_index, check
+from ._attention_rules import empty_results, vmap_forward, vmap_gradients, vmap_jvp
+from ._flops import attention_flops
 from ._operator import draw_seed
 from ._registration import LIBRARY, register
 from .block_attention import block_attention
@@ -131,7 +132,7 @@ def _fake(
 def _flops(*, query, key, value, **others):
     """As torch counts F.scaled_dot_product_attention: masks are ignored; all but the forward recompute the scores."""
     batch_heads = math.prod(max(n, key[d], value[d]) for d, n in enumerate(query[:-2]))
-    return flops_of(batch_heads * query[-2] * key[-2], query, value, others)
+    return attention_flops(batch_heads * query[-2] * key[-2], query, value, others)
 
 
 _attention = register(

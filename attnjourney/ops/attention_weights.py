@@ -12,6 +12,7 @@ from ..block_mask import BlockMask
 from ._attention_checks import alignment_index
 from ._operator import carries_tangent
 from ._registration import LIBRARY
+from ._torch_internals import below_autograd, grad_enabled, transforms_active
 from .attention import attention
 from .block_attention import block_tensors
 
@@ -115,11 +116,11 @@ class _NotDifferentiable(torch.autograd.Function):
 
 
 def _autograd(operator, *args, **kwargs):
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         weights = operator(*args, **kwargs)
     given = (*args, *kwargs.values())
-    tensors = [x for x in given if isinstance(x, Tensor) and x.requires_grad] if torch.is_grad_enabled() else []
-    if any(map(carries_tangent, given)) or (tensors and torch._C._are_functorch_transforms_active()):
+    tensors = [x for x in given if isinstance(x, Tensor) and x.requires_grad] if grad_enabled() else []
+    if any(map(carries_tangent, given)) or (tensors and transforms_active()):
         raise NotImplementedError(_NOT_DIFFERENTIABLE)
     return _NotDifferentiable.apply(weights, *tensors) if tensors else weights
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ..block_mask import BlockMask
-from ._attention_calls import empty_results, flops_of, vmap_forward, vmap_gradients, vmap_jvp
 from ._attention_checks import check
+from ._attention_rules import empty_results, vmap_forward, vmap_gradients, vmap_jvp
+from ._flops import attention_flops
 from ._operator import draw_seed
 from ._registration import register
 
@@ -65,7 +66,7 @@ def _flops(*, query, key, value, block_offsets, block_index, block_elements, **o
     """Of the visible blocks."""
     batch_heads = math.prod(max(n, key[d], value[d]) for d, n in enumerate(query[:-2]))
     pairs = batch_heads * block_index[0] * block_elements[-1] ** 2 // max(1, math.prod(block_offsets[:-1]))
-    return flops_of(pairs, query, value, others)
+    return attention_flops(pairs, query, value, others)
 
 
 def _shared_blocks(rule, operator):

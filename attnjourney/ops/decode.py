@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ._attention_checks import check_per_head, check_scores
 from ._decode_vmap import vmap_decode
-from ._inference import need, register_inference
+from ._fakes import empty_lse, need
+from ._inference import register_inference
 
 UNBOUNDED = (-1, -1)
 
@@ -67,7 +67,7 @@ def decode(
 
     On CUDA nothing waits for the device, and calls can be captured in a graph; so no value is checked there: a length
     counts as one from 0 to the capacity (to attn_mask's last dimension, which may be anything up to the capacity), and
-    a key whose block_table entry is no block is seen by nobody. Head dimensions up to 256.
+    a key whose block_table entry is no block is hidden. Head dimensions up to 256.
     """
     options = decode_options(
         is_causal, window_size, scale, attn_mask, prefix_length, softcap, sinks, alibi_slopes
@@ -102,7 +102,7 @@ def decode_options(is_causal, window_size, scale, attn_mask, prefix_length, soft
     return options
 
 
-def check_options(query: Tensor, window_size, attn_mask, prefix_length, softcap, sinks, alibi_slopes) -> None:
+def check_options(query: Tensor, *, window_size, attn_mask, prefix_length, softcap, sinks, alibi_slopes, **_) -> None:
     """The checks of the options that shapes allow."""
     check_scores(window_size, softcap)
     if isinstance(prefix_length, int) and prefix_length < 0:
@@ -117,21 +117,7 @@ def check_options(query: Tensor, window_size, attn_mask, prefix_length, softcap,
         need(fits, f"attn_mask: expected a shape that broadcasts to {want[:3]} and the keys", attn_mask)
 
 
-def _fake(
-    *,
-    query,
-    key,
-    value,
-    lengths,
-    block_table,
-    window_size,
-    attn_mask,
-    prefix_length,
-    softcap,
-    sinks,
-    alibi_slopes,
-    **_,
-):
+def _fake(*, query, key, value, lengths, block_table, **options):
     need(query.dim() == 4, "query: expected 4 dimensions", query)
     for name, x in (("key", key), ("value", value)):
         need(x.dim() == 4, f"{name}: expected 4 dimensions", x)
@@ -140,9 +126,8 @@ def _fake(
     need(value.shape[:3] == key.shape[:3], "value: expected the shape of key but for the last dimension", value)
     need(query.shape[1] % max(1, key.shape[1]) == 0, f"key: expected a head count that divides {query.shape[1]}", key)
     need(lengths.shape == query.shape[:1], f"lengths: expected shape ({query.shape[0]},)", lengths)
-    check_options(query, window_size, attn_mask, prefix_length, softcap, sinks, alibi_slopes)
-    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return query.new_empty((*query.shape[:3], value.shape[3])), query.new_empty(query.shape[:3], dtype=lse_dtype)
+    check_options(query, **options)
+    return query.new_empty((*query.shape[:3], value.shape[3])), empty_lse(query, *query.shape[:3])
 
 
 def _flops(*, query, key, value, block_table, **_):

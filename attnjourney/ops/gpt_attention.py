@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._layer import check_dropout, check_heads, check_sequence, check_weight, empty_gradients, empty_lse, layer_flops
+from ._fakes import empty_gradients, empty_lse
+from ._flops import layer_flops
+from ._layer_checks import check_dropout, check_heads, check_sequence, check_weight
 from ._registration import register
 from .attention import attention
 

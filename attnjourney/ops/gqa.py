@@ -6,16 +6,9 @@ import torch
 from torch import Tensor
 
 from ..reference.gqa import grouped_query_layer
-from ._layer import (
-    check_heads,
-    check_matrix,
-    check_sequence,
-    check_tables,
-    check_weight,
-    empty_gradients,
-    empty_lse,
-    layer_flops,
-)
+from ._fakes import empty_gradients, empty_lse
+from ._flops import layer_flops
+from ._layer_checks import check_heads, check_matrix, check_sequence, check_tables, check_weight
 from ._registration import register
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._watched import watched
+from ._call_observers import observed
 from .attention import attention
 from .linear_attention import linear_attention
 from .rope import rope_with_tables
@@ -15,7 +15,7 @@ Memory = tuple[Tensor, Tensor]
 UPDATES = ("linear", "delta")
 
 
-@watched
+@observed
 def infini_attention(
     query: Tensor,
     key: Tensor,
@@ -73,13 +73,13 @@ def infini_attention(
         else:
             if truncate is not None and index > 0 and index % truncate == 0:
                 memory = tuple(x.detach() for x in memory)
-            parts.append(_read(q, memory))
+            parts.append(read_memory(q, memory))
             if update == "delta":
-                v = v - _read(k, memory)
+                v = v - read_memory(k, memory)
         if return_memory or rows.stop < length:
-            memory = _write(k, v, memory)
+            memory = write_memory(k, v, memory)
     if return_memory and memory is None:  # no rows at all
-        memory = _write(key, value, None)
+        memory = write_memory(key, value, None)
     recalled = torch.cat(parts, 2) if parts else local
     gate = torch.sigmoid(beta.float() if beta.dtype.itemsize == 2 else beta).to(local.dtype)[:, None, None]
     out = torch.lerp(local, recalled, gate)
@@ -102,14 +102,14 @@ def _local(query: Tensor, key: Tensor, value: Tensor, segment: int) -> Tensor:
     return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
 
-def _read(rows: Tensor, memory: Memory) -> Tensor:
+def read_memory(rows: Tensor, memory: Memory) -> Tensor:
     """phi(rows) M / (phi(rows) z): the state alone, without a key."""
     kv_heads, dim, v_dim = memory[0].shape[1:]
     key, value = (rows.new_empty((rows.shape[0], kv_heads, 0, n)) for n in (dim, v_dim))
     return linear_attention(rows, key, value, is_causal=False, eps=0.0, initial_state=memory)
 
 
-def _write(key: Tensor, value: Tensor, memory: Memory | None) -> Memory:
+def write_memory(key: Tensor, value: Tensor, memory: Memory | None) -> Memory:
     """M + phi(key)^T value, z + sum phi(key): the state alone, without a query."""
     return linear_attention(
         key[:, :, :0], key, value, is_causal=False, eps=0.0, initial_state=memory, return_state=True

@@ -22,7 +22,8 @@ A sequence that has lost tokens is one longer than its room: the caches' `check`
 
 from __future__ import annotations
 
-from ._inference import need, register_inference
+from ._fakes import need
+from ._inference import register_inference
 
 
 def _check_new(name, cache, new, lengths):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ._fakes import empty_lse
 from ._registration import register
 
 FEATURE_MAPS = {"identity": 0, "relu": 1, "elu+1": 2}
@@ -113,12 +114,11 @@ def _fake(*, query, key, value, initial_state, initial_normalizer, is_causal, no
             raise ValueError(f"{name}: expected shape {shape}, got {tuple(x.shape)}")
     if is_causal and length != kv_len:
         raise ValueError(f"key: expected as many keys as query rows with is_causal, {length}, got {kv_len}")
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     return (
         query.new_empty((batch, heads, length, v_dim)),
-        query.new_empty((batch, heads, length) if normalize else 0, dtype=wide),
-        query.new_empty((batch, kv_heads, dim, v_dim), dtype=wide),
-        query.new_empty((batch, kv_heads, dim) if normalize else 0, dtype=wide),
+        empty_lse(query, *((batch, heads, length) if normalize else (0,))),
+        empty_lse(query, batch, kv_heads, dim, v_dim),
+        empty_lse(query, *((batch, kv_heads, dim) if normalize else (0,))),
     )
 
 

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._watched import watched
+from ._call_observers import observed
 from .attention import attention
 from .merge_states import merge_states
 
 
-@watched
+@observed
 def longformer_attention(
     query: Tensor,
     key: Tensor,
@@ -43,7 +43,7 @@ def longformer_attention(
         window: one-sided, at least 0; transformers' attention_window is 2 * window.
         dilation: d, a number or one a head.
         global_mask: (B, N) bool, True where a token is global.
-        key_padding_mask: (B, N) bool, True where a token does not exist: nobody sees it, and its row is 0.
+        key_padding_mask: (B, N) bool, True where a token does not exist: it is hidden, and its row is 0.
         is_causal, scale, dropout_p: as in attnjourney.attention.
 
     Returns:

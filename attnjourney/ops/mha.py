@@ -6,15 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..reference.mha import attention_mask
-from ._layer import (
-    check_dropout,
-    check_heads,
-    check_mask,
-    check_sequence,
-    check_weight,
-    empty_lse,
-    layer_flops,
-)
+from ._fakes import empty_lse
+from ._flops import layer_flops
+from ._layer_checks import check_dropout, check_heads, check_mask, check_sequence, check_weight
 from ._registration import register
 from .attention import attention
 

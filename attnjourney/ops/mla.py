@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from ..reference.mla import latent_layer
-from ._layer import check_matrix, check_sequence, check_tables, check_weight, empty_lse, layer_flops
+from ._attention_checks import check_scale
+from ._fakes import empty_lse
+from ._flops import layer_flops
+from ._layer_checks import check_matrix, check_sequence, check_tables, check_weight
 from ._registration import register
 
 
@@ -115,8 +118,7 @@ def _check(
     if cos is not None and rotary_dim != rope:
         expected = f"({seq}, qk_rope_head_dim / 2), qk_rope_head_dim is {rope}"
         raise ValueError(f"cos: expected shape {expected}, got {tuple(cos.shape)}")
-    if scale is not None and not -math.inf < scale < math.inf:
-        raise ValueError(f"scale: expected a finite number, got {scale}")
+    check_scale(scale)
 
 
 def _fake(**arguments):

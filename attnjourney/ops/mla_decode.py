@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ._decode_vmap import vmap_mla_decode
-from ._inference import need, register_inference
+from ._fakes import empty_lse, need
+from ._inference import register_inference
 from .decode import UNBOUNDED, check_options, decode_options
 
 
@@ -56,21 +56,7 @@ def mla_decode(
     return (out, lse) if return_lse else out
 
 
-def _fake(
-    *,
-    query,
-    latent,
-    lengths,
-    kv_b_weight,
-    block_table,
-    window_size,
-    attn_mask,
-    prefix_length,
-    softcap,
-    sinks,
-    alibi_slopes,
-    **_,
-):
+def _fake(*, query, latent, lengths, kv_b_weight, block_table, **options):
     need(query.dim() == 4, "query: expected 4 dimensions", query)
     if block_table is None:
         need(latent.dim() == 3 and latent.shape[0] == query.shape[0], "latent: expected (batch, capacity, dim)", latent)
@@ -82,9 +68,8 @@ def _fake(
     need(lengths.shape == query.shape[:1], f"lengths: expected shape ({query.shape[0]},)", lengths)
     _, _, v = _dims(query.shape, latent.shape, kv_b_weight.shape)
     need(v > 0, "kv_b_weight: expected query's heads times (nope + v) rows", kv_b_weight)
-    check_options(query, window_size, attn_mask, prefix_length, softcap, sinks, alibi_slopes)
-    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return query.new_empty((*query.shape[:3], v)), query.new_empty(query.shape[:3], dtype=lse_dtype)
+    check_options(query, **options)
+    return query.new_empty((*query.shape[:3], v)), empty_lse(query, *query.shape[:3])
 
 
 def _dims(query, latent, weight):

@@ -14,7 +14,8 @@ from torch.autograd import Function
 from torch.library import register_fake
 
 from ._operator import NAMESPACE, on_one_device
-from ._registration import LIBRARY, _needs_node
+from ._registration import LIBRARY, needs_node
+from ._torch_internals import below_autograd
 
 _rope = torch.ops.attnjourney.rope.default
 _rope_in_place = torch.ops.attnjourney.rope_.default
@@ -42,7 +43,7 @@ def rope_with_tables(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool =
 class _Rope(Function):
     @staticmethod
     def forward(x, cos, sin, interleaved, inverse):
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return _rope(x, cos, sin, interleaved=interleaved, inverse=inverse)
 
     @staticmethod
@@ -86,9 +87,9 @@ class _Rope(Function):
 
 
 def _autograd(x, cos, sin, *, interleaved=False, inverse=False):
-    if _needs_node((x, cos, sin), {}):
+    if needs_node((x, cos, sin), {}):
         return _Rope.apply(x, cos, sin, interleaved, inverse)
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         return _rope(x, cos, sin, interleaved=interleaved, inverse=inverse)
 
 
@@ -97,9 +98,9 @@ def _functorch(x, cos, sin, *, interleaved=False, inverse=False):
 
 
 def _autograd_in_place(x, cos, sin, *, interleaved=False):
-    if _needs_node((x, cos, sin), {}):
+    if needs_node((x, cos, sin), {}):
         raise NotImplementedError(f"{NAMESPACE}::rope_: in place there is no gradient; call {NAMESPACE}::rope")
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         _rope_in_place(x, cos, sin, interleaved=interleaved)
     torch.autograd.graph.increment_version(x)
 

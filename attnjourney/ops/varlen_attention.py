@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from ._attention_checks import alignment_index, check_index, check_per_head, check_scores
+from ._attention_checks import alignment_index, check_index, check_per_head, check_scale, check_scores
+from ._fakes import empty_lse
 from ._operator import draw_seed
 from ._registration import register
 
@@ -37,7 +36,7 @@ def varlen_attention(
         query: (total_q, Hq, E). float32, float64, bfloat16 or float16.
         key, value: (total_k, Hk, E) and (total_k, Hk, Ev); Hq is a multiple of Hk.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 or int64: sequence b has the rows cu_seqlens_q[b] ..
-            cu_seqlens_q[b + 1] - 1 and the keys alike. They begin with 0; a sequence may be empty. On CUDA they are
+            cu_seqlens_q[b + 1] - 1, and its keys likewise. They begin with 0; a sequence may be empty. On CUDA they are
             not checked, which would wait for the device: a number that falls or does not fit the tensors counts as
             the nearest that does.
         sinks, alibi_slopes: (Hq,) or (B, Hq).
@@ -73,8 +72,7 @@ def _fake(*, query, key, value, cu_seqlens_q, cu_seqlens_k, scale, window_size, 
     for name, t in (("query", query), ("key", key), ("value", value)):
         if t.dim() != 3:
             raise ValueError(f"{name}: expected 3 dimensions, got shape {tuple(t.shape)}")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale: expected a finite number, got {scale}")
+    check_scale(scale)
     check_scores(window_size, softcap)
     batch, heads = cu_seqlens_q.shape[0] - 1, query.shape[1]
     check_index("cu_seqlens_q", cu_seqlens_q, batch + 1)
@@ -82,9 +80,8 @@ def _fake(*, query, key, value, cu_seqlens_q, cu_seqlens_k, scale, window_size, 
     for name, t in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         if t is not None:
             check_per_head(name, t, query, batch, heads)
-    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     out = query.new_empty((query.shape[0], heads, value.shape[2]))
-    return out, query.new_empty((heads, query.shape[0]), dtype=lse_dtype)
+    return out, empty_lse(query, heads, query.shape[0])
 
 
 def _one_call_a_sample(info, in_dims, *arguments):

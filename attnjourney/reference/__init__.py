@@ -1,29 +1,17 @@
 """The operators in plain PyTorch, with the same signatures: slow, simple, differentiable to any order. In float64, the
 oracle of the tests."""
 
-from .attention import attention, attention_weights, dropout_keep_mask, merge_states, varlen_attention
-from .decode import decode, mla_decode
-from .gpt_attention import gpt_attention
-from .gqa import gqa
-from .infini_attention import infini_attention
-from .linear_attention import linear_attention
-from .longformer_attention import longformer_attention
-from .mha import mha
-from .mla import mla
-
-__all__ = [
-    "attention",
-    "attention_weights",
-    "decode",
-    "dropout_keep_mask",
-    "gpt_attention",
-    "gqa",
-    "infini_attention",
-    "linear_attention",
-    "longformer_attention",
-    "merge_states",
-    "mha",
-    "mla",
-    "mla_decode",
-    "varlen_attention",
-]
+from .attention import attention as attention
+from .attention import attention_weights as attention_weights
+from .attention import merge_states as merge_states
+from .attention import varlen_attention as varlen_attention
+from .decode import decode as decode
+from .decode import mla_decode as mla_decode
+from .dropout import dropout_keep_mask as dropout_keep_mask
+from .gpt_attention import gpt_attention as gpt_attention
+from .gqa import gqa as gqa
+from .infini_attention import infini_attention as infini_attention
+from .linear_attention import linear_attention as linear_attention
+from .longformer_attention import longformer_attention as longformer_attention
+from .mha import mha as mha
+from .mla import mla as mla

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention written out, and the random bits of its dropout."""
+"""Scaled dot-product attention written out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import math
 import torch
 from torch import Tensor
 
+from .._dtypes import accumulation_dtype
 from ..block_mask import BlockMask
+from ._visibility import masked_scores, per_head, per_item, visibility, weighted_values
+from .dropout import dropout_keep_mask, keep_mask_of
 
 
 def attention(
@@ -40,37 +43,37 @@ def attention(
         return_lse: also return the logarithm of each row's sum of exponentials, (..., Hq, L), float32 (float64 for
             float64); -inf where a row sees no key.
     """
-    query, key, value = _expand(query, key, value, enable_gqa)
+    query, key, value = expand_heads(query, key, value, enable_gqa)
     if isinstance(attn_mask, BlockMask):
         attn_mask = attn_mask.to_dense().reshape(_mask_shape(attn_mask, query))
-    visible, distance = _visible(
+    visible, distance = visibility(
         query, key, attn_mask, is_causal, causal_alignment, window_size, prefix_length, key_lengths, query_lengths
     )
     empty = ~visible.any(-1, keepdim=True)
 
-    scores = _masked_scores(query, key, visible) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    scores = masked_scores(query, key, visible) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     if softcap > 0:
         scores = softcap * (scores / softcap).tanh()
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         scores = scores + attn_mask
     if alibi_slopes is not None:
-        scores = scores - _per_head(alibi_slopes, query) * distance
+        scores = scores - per_head(alibi_slopes, query) * distance
     scores = scores.masked_fill(~visible, -math.inf)
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    wide = accumulation_dtype(query.dtype)
     if sinks is None:
         scores = scores.masked_fill(empty, 0.0)  # softmax of -inf alone would be NaN
         weights = scores.softmax(-1)
         lse = scores.to(wide).logsumexp(-1) if key.shape[-2] else scores.to(wide).sum(-1)
         lse = lse.masked_fill(empty.squeeze(-1), -math.inf)
     else:
-        logits = _per_head(sinks, query).expand(*scores.shape[:-1], 1)
+        logits = per_head(sinks, query).expand(*scores.shape[:-1], 1)
         real = logits > -math.inf  # a sink of -inf is none
         alone = empty & ~real
         logits = torch.cat([scores, logits.to(scores.dtype)], -1).masked_fill(alone, 0.0)
         weights = logits.softmax(-1)[..., :-1]
         lse = logits.to(wide).logsumexp(-1).masked_fill(alone.squeeze(-1), -math.inf)
         if query_lengths is not None:
-            rows = torch.arange(query.shape[-2], device=query.device) < _per_item(query_lengths, query).squeeze(-1)
+            rows = torch.arange(query.shape[-2], device=query.device) < per_item(query_lengths, query).squeeze(-1)
             lse = lse.masked_fill(~rows, -math.inf)
     weights = weights.masked_fill(~visible, 0.0).to(value.dtype)
 
@@ -82,7 +85,7 @@ def attention(
             keep_mask = keep_mask_of(weights.shape, seed, dropout_p).to(query.device)
         weights = weights.masked_fill(~keep_mask, 0.0) * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
 
-    out = _weighted_values(weights, value, visible)
+    out = weighted_values(weights, value, visible)
     return (out, lse) if return_lse else out
 
 
@@ -124,7 +127,7 @@ def varlen_attention(
         lses.append(lse)
     rest = query.shape[0] - q_ends[-1]
     outs.append(query.new_zeros(rest, query.shape[1], value.shape[2]))
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    wide = accumulation_dtype(query.dtype)
     lses.append(query.new_full((query.shape[1], rest), -math.inf, dtype=wide))
     out = torch.cat(outs)
     return (out, torch.cat(lses, -1)) if return_lse else out
@@ -158,7 +161,7 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     return out.to(out_a.dtype), lses.masked_fill(empty, 0.0).logsumexp(-1).masked_fill(empty.squeeze(-1), -math.inf)
 
 
-def _expand(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
+def expand_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
     """All with the same batch and head dimensions."""
     if enable_gqa and query.dim() >= 3 and query.shape[-3] > 0:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
@@ -171,113 +174,3 @@ def _mask_shape(mask: BlockMask, query: Tensor) -> tuple[int, ...]:
     batch, heads, *lengths = mask.shape
     batch_sizes = query.shape[:-3] if batch != 1 else (1,) * (query.dim() - 3)
     return (*batch_sizes, *(heads,)[: query.dim() - 2], *lengths)
-
-
-def _per_item(x: Tensor, query: Tensor) -> Tensor:
-    """(B,) -> (batch dims..., 1, 1, 1), for the heads, rows and keys of each."""
-    return x.reshape(*query.shape[:-3], *(1,) * min(3, query.dim()))
-
-
-def _per_head(x: Tensor, query: Tensor) -> Tensor:
-    """(Hq,) or (B, Hq) -> (..., Hq, 1, 1)."""
-    if x.dim() == 1:
-        return x.reshape(*x.shape[: query.dim() - 2], 1, 1)
-    return x.reshape(*query.shape[:-2], 1, 1)
-
-
-def _visible(
-    query: Tensor,
-    key: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    causal_alignment: str,
-    window_size: tuple[int, int],
-    prefix_length: int,
-    key_lengths: Tensor | None,
-    query_lengths: Tensor | None,
-    rows: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(..., Hq, L, S): True where the row may see the key; and |row position - key|. With `rows` of these rows alone,
-    to which attn_mask then belongs."""
-    rows = (torch.arange(query.shape[-2], device=query.device) if rows is None else rows)[:, None]
-    keys = torch.arange(key.shape[-2], device=query.device)
-    q_len = query.shape[-2] if query_lengths is None else _per_item(query_lengths, query)
-    kv_len = key.shape[-2] if key_lengths is None else _per_item(key_lengths, query)
-    position = rows + (kv_len - q_len if causal_alignment == "bottom_right" else 0)  # top-left: key j <= row i
-    left, right = (min(w, 1 << 40) for w in window_size)  # position + right must not overflow
-    visible = torch.ones(len(rows), key.shape[-2], dtype=torch.bool, device=query.device)
-    if is_causal:
-        visible = visible & (keys <= position)
-    if left >= 0:
-        visible = visible & (keys >= position - left)
-    if right >= 0:
-        visible = visible & (keys <= position + right)
-    visible = (visible | (keys < prefix_length)) & (keys < kv_len) & (rows < q_len)
-    if attn_mask is not None:
-        visible = visible & (attn_mask if attn_mask.dtype == torch.bool else attn_mask != -math.inf)
-    return visible.expand(*query.shape[:-2], len(rows), key.shape[-2]), (position - keys).abs()
-
-
-# A product with 0 still passes on NaN and infinity, so where there are any, every pair (row, key) gets vectors of its
-# own, zero where the key is hidden: (..., L, S, E). Then nothing hidden reaches a result or a gradient.
-
-
-def _masked_scores(query: Tensor, key: Tensor, visible: Tensor) -> Tensor:
-    if _finite(query, key):
-        return query @ key.mT
-    pair = visible.unsqueeze(-1)
-    return (torch.where(pair, query.unsqueeze(-2), 0.0) * torch.where(pair, key.unsqueeze(-3), 0.0)).sum(-1)
-
-
-def _weighted_values(weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-    if _finite(value):
-        return weights @ value
-    return (weights.unsqueeze(-1) * torch.where(visible.unsqueeze(-1), value.unsqueeze(-3), 0.0)).sum(-2)
-
-
-def _finite(*tensors: Tensor) -> bool:
-    return all(bool(x.isfinite().all()) for x in tensors)
-
-
-def keep_mask_of(shape: tuple[int, ...], seed: int | Tensor, dropout_p: float) -> Tensor:
-    """dropout_keep_mask of weights of this shape, (..., heads, q_len, kv_len) or (q_len, kv_len)."""
-    *batch, heads = shape[:-2] or (1,)
-    return dropout_keep_mask(seed, math.prod(batch), heads, *shape[-2:], dropout_p).reshape(shape)
-
-
-def dropout_keep_mask(seed: int | Tensor, batch: int, heads: int, q_len: int, kv_len: int, dropout_p: float) -> Tensor:
-    """The weights that dropout keeps for a `dropout_seed`: bool (batch, heads, q_len, kv_len), on the CPU.
-
-    Philox4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11): counter
-    (row, key // 8, batch * heads + head, 0), key = the halves of the seed. Its 128 bits serve 8 neighbouring keys, 16
-    each, lowest first; a weight is dropped where they are below round(dropout_p * 65536).
-    """
-    keep = kept(seed, torch.arange(batch * heads), torch.arange(q_len), kv_len, dropout_p)
-    return keep.reshape(batch, heads, q_len, kv_len)
-
-
-def kept(seed: int | Tensor, heads: Tensor, rows: Tensor, kv_len: int, dropout_p: float) -> Tensor:
-    """dropout_keep_mask for chosen rows of chosen heads, numbered batch * heads + head: (heads, rows, kv_len)."""
-    word = 0xFFFFFFFF
-    seed = int(seed)
-    k0, k1 = seed & word, seed >> 32 & word
-    octets = (kv_len + 7) // 8
-    shape = (len(heads), len(rows), octets)
-    c0 = rows[:, None].expand(shape)
-    c1 = torch.arange(octets).expand(shape)
-    c2 = heads[:, None, None].expand(shape)
-    c3 = torch.zeros(shape, dtype=torch.int64)
-    for _ in range(7):
-        high0, low0 = _multiply(0xD2511F53, c0)
-        high1, low1 = _multiply(0xCD9E8D57, c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + 0x9E3779B9) & word, (k1 + 0xBB67AE85) & word
-    words = torch.stack([c0, c1, c2, c3], -1)
-    bits = torch.stack([words & 0xFFFF, words >> 16], -1).reshape(len(heads), len(rows), 8 * octets)
-    return bits[..., :kv_len] >= int(dropout_p * 65536 + 0.5)
-
-
-def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a * b, for unsigned 32-bit numbers held in int64, by halves: nothing overflows."""
-    upper, lower = a * (b >> 16), a * (b & 0xFFFF)  # a * b = upper * 2^16 + lower; both below 2^48
-    return (upper + (lower >> 16)) >> 16, (lower + ((upper & 0xFFFF) << 16)) & 0xFFFFFFFF

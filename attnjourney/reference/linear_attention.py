@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .._dtypes import accumulation_dtype
+
 FEATURE_MAPS: dict[str | None, Callable[[Tensor], Tensor]] = {
     "elu+1": lambda x: torch.where(x > 0, x + 1, x.clamp(max=0).exp()),
     "relu": torch.relu,
@@ -36,7 +38,7 @@ def linear_attention(
     Computed in the inputs' dtype, 16-bit inputs in float32.
     """
     phi = feature_map if callable(feature_map) else FEATURE_MAPS[feature_map]
-    wide = torch.promote_types(query.dtype, torch.float32)
+    wide = accumulation_dtype(query.dtype)
     group = query.shape[1] // max(1, key.shape[1])
     q = phi(query).to(wide) * (1.0 if scale is None else scale)
     k, v = (phi(key).to(wide), value.to(wide))

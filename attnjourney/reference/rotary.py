@@ -1,6 +1,6 @@
 """Rotary position embedding (Su et al. 2021, arXiv 2104.09864) in plain PyTorch.
 
-x (..., seq, dim); cos, sin (seq, rotary_dim / 2), or (batch, seq, rotary_dim / 2) beside x (batch, ..., seq, dim);
+x (..., seq, dim); cos, sin (seq, rotary_dim / 2), or (batch, seq, rotary_dim / 2) with x (batch, ..., seq, dim);
 rotary_dim <= dim: the first rotary_dim numbers turn in pairs, the rest passes through. Computed in the wider dtype of x
 and the tables, returned in x's.
 """

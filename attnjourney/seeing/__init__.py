@@ -1,7 +1,1 @@
-"""Seeing what attention does: the weights of a model while it runs, and one attention stage by stage."""
-
-from .capture import capture
-from .records import Captured, Record
-from .trace import Trace, trace, trace_module
-
-__all__ = ["Captured", "Record", "Trace", "capture", "trace", "trace_module"]
+"""Seeing what attention does: `recording` takes weights and stages from a run, `drawing` makes pictures of them."""

@@ -8,7 +8,7 @@ import torch
 
 import attnjourney
 from attnjourney import reference
-from attnjourney.reference.attention import dropout_keep_mask
+from attnjourney.reference.dropout import dropout_keep_mask
 from tests.support.options_cases import check, leaves_of
 from tests.support.testing import DTYPES, LSE_DTYPE, pairs, plain_run, poison_memory, random_tensor, row_id, threads
 

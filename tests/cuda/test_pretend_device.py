@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import attnjourney
 from attnjourney import nn, viz
-from attnjourney.seeing import _scores, _watch
+from attnjourney.seeing.recording import _dispatch_mode, _scores
 from tests.seeing.test_trace_modules import MODULES, x_of
 from tests.support.pretend_device import PretendDevice, Pretender
 from tests.support.testing import random_tensor
@@ -75,7 +75,10 @@ READ_ON_THE_HOST = {"maps", "summary", "trace", "attention_weights"}  # made to 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(_scores, "FUSED", ("cpu",), raising=False)
-    for module in (_watch, importlib.import_module("attnjourney.seeing.capture")):  # ours has to stay on
+    for module in (
+        _dispatch_mode,
+        importlib.import_module("attnjourney.seeing.recording.capture"),
+    ):  # ours has to stay on
         monkeypatch.setattr(module, "_disable_current_modes", nullcontext)
     with torch.no_grad():
         yield

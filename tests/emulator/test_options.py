@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from attnjourney.reference.attention import dropout_keep_mask
+from attnjourney.reference.dropout import dropout_keep_mask
 from tests.emulator import build, run
 from tests.emulator.faults import attention as faults
 from tests.emulator.remembered import remembered

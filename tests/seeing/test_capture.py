@@ -183,7 +183,7 @@ def test_latents():
 
 def test_devices_without_the_operator_of_weights(monkeypatch):
     """There the stages in plain PyTorch serve, in the same memory."""
-    monkeypatch.setattr("attnjourney.seeing._scores.FUSED", ())
+    monkeypatch.setattr("attnjourney.seeing.recording._scores.FUSED", ())
     for dtype in DTYPES:
         q, k, v, arguments = make(["bool_mask", "alibi", "sinks", "key_lengths"], dtype)
         with torch.no_grad(), attnjourney.capture(None, rows=[-1, 2], heads=[3, 0]) as seen:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import attnjourney
-from attnjourney import byte_gpt, show
+from attnjourney.demo import byte_gpt, show
 from examples import data, train
 from examples.config import Config
 from examples.generate import attention_weights

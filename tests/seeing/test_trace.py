@@ -7,7 +7,7 @@ import torch
 
 import attnjourney
 from attnjourney import reference
-from attnjourney.reference.attention import dropout_keep_mask
+from attnjourney.reference.dropout import dropout_keep_mask
 from tests.support.options_cases import OPTIONS, make
 from tests.support.testing import DTYPES, assert_close_to_reference, plain_run, random_tensor
 

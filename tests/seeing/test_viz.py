@@ -11,7 +11,7 @@ import torch
 
 import attnjourney
 from attnjourney import reference, viz
-from attnjourney.viz import _blocks
+from attnjourney.seeing.drawing import _blocks
 from tests.support.options_cases import make
 from tests.support.testing import DTYPES, random_tensor
 

@@ -4,7 +4,7 @@ import torch
 
 import attnjourney
 from attnjourney import reference
-from attnjourney.reference.attention import keep_mask_of
+from attnjourney.reference.dropout import keep_mask_of
 from tests.support.testing import (
     GRADIENT_FACTOR,
     LSE_DTYPE,

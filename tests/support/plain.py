@@ -12,8 +12,8 @@ import math
 
 import torch
 
-from attnjourney.reference.attention import _expand as expand_heads
-from attnjourney.reference.attention import _per_head, _per_item, _visible
+from attnjourney.reference._visibility import per_head, per_item, visibility
+from attnjourney.reference.attention import expand_heads
 
 ULPS = 2  # a number and its operands, half an ulp each, at four standard deviations
 LSE_DTYPE = {torch.float64: torch.float64}  # float32 for every other dtype
@@ -50,7 +50,7 @@ def _formula(
     q, k, v = expand_heads(query, key, value, enable_gqa)
     dtype, wide = query.dtype, LSE_DTYPE.get(query.dtype, torch.float32)
     scale = query.size(-1) ** -0.5 if scale is None else scale
-    seen, distance = _visible(
+    seen, distance = visibility(
         q, k, attn_mask, is_causal, causal_alignment, tuple(window_size), prefix_length, key_lengths, query_lengths
     )
     # head_dim from the end: in float64 too, this is not the reference's order of summation
@@ -61,13 +61,13 @@ def _formula(
     if is_float(attn_mask):
         bias[0] = attn_mask.to(wide).masked_fill(~seen, 0.0)
     if alibi_slopes is not None:
-        bias[1] = -_per_head(alibi_slopes, q).to(wide) * distance
+        bias[1] = -per_head(alibi_slopes, q).to(wide) * distance
     scores = (capped + bias[0] + bias[1]).masked_fill(~seen, -INFINITY)
     sink = torch.full((*q.shape[:-1], 1), -INFINITY, dtype=wide)
     if sinks is not None:
-        sink = _per_head(sinks, q).to(wide).expand(sink.shape)
+        sink = per_head(sinks, q).to(wide).expand(sink.shape)
         if query_lengths is not None:
-            rows = torch.arange(q.size(-2))[:, None] < _per_item(query_lengths, q)
+            rows = torch.arange(q.size(-2))[:, None] < per_item(query_lengths, q)
             sink = sink.masked_fill(~rows, -INFINITY)
     peak = torch.cat([scores, sink], -1).amax(-1, keepdim=True).nan_to_num(neginf=0.0)
     total = (scores - peak).exp().sum(-1, keepdim=True) + (sink - peak).exp()
@@ -207,7 +207,7 @@ def _reduced(terms, sources, options):
     q, k, v = expand_heads(leaves["query"], leaves["key"], leaves["value"], options.get("enable_gqa", False))
     targets = {"query": q, "key": k, "value": v}
     for name in set(leaves) & {"sinks", "alibi_slopes"}:
-        targets[name] = _per_head(leaves[name], q).expand(*q.shape[:-2], 1, 1)
+        targets[name] = per_head(leaves[name], q).expand(*q.shape[:-2], 1, 1)
     if "attn_mask" in leaves:
         targets["attn_mask"] = leaves["attn_mask"].expand(*q.shape[:-1], k.size(-2))
     return {

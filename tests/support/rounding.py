@@ -10,7 +10,8 @@ import math
 
 import torch
 
-from attnjourney.reference.attention import _per_head, _per_item, _visible, keep_mask_of
+from attnjourney.reference._visibility import per_head, per_item, visibility
+from attnjourney.reference.dropout import keep_mask_of
 from tests.support.plain import LSE_DTYPE, ULPS, expand_heads, is_float
 
 DRAWS = 6
@@ -94,7 +95,7 @@ def rounded_attention(dtype):
             return Rounded.apply(x, 0.0, narrow)
 
         q, k, v = expand_heads(stored(query), stored(key), stored(value), enable_gqa)
-        seen, distance = _visible(
+        seen, distance = visibility(
             q, k, attn_mask, is_causal, causal_alignment, tuple(window_size), prefix_length, key_lengths, query_lengths
         )
         product = Product.apply(q, k.mT, wide) * (q.size(-1) ** -0.5 if scale is None else scale)
@@ -108,14 +109,14 @@ def rounded_attention(dtype):
             slopes = Rounded.apply(
                 stored(alibi_slopes), wide, 0.0
             )  # in units of the exponential, one error for all keys
-            bias = Rounded.apply(_per_head(slopes, q) * distance, wide, wide)
+            bias = Rounded.apply(per_head(slopes, q) * distance, wide, wide)
             scores = Rounded.apply(scores - bias, wide, 0.0)
         scores = scores.masked_fill(~seen, -math.inf)
         sink = torch.full((*q.shape[:-1], 1), -math.inf, dtype=torch.float64)
         if sinks is not None:
-            sink = _per_head(stored(sinks), q).expand(sink.shape)
+            sink = per_head(stored(sinks), q).expand(sink.shape)
             if query_lengths is not None:
-                sink = sink.masked_fill(torch.arange(q.size(-2))[:, None] >= _per_item(query_lengths, q), -math.inf)
+                sink = sink.masked_fill(torch.arange(q.size(-2))[:, None] >= per_item(query_lengths, q), -math.inf)
 
         # The weights are computed from lse, a constant here; its derivative enters by factors of 1. That of `out` meets
         # the rounded result: delta and lse_tangent * out are computed from it.

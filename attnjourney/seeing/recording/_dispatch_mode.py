@@ -1,4 +1,4 @@
-"""Watching a model call this package's operators."""
+"""The dispatch mode that sees a model call this package's operators."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ..ops._operator import NAMESPACE, Signature
-from ..ops._registration import OPERATORS
+from ...ops._operator import NAMESPACE, Signature
+from ...ops._registration import OPERATORS
 from ._scores import READERS
 
 
-class Watch(TorchDispatchMode):
+class OperatorCalls(TorchDispatchMode):
     """Calls on_call(overload, operator's name, its arguments by name, the results of its forward) after every call of
     these operators: below autograd, autocast and torch.func, as it runs. What runs is not changed. Not within a
     backward, which runs a checkpointed forward again.

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..nn import CausalSelfAttention, GroupedQueryAttention, MultiheadLatentAttention
+from ...nn import CausalSelfAttention, GroupedQueryAttention, MultiheadLatentAttention
 from .model import ByteGPT
 
 # the demo's attention layers are plain parameters; what they are called in attnjourney.nn

@@ -17,7 +17,7 @@ from importlib import resources
 import torch
 from torch import Tensor
 
-from .._version import __version__
+from ..._version import __version__
 from ._layers import Weights, as_layers, numbers
 from .figures import RAMP
 from .summary import HeadSummary, weights_summary

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..ops._watched import watchers
+from ...ops._call_observers import observers
+from ._dispatch_mode import OperatorCalls
 from ._scores import FUNCTIONS, READERS, Scores
-from ._watch import Watch
 from .records import Captured, Record, Rows, indices, settings_of
 
 
@@ -69,7 +69,7 @@ class capture:
         self.captured = Captured()
         self._names = {} if model is None else {id(m): _plain(name) for name, m in model.named_modules()}
         self._layers = None if layers is None else self._resolve(layers)
-        self._mode, self._depth, self._handle = Watch(self._operator), 0, None
+        self._mode, self._depth, self._handle = OperatorCalls(self._operator), 0, None
         self._step, self._calls, self._bare = -1, 0, 0
         self._count = self._inside = 0
 
@@ -79,7 +79,7 @@ class capture:
             if self.model is not None:
                 self._handle = self.model.register_forward_pre_hook(self._next_step, prepend=True)
             self._thread = threading.get_ident()
-            watchers.append(self._function)
+            observers.append(self._function)
             self._mode.__enter__()
         self._depth += 1
         return self.captured
@@ -89,7 +89,7 @@ class capture:
         if self._depth:
             return
         self._mode.__exit__(*error)
-        watchers.remove(self._function)
+        observers.remove(self._function)
         if self._handle is not None:
             self._handle.remove()
         if error[0] is None and self._count == 0:

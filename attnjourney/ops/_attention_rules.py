@@ -1,27 +1,16 @@
-"""What attention and attention under a mask of blocks tell PyTorch alike: shapes, FLOPs, batching rules."""
+"""What attention and block_attention tell PyTorch the same way: the shapes of their results, their batching rules."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from ._fakes import empty_lse
 
 
 def empty_results(query: Tensor, value: Tensor, lead: list[int]) -> tuple[Tensor, Tensor]:
     """out and lse, empty, from the leading dimensions of the result."""
-    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     length = query.shape[-2]
-    out = query.new_empty((*lead, length, value.shape[-1]))
-    return out, query.new_empty((*lead, length), dtype=lse_dtype)
-
-
-def flops_of(pairs: int, query: torch.Size, value: torch.Size, others: dict) -> tuple[int, ...]:
-    """Of forward, backward, jvp and the backward's jvp over that many pairs of query and key. Products that a
-    missing tangent leaves out are not counted."""
-    dim, v_dim = query[-1], value[-1]
-    q, k, v, grad = (others.get(f"{x}_tangent") is not None for x in ("query", "key", "value", "grad_out"))
-    jvp = dim * (1 + q + k) + v_dim * (1 + v)
-    backward_jvp = dim * (3 + 2 * q + 2 * k) + v_dim * (2 + v + 2 * grad)
-    return tuple(2 * pairs * n for n in (dim + v_dim, 3 * dim + 2 * v_dim, jvp, backward_jvp))
+    return query.new_empty((*lead, length, value.shape[-1])), empty_lse(query, *lead, length)
 
 
 # ---- torch.func.vmap: the new dimension goes in front, as one more batch dimension. Inputs without it are expanded
@@ -31,20 +20,20 @@ def flops_of(pairs: int, query: torch.Size, value: torch.Size, others: dict) -> 
 _TENSORS = ("query", "key", "value", "attn_mask", "key_lengths", "query_lengths", "sinks", "alibi_slopes")
 
 
-def _to_front(x: Tensor | None, in_dim: int | None, size: int) -> Tensor | None:
+def to_front(x: Tensor | None, in_dim: int | None, size: int) -> Tensor | None:
     if x is None:
         return None
     return x.unsqueeze(0).expand(size, *x.shape) if in_dim is None else x.movedim(in_dim, 0)
 
 
-def _align(mask: Tensor | None, rank: int) -> Tensor | None:
+def align_mask(mask: Tensor | None, rank: int) -> Tensor | None:
     """(batch, *dims) -> (batch, 1..., *dims) of that rank, as a mask broadcasts from the right."""
     if mask is None or mask.dim() >= rank:
         return mask
     return mask.reshape(mask.shape[0], *(1,) * (rank - mask.dim()), *mask.shape[1:])
 
 
-def _per_head(x: Tensor | None, batch: int) -> Tensor | None:
+def per_head(x: Tensor | None, batch: int) -> Tensor | None:
     """(samples, heads) or (samples, batch, heads) -> (samples * batch, heads)."""
     if x is None:
         return None
@@ -60,10 +49,10 @@ def _fold(info, in_dims: dict, call: dict, expand: bool) -> tuple[dict, int] | N
         call["dropout_seed"] = seed.select(in_dims["dropout_seed"], 0)
     for name in _TENSORS:
         if name in call and (name != "attn_mask" or expand or in_dims[name] is not None):
-            call[name] = _to_front(call[name], in_dims[name], info.batch_size)
+            call[name] = to_front(call[name], in_dims[name], info.batch_size)
     query, key, value = call["query"], call["key"], call["value"]
     if "attn_mask" in call and (expand or in_dims["attn_mask"] is not None):
-        call["attn_mask"] = _align(call["attn_mask"], query.dim())
+        call["attn_mask"] = align_mask(call["attn_mask"], query.dim())
     batch = 1
     for sizes in zip(query.shape[1:-3], key.shape[1:-3], value.shape[1:-3]):
         batch *= next((n for n in sizes if n != 1), 1)
@@ -71,7 +60,7 @@ def _fold(info, in_dims: dict, call: dict, expand: bool) -> tuple[dict, int] | N
         if call[name] is not None:
             call[name] = call[name].flatten()
     for name in ("sinks", "alibi_slopes"):
-        call[name] = _per_head(call[name], batch)
+        call[name] = per_head(call[name], batch)
     return call, batch
 
 
@@ -82,7 +71,7 @@ def vmap_forward(operator, info, in_dims, *arguments):
 
 
 def _fold_all(operator, info, in_dims, arguments) -> tuple[dict, int] | None:
-    """_fold, with results, gradients and tangents folded alike."""
+    """_fold, with results, gradients and tangents folded the same way."""
     names = [a.name for a in operator._schema.arguments]
     in_dims, call = dict(zip(names, in_dims)), dict(zip(names, arguments))
     folded = _fold(info, in_dims, call, expand=True)
@@ -93,11 +82,11 @@ def _fold_all(operator, info, in_dims, arguments) -> tuple[dict, int] | None:
     for name in names:
         base = name.removesuffix("_tangent")
         if base in ("grad_out", "grad_lse", "out", "lse") or (base != name and base in _TENSORS):
-            call[name] = _to_front(call[name], in_dims[name], info.batch_size)
+            call[name] = to_front(call[name], in_dims[name], info.batch_size)
             if base == "attn_mask":
-                call[name] = _align(call[name], rank)
+                call[name] = align_mask(call[name], rank)
             elif base in ("sinks", "alibi_slopes"):
-                call[name] = _per_head(call[name], batch)
+                call[name] = per_head(call[name], batch)
     return call, batch
 
 
@@ -110,7 +99,7 @@ def vmap_gradients(operator, info, in_dims, *arguments):
     names = [a.name for a in operator._schema.arguments]
     given, dims = dict(zip(names, arguments)), dict(zip(names, in_dims))
     shapes = {
-        name: _to_front(given[name], dims[name], info.batch_size).shape
+        name: to_front(given[name], dims[name], info.batch_size).shape
         for name in ("attn_mask", "sinks", "alibi_slopes")
         if given.get(name) is not None
     }

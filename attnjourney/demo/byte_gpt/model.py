@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..positions import sinusoidal_positions
+from ...positions import sinusoidal_positions
 
 VOCABULARY = 256  # one token per byte
 EMBEDDING_STD = 0.2
@@ -47,7 +47,7 @@ class ByteGPT(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         for name, weight in self.named_parameters():
             if name.startswith("positions"):
-                # sinusoids (arXiv 1706.03762) to learn from: neighbours are alike from the first step on
+                # sinusoids (arXiv 1706.03762) to learn from: neighbours are similar from the first step on
                 table = sinusoidal_positions(*weight.shape)
                 weight.copy_(EMBEDDING_STD * 2**0.5 * torch.cat([table[:, 1::2], table[:, ::2]], dim=1))
             elif name.startswith("embedding"):

@@ -1,4 +1,4 @@
-"""The stages of modules: one run of the module, watched, and what its attention call read."""
+"""The stages of modules: one run of the module, and what its attention call read."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import inspect
 
 from torch import Tensor, nn
 
-from ..nn import InfiniAttention, LongformerSelfAttention, MultiheadLatentAttention
-from ._other_stages import infini_stages, linear_stages, longformer_stages
+from ...nn import InfiniAttention, LongformerSelfAttention, MultiheadLatentAttention
+from ._dispatch_mode import OperatorCalls
 from ._scores import READERS, Scores
 from ._stages import attention_stages
-from ._watch import Watch
+from ._stages_infini import infini_stages
+from ._stages_linear import linear_stages
+from ._stages_longformer import longformer_stages
 from .records import indices
 
-_WATCHED = {*READERS, "rope", "linear_attention"}
+_OPERATORS = {*READERS, "rope", "linear_attention"}
 
 
 def module_stages(module: nn.Module, inputs: tuple, keywords: dict, heads, rows) -> tuple[dict, Tensor, Tensor, object]:
@@ -36,7 +38,7 @@ def module_stages(module: nn.Module, inputs: tuple, keywords: dict, heads, rows)
         else:
             calls.append((operator, READERS[operator](call, outputs)))
 
-    with Watch(on_call, _WATCHED):
+    with OperatorCalls(on_call, _OPERATORS):
         result = module(*inputs, **keywords)
     if len(calls) != 1:
         names = ", ".join(operator for operator, _ in calls) or "none"

@@ -7,8 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from ..block_mask import BlockMask
-from ..reference.attention import _per_head, _visible, _weighted_values, kept
+from ..._dtypes import accumulation_dtype
+from ...block_mask import BlockMask
+from ...reference._visibility import per_head, visibility, weighted_values
+from ...reference.dropout import kept
 
 
 def attention_stages(
@@ -40,7 +42,7 @@ def attention_stages(
     alignment = (
         causal_alignment if isinstance(causal_alignment, str) else ("top_left", "bottom_right")[causal_alignment]
     )
-    dtype, wide = query.dtype, torch.promote_types(query.dtype, torch.float32)
+    dtype, wide = query.dtype, accumulation_dtype(query.dtype)
     lead, q_heads = _lead(query, key, value), number_of_heads(query, key, enable_gqa)
     device = query.device
     own_heads, rows = heads.to(device), rows.to(device)
@@ -60,7 +62,7 @@ def attention_stages(
     mask = attn_mask
     if mask is not None and mask.dim() >= 2 and not blocks:
         mask = _pick(mask, -2, rows)
-    seen, distance = _visible(
+    seen, distance = visibility(
         query, key, mask, is_causal, alignment, window_size, prefix_length, key_lengths, query_lengths, rows
     )
     stages = {"query": query.index_select(-2, rows), "key": key}
@@ -75,14 +77,14 @@ def attention_stages(
         stages["bias"] = mask.to(wide).expand(scores.shape)
         scores = scores + stages["bias"]
     if alibi_slopes is not None:
-        stages["alibi"] = (-_per_head(alibi_slopes, query).to(wide) * distance).expand(scores.shape)
+        stages["alibi"] = (-per_head(alibi_slopes, query).to(wide) * distance).expand(scores.shape)
         scores = scores + stages["alibi"]
     stages["mask"] = seen
     scores = stages["masked_scores"] = scores.masked_fill(~seen, -math.inf)
 
     lse = scores.logsumexp(-1) if key.shape[-2] else scores.new_full(scores.shape[:-1], -math.inf)
     if sinks is not None:
-        sink = _per_head(sinks, query).to(wide).squeeze(-1).expand(lse.shape)
+        sink = per_head(sinks, query).to(wide).squeeze(-1).expand(lse.shape)
         if query_lengths is not None:
             real = rows < query_lengths.reshape(*lead, *(1,) * min(2, query.dim() - 1))
             sink = sink.masked_fill(~real, -math.inf)
@@ -101,7 +103,7 @@ def attention_stages(
         keep = stages["kept"] = keep.reshape(weights.shape).to(device)
         weights = weights.masked_fill(~keep, 0.0) * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
         stages["dropped_weights"] = weights
-    stages["output"] = _weighted_values(weights, value.to(wide), seen).to(dtype)
+    stages["output"] = weighted_values(weights, value.to(wide), seen).to(dtype)
     return stages
 
 

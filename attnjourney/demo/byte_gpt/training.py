@@ -1,4 +1,4 @@
-"""A small model, trained in seconds: what there is to see where nobody brings a model of their own."""
+"""A small model, trained in seconds: what there is to see without a model of one's own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..nn import GroupedQueryAttention
+from ...nn import GroupedQueryAttention
 from .model import ByteGPT
 
 LAYERS, HEADS, EMBED, CONTEXT, BATCH = 4, 4, 96, 128, 8

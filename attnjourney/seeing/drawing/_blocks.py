@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..ops import attention, attention_weights
+from ...ops import attention, attention_weights
 
 BLOCK_ELEMENTS = 1 << 18  # of weights at once: 1 MiB in float32
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..._dtypes import accumulation_dtype
 from ._blocks import WeightBlocks
 
 POOLS = ("share", "mean", "max")
@@ -54,7 +55,7 @@ def attention_maps(
 ) -> AttentionMaps:
     """The weights of attention as pictures of at most size x size cells, for sequences of any length.
 
-    A block of rows is computed by attnjourney.attention_weights and pooled at once, so beside query and key the memory
+    A block of rows is computed by attnjourney.attention_weights and pooled at once, so besides query and key the memory
     is that of the result and of a few blocks of 1 MiB (or of one row of each sequence, if that is more), whatever q_len
     is.
 
@@ -77,7 +78,7 @@ def attention_maps(
     tile_q, tile_k = (max(1, -(-length // size)) for length in (blocks.q_len, blocks.kv_len))
     n_rows, n_cols = -(-blocks.q_len // tile_q), -(-blocks.kv_len // tile_k)
 
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(query.dtype)
     values = torch.zeros(*blocks.batch, len(blocks.heads), n_rows, n_cols, dtype=dtype, device=query.device)
     for head, first, weights in blocks:
         pooled = _pool_keys(weights, tile_k, n_cols, pool, dtype)  # (*batch, rows, n_cols)

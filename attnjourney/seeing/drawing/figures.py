@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..seeing import Record
+from ..recording import Record
 from ._layers import Layer, Weights, as_layer, as_layers, numbers
 from .maps import AttentionMaps
 from .summary import COLUMNS, HeadSummary

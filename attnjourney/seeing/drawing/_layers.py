@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..seeing import Record
+from ..recording import Record
 
 Weights = Tensor | Record | Sequence[Tensor | Record]
 

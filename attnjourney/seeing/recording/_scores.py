@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
-from ..block_mask import BlockMask
-from ..nn._parts import split_heads
-from ..ops.block_attention import BLOCKS
-from ..reference.mha import attention_mask
-from ._other_stages import infini_local, longformer_scores
+from ..._dtypes import accumulation_dtype
+from ...block_mask import BlockMask
+from ...nn._parts import split_heads
+from ...ops.block_attention import BLOCKS
+from ...reference.mha import attention_mask
 from ._stages import attention_stages
+from ._stages_infini import infini_local
+from ._stages_longformer import longformer_scores
 
 FUSED = ("cpu", "cuda", "meta")  # devices that have _attention_weights
 
@@ -279,7 +281,7 @@ def _mla_decode(call: dict, outputs: tuple) -> Scores:
     latent = latent[:, :longest].unsqueeze(1)
     rank, heads, width = weight.shape[1], query.shape[1], query.shape[-1]
     nope = width - (latent.shape[-1] - rank)
-    wide = torch.promote_types(query.dtype, torch.float32)
+    wide = accumulation_dtype(query.dtype)
     up = weight.unflatten(0, (heads, -1)).to(wide)  # (H, nope + v, rank)
     absorbed = torch.cat([query[..., :nope].to(wide) @ up[:, :nope], query[..., nope:].to(wide)], -1)
     options = _over_cache(call, lengths, longest)
@@ -309,7 +311,7 @@ def _longformer(call: dict) -> Scores:
     return StagedScores(call["query"], lambda heads, rows: longformer_scores(**call, heads=heads, rows=rows))
 
 
-# functions made of several operators (attnjourney/ops/_watched.py), from their arguments
+# functions made of several operators (attnjourney/ops/_call_observers.py), from their arguments
 FUNCTIONS = {"infini_attention": _infini, "longformer_attention": _longformer}
 
 READERS: dict[str, Callable[[dict, tuple], Scores]] = {

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..block_mask import BlockMask
-from ..info import explain
-from ..ops._attention_checks import check
-from ..ops._operator import draw_seed
-from ..ops.block_attention import of_call
-from ._modules import module_stages
+from ...block_mask import BlockMask
+from ...info import explain
+from ...ops._attention_checks import check
+from ...ops._operator import draw_seed
+from ...ops.block_attention import of_call
 from ._stages import attention_stages, number_of_heads
+from ._stages_of_modules import module_stages
 from .records import Rows, indices
 from .table import render
 

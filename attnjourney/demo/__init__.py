@@ -1,0 +1,1 @@
+"""The demo's part of the package: `byte_gpt`, a model small enough to train on the spot, and `show`, its page."""

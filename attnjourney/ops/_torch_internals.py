@@ -1,0 +1,10 @@
+"""What the operators need of PyTorch that has no public name. All are called at every call: bound once."""
+
+from __future__ import annotations
+
+import torch
+
+any_requires_grad = torch._C._any_requires_grad
+below_autograd = torch._C._AutoDispatchBelowAutograd
+grad_enabled = torch.is_grad_enabled
+transforms_active = torch._C._are_functorch_transforms_active
