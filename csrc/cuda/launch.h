@@ -8,53 +8,14 @@
 
 #include "cuda/kernels/common/backward_task.cuh"
 #include "cuda/kernels/fp32/fp16x2_task.cuh"
+#include "sizes.h"
 
 namespace attnjourney {
-
-// Bytes of shared memory that a block may have at least, and on compute capability 8.0.
-constexpr int kSmallShared = 99 << 10, kMiddleShared = 163 << 10;
-struct Device {
-  int index, capability;  // 80, 90, ...
-  int multiprocessors;
-  int shared_bytes;  // that a block may have
-  bool small() const { return shared_bytes < kMiddleShared; }
-};
 
 inline void cuda_check(cudaError_t e, const char* what) {
   if (e != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(e));
 }
 
-// The smallest kernel that takes these head dims, as Dqk * 1000 + Dv; 0: none.
-inline int forward_size(int head_dim, int v_head_dim) {
-  if (head_dim <= 64 && v_head_dim <= 64) return 64064;
-  if (head_dim <= 128 && v_head_dim <= 128) return 128128;
-  if (head_dim <= 192 && v_head_dim <= 128) return 192128;
-  return head_dim <= 256 && v_head_dim <= 256 ? 256256 : 0;
-}
-// 64, 128, 256; 0: none
-inline int backward_size(int head_dim, int v_head_dim) {
-  const int d = head_dim > v_head_dim ? head_dim : v_head_dim;
-  return d <= 64 ? 64 : d <= 128 ? 128 : d <= 256 ? 256 : 0;
-}
-// query and key tiles of the backward kernel of that size; small: Device::small()
-constexpr int backward_rows(int size) { return 8192 / size; }
-constexpr int backward_keys(int size, bool options, bool small) {
-  return size == 256 && small ? 32 : size == 256 || options ? 64 : 128;
-}
-// Up to so many rows of a query head, its last block turns the sums into dQ (sm90/backward_finish.cuh): 1 MB at most.
-constexpr int kShortRows = 2048;
-// query and key tiles of the backward for float and double, `element` bytes
-constexpr int fp32_rows(int size, int element, bool small) {
-  return size * element == 256 ? 32 : small && element == 8 && size > 64 ? 8 : 16;
-}
-constexpr int fp32_keys(int size, int element) { return size * element <= 512 ? 64 : size * element == 1024 ? 32 : 16; }
-// most query tiles of the backward for float in planes of halves
-constexpr int fp16x2_rows(int size) { return 4096 / size; }
-// Hopper's kernels end at 128, in the forward at 192 with values of 128; above, those of sm_80 run there too.
-inline bool hopper_forward(int size) { return size != 256256; }
-inline bool hopper_backward(int size) { return size != 256; }
-
-using ForwardLaunch = void (*)(ForwardTask, bool ranged, const Device&, cudaStream_t);
 void sm80_forward_bf16(ForwardTask, bool ranged, const Device&, cudaStream_t);
 void sm80_forward_fp16(ForwardTask, bool ranged, const Device&, cudaStream_t);
 void sm80_full_forward_bf16(ForwardTask, bool ranged, const Device&, cudaStream_t);
@@ -85,7 +46,6 @@ void fp32_backward_double(BackwardTaskOf<double>, bool ranged, const Device&, cu
 void fp16x2_backward_float(const BackwardTask&, const Fp16x2BackwardPlanes&, const Device&, cudaStream_t);
 void fp32_backward_fallback_float(const BackwardTask&, const uint32_t* rare, const Device&, cudaStream_t);
 
-using BackwardLaunch = void (*)(BackwardTask, bool ranged, const Device&, cudaStream_t);
 void sm80_backward_bf16(BackwardTask, bool ranged, const Device&, cudaStream_t);
 void sm80_backward_fp16(BackwardTask, bool ranged, const Device&, cudaStream_t);
 void sm80_full_backward_bf16(BackwardTask, bool ranged, const Device&, cudaStream_t);
@@ -100,7 +60,7 @@ void sm80_option_gradients_fp16(const BackwardTask&, cudaStream_t);
 
 // Allows a kernel its shared memory (a driver call of a microsecond or less) and launches it.
 template <class Kernel, class... Args>
-void launch(Kernel kernel, int64_t blocks, int threads, int shared_bytes, cudaStream_t stream, Args... args) {
+void launch_kernel(Kernel kernel, int64_t blocks, int threads, int shared_bytes, cudaStream_t stream, Args... args) {
   if (blocks == 0) return;
   if (blocks > 0x7fffffff) throw std::invalid_argument("query: too many tiles for one CUDA grid");
   if (shared_bytes > 48 * 1024) {

@@ -5,41 +5,21 @@
 
 #include "attention_cuda.h"
 #include "cuda/device.h"
-#include "fp16x2_backward.h"
-#include "fp16x2_forward.h"
+#include "launches.h"
 #include "options.h"
 #include "served.h"
 #include "task.h"
-#include "tile_kinds.h"
 
 namespace attnjourney {
 namespace {
 
-// Picks a kernel and launches it. Holds in `counter` what the kernel needs of its own.
-void launch_forward(ForwardTaskOf<double> p, const AttentionCall& c, const AttentionOptions& options,
-                    const Device& device, cudaStream_t stream, const Tensor&, OptionalTensor&) {
-  fp32_forward_double(p, is_ranged(c, options), device, stream);
-}
-void launch_forward(ForwardTask p, const AttentionCall& c, const AttentionOptions& options, const Device& device,
-                    cudaStream_t stream, const Tensor& query, OptionalTensor& counter) {
-  const bool ranged = is_ranged(c, options), options_used = has_options(c, options);
-  if (c.dtype == ScalarType::Float) {
-    if (device.capability != 90 || options_used || !splits(p)) return fp32_forward_float(p, ranged, device, stream);
-    p.counter = tile_counter(query, device.index, stream, counter);
-    return fp16x2_forward(p, query, device, stream);
-  }
-  const bool bf16 = c.dtype == ScalarType::BFloat16;
-  const bool hopper = device.capability == 90 && p.kv_len > 0 && hopper_forward(forward_size(p.head_dim, p.v_head_dim));
-  if (hopper) p.counter = tile_counter(query, device.index, stream, counter);
-  if (hopper && options_used) {
-    OptionalTensor memory;
-    const TileKinds kinds = tile_kinds(p, p.q_heads, 64, 128, query, stream, memory);
-    return (bf16 ? sm90_full_forward_bf16 : sm90_full_forward_fp16)(p, kinds, device, stream);
-  }
-  const ForwardLaunch launch = options_used ? (bf16 ? sm80_full_forward_bf16 : sm80_full_forward_fp16)
-                               : hopper     ? (bf16 ? sm90_forward_bf16 : sm90_forward_fp16)
-                                            : (bf16 ? sm80_forward_bf16 : sm80_forward_fp16);
-  launch(p, ranged, device, stream);
+AttentionCase case_of(const AttentionCall& c, bool full) {
+  return {.type = element_type(c.dtype),
+          .head_dim = static_cast<int>(c.params.head_dim),
+          .v_head_dim = static_cast<int>(c.params.v_head_dim),
+          .q_len = static_cast<int>(c.params.q_len),
+          .kv_len = static_cast<int>(c.params.kv_len),
+          .full = full};
 }
 
 template <class Real>
@@ -64,8 +44,8 @@ void forward_in(const AttentionCall& c, const Tensor& query, const Tensor& key, 
   p.scores = inputs.scores();
   if (c.packed) o.clear();
   p.out = o.data(), p.out_strides = o.strides_of(c), p.lse = static_cast<Real*>(lse.data_ptr());
-  OptionalTensor counter;
-  launch_forward(p, c, options, device, stream, query, counter);
+  const AttentionCase which = case_of(c, has_options(c, options));
+  choose_forward<Real>(device, which).launch(p, {query, device, stream, which.type, is_ranged(c, options)});
   o.finish();
 }
 
@@ -76,22 +56,6 @@ void forward(const Tensor& query, const Tensor& key, const Tensor& value, const 
   (c.lse_dtype == ScalarType::Double ? forward_in<double> : forward_in<float>)(c, query, key, value, options, out, lse);
 }
 
-void launch_backward(const BackwardTaskOf<double>& p, const AttentionCall&, const Device& device, cudaStream_t stream,
-                     const Tensor&, bool, bool, bool ranged) {
-  fp32_backward_double(p, ranged, device, stream);
-}
-void launch_backward(const BackwardTask& p, const AttentionCall& c, const Device& device, cudaStream_t stream,
-                     const Tensor& query, bool hopper, bool options_used, bool ranged) {
-  if (c.dtype == ScalarType::Float && !options_used && splits(p)) return fp16x2_backward(p, query, device, stream);
-  const bool bf16 = c.dtype == ScalarType::BFloat16;
-  const BackwardLaunch launch = c.dtype == ScalarType::Float ? fp32_backward_float
-                                : hopper && options_used ? (bf16 ? sm90_full_backward_bf16 : sm90_full_backward_fp16)
-                                : hopper                 ? (bf16 ? sm90_backward_bf16 : sm90_backward_fp16)
-                                : options_used           ? (bf16 ? sm80_full_backward_bf16 : sm80_full_backward_fp16)
-                                                         : (bf16 ? sm80_backward_bf16 : sm80_backward_fp16);
-  launch(p, ranged, device, stream);
-}
-
 template <class Real>
 void backward_in(const AttentionCall& c, const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query,
                  const Tensor& key, const Tensor& value, const AttentionOptions& options, const Tensor& out,
@@ -100,8 +64,8 @@ void backward_in(const AttentionCall& c, const Tensor& grad_out, const OptionalT
   const Device device = current_device(query);
   const cudaStream_t stream = current_stream(device.index);
   const int size = backward_size(c.params.head_dim, c.params.v_head_dim);
-  const int element = static_cast<int>(query.element_size());
-  const bool options_used = backward_takes_options(c, options, device);
+  const AttentionCase which = case_of(c, backward_takes_options(c, options, device));
+  const BackwardKernelOf<Real>& kernel = choose_backward<Real>(device, which);
   const int64_t rows_in_all = c.batch * c.q_heads * c.params.q_len;
   if (rows_in_all == 0 || (c.params.kv_len == 0 && !options.sinks)) {  // nobody reads, nobody is read
     for (const OptionalTensor* g : {&gradients.query, &gradients.key, &gradients.value, &gradients.attn_mask,
@@ -137,14 +101,10 @@ void backward_in(const AttentionCall& c, const Tensor& grad_out, const OptionalT
   output(dk, gradients.key, c.kv_heads, p.grad_key, p.grad_key_strides);
   output(dv, gradients.value, c.kv_heads, p.grad_value, p.grad_value_strides);
 
-  const int rows = element > 2 ? fp32_rows(size, element, device.small()) : backward_rows(size);
-  const bool hopper = element == 2 && device.capability == 90 && hopper_backward(size);
+  const auto [rows, keys, scratch_rows] = kernel.tiles(size, device.small());
   const bool deterministic = deterministic_algorithms();
   p.kv_heads = static_cast<int>(c.kv_heads), p.scale = static_cast<Real>(c.params.scale);
-  const int whole = element == 4 ? std::max(rows, fp16x2_rows(size)) : rows;  // kernels in planes have more of them
-  p.rows = c.packed ? (p.q_len / rows + p.batch) * rows : (p.q_len + whole - 1) / whole * whole;
-  const int keys =
-      element > 2 ? fp32_keys(size, element) : backward_keys(size, options_used && !hopper, device.small());
+  p.rows = c.packed ? (p.q_len / rows + p.batch) * rows : (p.q_len + scratch_rows - 1) / scratch_rows * scratch_rows;
   p.key_tiles = c.packed ? p.kv_len / keys + p.batch : (p.kv_len + keys - 1) / keys;
   p.tile_rows = rows, p.tile_keys = keys;
   const int64_t pairs = c.packed ? c.q_heads : c.batch * c.q_heads;
@@ -157,20 +117,20 @@ void backward_in(const AttentionCall& c, const Tensor& grad_out, const OptionalT
     turn = aten::empty(query, {pairs, p.rows / rows, 2}, ScalarType::Int);
     torch::stable::zero_(*turn);
     p.turn = static_cast<int*>(turn->data_ptr());
-  } else if (hopper && p.group > 1 && !c.packed && (p.grad_key || p.grad_value)) {
+  } else if (kernel.one_head_a_block && p.group > 1 && !c.packed && (p.grad_key || p.grad_value)) {
     key_value_sum = aten::empty(query, {2, c.batch * c.kv_heads, int64_t{p.key_tiles} * keys, size}, c.lse_dtype);
     torch::stable::zero_(*key_value_sum);
     p.key_value_sum = static_cast<Real*>(key_value_sum->data_ptr());
   }
   OptionalTensor query_blocks;
-  if (hopper && !options_used && !deterministic && p.grad_query && p.rows <= kShortRows && p.key_tiles > 0) {
+  if (kernel.finishes_short_rows && !deterministic && p.grad_query && p.rows <= kShortRows && p.key_tiles > 0) {
     query_blocks = aten::empty(query, {pairs}, ScalarType::Int);
     p.query_blocks = static_cast<uint32_t*>(query_blocks->data_ptr());
   }
   const bool ranged = is_ranged(c, options);
-  OptionGradients<Real> option_gradients(c, gradients, p, hopper, ranged);
+  OptionGradients<Real> option_gradients(c, gradients, p, kernel.writes_mask_gradient, ranged);
   p.span = backward_span(p, size, ranged, deterministic);
-  launch_backward(p, c, device, stream, query, hopper, options_used, ranged);
+  kernel.launch(p, {query, device, stream, which.type, ranged});
   for (auto* g : {&dq, &dk, &dv})
     if (*g) (*g)->finish();
   option_gradients.finish();

@@ -4,12 +4,6 @@
 
 namespace attnjourney {
 
-// Short calls gain nothing from planes.
-template <class Task>
-bool splits(const Task& p) {
-  return backward_size(p.head_dim, p.v_head_dim) <= 128 && p.q_len >= 128 && p.kv_len >= 128;
-}
-
 inline void fp16x2_forward(const ForwardTask& p, const Tensor& query, const Device& device, cudaStream_t stream) {
   const int64_t dim = backward_size(p.head_dim, p.v_head_dim), rows = 8192 / dim;
   Fp16x2Planes w{};

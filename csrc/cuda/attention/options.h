@@ -85,9 +85,9 @@ class OptionInputs {
 template <class Real>
 class OptionGradients {
  public:
-  // in scratch: parts of the slopes' gradients for every key tile. hopper: the kernel may write that of a mask itself;
-  // ranged: tiles that no row sees are left as they are
-  OptionGradients(const AttentionCall& c, const AttentionGradients& g, BackwardTaskOf<Real>& p, bool hopper,
+  // in scratch: parts of the slopes' gradients for every key tile. writes_mask: the kernel may write that of a mask
+  // itself; ranged: tiles that no row sees are left as they are
+  OptionGradients(const AttentionCall& c, const AttentionGradients& g, BackwardTaskOf<Real>& p, bool writes_mask,
                   bool ranged)
       : dtype_(c.lse_dtype) {
     p.grad_sinks = add(g.sinks);
@@ -108,7 +108,7 @@ class OptionGradients {
     }
     if constexpr (sizeof(Real) == 4)
       if (Tensor own = *g.attn_mask;
-          hopper && own.scalar_type() == c.dtype && writes_mask_gradient(p, own.data_ptr())) {
+          writes_mask && own.scalar_type() == c.dtype && writes_mask_gradient(p, own.data_ptr())) {
         m.own = own.data_ptr();
         if (ranged) torch::stable::zero_(own);
         return;

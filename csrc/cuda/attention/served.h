@@ -17,8 +17,9 @@ inline void check_served(const AttentionCall& c, const AttentionOptions& options
       (void)cu_seqlens_k, (void)blocks;
   const auto head_dim = static_cast<int>(std::min<int64_t>(c.params.head_dim, 1 << 20));
   const auto v_head_dim = static_cast<int>(std::min<int64_t>(c.params.v_head_dim, 1 << 20));
-  check_value((backward ? backward_size : forward_size)(head_dim, v_head_dim) != 0,
-              "query: expected head dimensions of at most 256 on CUDA, got ", head_dim, " and (value) ", v_head_dim);
+  check_value(
+      backward ? backward_size(head_dim, v_head_dim) != 0 : forward_size(head_dim, v_head_dim) != HeadSize::none,
+      "query: expected head dimensions of at most 256 on CUDA, got ", head_dim, " and (value) ", v_head_dim);
   const int64_t limit = 1 << 28;
   check_value(c.params.q_len < limit && c.params.kv_len < limit && c.batch * c.q_heads < limit,
               "query: expected fewer than 2^28 rows, keys and heads on CUDA");

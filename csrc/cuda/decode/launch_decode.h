@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 
+#include "cuda/architectures.h"
 #include "cuda/kernels/decode/decode_task.cuh"
 #include "cuda/launch.h"
 
@@ -26,9 +27,8 @@ extern const CudaDecode sm80_decode_bf16, sm80_decode_fp16, sm80_decode_fp32, sm
 // Blocks that share a sequence's keys, from the capacity: lengths are not known here. Enough to fill the GPU, with at
 // least 128 keys each; or four rounds of blocks, for lengths that differ, with as many as the kernel says.
 inline int decode_splits(int64_t units, int64_t keys, const DecodeTiling& tiling, const Device& device) {
-  const int per_sm = device.capability == 90 ? 227 << 10 : device.capability == 80 ? 163 << 10 : 99 << 10;
-  const int64_t slots =
-      int64_t{device.multiprocessors} * std::clamp(per_sm / (tiling.smem_bytes + 1024), 1, tiling.blocks);
+  const int64_t slots = int64_t{device.multiprocessors} *
+                        std::clamp(multiprocessor_bytes(device) / (tiling.smem_bytes + 1024), 1, tiling.blocks);
   const auto up = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t fill = std::min(slots / units, up(keys, 128));
   const int64_t rounds = std::min(up(4 * slots, units), keys / tiling.keys_of_rounds);

@@ -11,6 +11,6 @@ struct LatentDecode {
 };
 extern const LatentDecode sm80_latent_bf16, sm80_latent_fp16;
 extern const CudaDecode sm80_latent_fp32, sm80_latent_fp64;
-extern const CudaDecode sm90_latent_bf16, sm90_latent_fp16;  // see serves_latents_sm90 (mla_decode.cu)
+extern const CudaDecode sm90_latent_bf16, sm90_latent_fp16;  // what it serves: architectures.cu
 
 }  // namespace attnjourney

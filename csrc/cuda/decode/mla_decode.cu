@@ -1,5 +1,6 @@
 // CUDA entry of mla_decode: which kernel a call over latents takes. Its device-neutral half, once more, is below; many
 // rows over expanded keys go to decode.
+#include "cuda/attention/launches.h"
 #include "decode_split.h"
 #include "launch_latent.h"
 #include "mla_decode_cuda.h"
@@ -7,28 +8,31 @@
 namespace attnjourney {
 namespace {
 
-// Hopper's own kernel reads no masks, and is for large latents.
-bool serves_latents_sm90(const DecodeCall& c, const DecodeInputs& in) {
-  const int64_t last =
-      in.key.size(0) * in.key.stride(0) + in.key.size(2) * in.key.stride(2);  // chunks count in 32 bits
-  return !in.attn_mask && c.v_head_dim > kLatentValueDim / 2 && last / 8 < (int64_t{1} << 31);
+LatentCase case_of(const DecodeCall& c, const DecodeInputs& in, bool chunked) {
+  const int64_t last = in.key.size(0) * in.key.stride(0) + in.key.size(2) * in.key.stride(2);  // chunks of 8 numbers
+  return {.type = element_type(in.query.scalar_type()),
+          .rows = c.q_heads * c.q_len,
+          .v_head_dim = c.v_head_dim,
+          .chunked = chunked,
+          .masked = in.attn_mask.has_value(),
+          .near = last / 8 < (int64_t{1} << 31)};
 }
 
-const CudaDecode& latent_kernel(const DecodeCall& c, const DecodeInputs& in, bool chunked, const Device& device) {
-  const ScalarType type = in.query.scalar_type();
-  if (type == ScalarType::Double) return sm80_latent_fp64;
-  if (type == ScalarType::Float) return sm80_latent_fp32;
-  const bool bf16 = type == ScalarType::BFloat16;
-  const LatentDecode& kernels = bf16 ? sm80_latent_bf16 : sm80_latent_fp16;
-  if (!chunked) return kernels.fma;
-  const int64_t rows = c.q_heads * c.q_len;
-  if (device.capability == 90 && rows > 16 && serves_latents_sm90(c, in))
-    return bf16 ? sm90_latent_bf16 : sm90_latent_fp16;
-  const bool fits = kernels.large.tiling(0, 0, 0, true).smem_bytes <= device.shared_bytes;
-  return rows > 32 && fits ? kernels.large : kernels.small;
+const LatentDecode& latents(ElementType type) {
+  return type == ElementType::bf16 ? sm80_latent_bf16 : sm80_latent_fp16;
 }
 
 }  // namespace
+
+const CudaDecode& launches::sm90_latents(ElementType type) {
+  return type == ElementType::bf16 ? sm90_latent_bf16 : sm90_latent_fp16;
+}
+const CudaDecode& launches::sm80_latents_64_rows(ElementType type) { return latents(type).large; }
+const CudaDecode& launches::sm80_latents_32_rows(ElementType type) { return latents(type).small; }
+const CudaDecode& launches::fma_latents(ElementType type) {
+  if (type == ElementType::fp64) return sm80_latent_fp64;
+  return type == ElementType::fp32 ? sm80_latent_fp32 : latents(type).fma;
+}
 
 void cuda_decode_latents(const DecodeCall& c, const DecodeInputs& in, const Tensor& out, const Tensor& lse) {
   check_latent_served(c, in);
@@ -36,7 +40,8 @@ void cuda_decode_latents(const DecodeCall& c, const DecodeInputs& in, const Tens
   const torch::stable::accelerator::DeviceGuard guard(in.query.get_device_index());
   const Tensor query = aten::rows_contiguous(in.query);
   const bool chunked = in_chunks(in.key) && in_chunks(in.value) && in.query.element_size() == 2;
-  const CudaDecode& kernel = latent_kernel(c, in, chunked, current_device(in.query));
+  const LatentCase which = case_of(c, in, chunked);
+  const CudaDecode& kernel = choose_latents(current_device(in.query), which).kernel(which.type);
   decode_split(kernel, chunked, c, in, describe_cache(c, in), query, out, lse);
 }
 

@@ -16,7 +16,7 @@ void with_unit(int unit, F&& f) {
 int sequence_blocks(int batch) { return (batch + kCacheThreads - 1) / kCacheThreads; }
 
 void reorder_lengths(int64_t* lengths, const int64_t* index, int batch, cudaStream_t stream) {
-  launch(cache_reorder_lengths, 1, kCacheThreads, batch * 8, stream, lengths, index, batch);
+  launch_kernel(cache_reorder_lengths, 1, kCacheThreads, batch * 8, stream, lengths, index, batch);
 }
 
 // pieces of every sequence that fit into shared memory together, at most 128
@@ -28,15 +28,17 @@ int reorder_width(int batch, int bytes) {
 }  // namespace
 
 void launch_cache_append(const AppendTask& p, int unit, cudaStream_t stream) {
-  with_unit(unit,
-            [&]<class Unit>() { launch(cache_append<Unit>, int64_t{p.batch} * p.parts, kCacheThreads, 0, stream, p); });
+  with_unit(unit, [&]<class Unit>() {
+    launch_kernel(cache_append<Unit>, int64_t{p.batch} * p.parts, kCacheThreads, 0, stream, p);
+  });
   if (p.parts > 1 && !p.plan)
-    launch(cache_advance, sequence_blocks(p.batch), kCacheThreads, 0, stream, p.lengths, p.counts, p.batch, p.tokens);
+    launch_kernel(cache_advance, sequence_blocks(p.batch), kCacheThreads, 0, stream, p.lengths, p.counts, p.batch,
+                  p.tokens);
 }
 
 void launch_cache_truncate(int64_t* lengths, const int64_t* new_lengths, const int64_t* lowest, int batch,
                            cudaStream_t stream) {
-  launch(cache_truncate, sequence_blocks(batch), kCacheThreads, 0, stream, lengths, new_lengths, lowest, batch);
+  launch_kernel(cache_truncate, sequence_blocks(batch), kCacheThreads, 0, stream, lengths, new_lengths, lowest, batch);
 }
 
 void launch_cache_reorder(const CacheTensors& tensors, ReorderTask p, int64_t* lengths, int unit, cudaStream_t stream) {
@@ -45,7 +47,7 @@ void launch_cache_reorder(const CacheTensors& tensors, ReorderTask p, int64_t* l
     for (int i = 0; i < tensors.count; i++) {
       p.rows = tensors.cache[i], p.units = tensors.units[i];
       const int64_t blocks = (int64_t{p.capacity} * p.units + p.width - 1) / p.width * p.heads;
-      launch(cache_reorder<Unit>, blocks, kCacheThreads, p.batch * p.width * int(sizeof(Unit)), stream, p);
+      launch_kernel(cache_reorder<Unit>, blocks, kCacheThreads, p.batch * p.width * int(sizeof(Unit)), stream, p);
     }
   });
   reorder_lengths(lengths, p.index, p.batch, stream);
@@ -53,24 +55,26 @@ void launch_cache_reorder(const CacheTensors& tensors, ReorderTask p, int64_t* l
 
 void launch_cache_gather(const GatherTask& p, int sequences, int unit, cudaStream_t stream) {
   with_unit(unit, [&]<class Unit>() {
-    launch(cache_gather<Unit>, int64_t{sequences} * p.parts, kCacheThreads, 0, stream, p);
+    launch_kernel(cache_gather<Unit>, int64_t{sequences} * p.parts, kCacheThreads, 0, stream, p);
   });
 }
 
 void launch_paged_append(const PagedTask& p, const AppendTask& tokens, int unit, cudaStream_t stream) {
-  launch(paged_plan, 1, kCacheThreads, kCacheThreads / 32 * 4, stream, p);
-  with_unit(unit,
-            [&]<class Unit>() { launch(paged_copy<Unit>, int64_t{p.batch} * p.heads, kCacheThreads, 0, stream, p); });
+  launch_kernel(paged_plan, 1, kCacheThreads, kCacheThreads / 32 * 4, stream, p);
+  with_unit(unit, [&]<class Unit>() {
+    launch_kernel(paged_copy<Unit>, int64_t{p.batch} * p.heads, kCacheThreads, 0, stream, p);
+  });
   launch_cache_append(tokens, unit, stream);
 }
 
 void launch_paged_truncate(const PagedTask& p, cudaStream_t stream) {
-  launch(paged_truncate, p.batch, kCacheThreads, 0, stream, p);
+  launch_kernel(paged_truncate, p.batch, kCacheThreads, 0, stream, p);
 }
 
 void launch_paged_reorder(const PagedTask& p, int64_t* lengths, cudaStream_t stream) {
   const int width = reorder_width(p.batch, 4);
-  launch(paged_reorder, (p.max_blocks + width - 1) / width, kCacheThreads, p.batch * width * 4, stream, p, width);
+  launch_kernel(paged_reorder, (p.max_blocks + width - 1) / width, kCacheThreads, p.batch * width * 4, stream, p,
+                width);
   reorder_lengths(lengths, p.index, p.batch, stream);
 }
 

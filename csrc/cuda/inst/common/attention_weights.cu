@@ -1,5 +1,5 @@
 #include "cuda/attention/weights_launch.h"
-#include "cuda/inst/sizes.h"
+#include "cuda/launch.h"
 
 namespace attnjourney {
 namespace {
@@ -9,8 +9,8 @@ void launch_weights(const WeightsTask<C>& p, cudaStream_t stream) {
   using Kernel = AttentionWeights<T, C>;
   static_assert(fits(Kernel::kSmemBytes, true));
   const int64_t heads = int64_t{p.batch} * p.n_heads;
-  launch(attention_weights<Kernel>, weights_blocks(p.n_rows, p.kv_len, heads), Kernel::kThreads, Kernel::kSmemBytes,
-         stream, p);
+  launch_kernel(attention_weights<Kernel>, weights_blocks(p.n_rows, p.kv_len, heads), Kernel::kThreads,
+                Kernel::kSmemBytes, stream, p);
 }
 
 }  // namespace

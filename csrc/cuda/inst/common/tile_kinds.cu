@@ -6,7 +6,7 @@ void attnjourney::sm80_tile_kinds(const SequenceTask& p, const TileKinds& k, int
   const int threads = p.scores.mask_kind == MaskElement::blocks ? 32 : kKindsThreads;
   const auto blocks = static_cast<int64_t>(k.count());
   if (keys == 64)
-    launch(tile_kinds<64>, blocks, threads, kKindsBytes, stream, p, k);
+    launch_kernel(tile_kinds<64>, blocks, threads, kKindsBytes, stream, p, k);
   else
-    launch(tile_kinds<128>, blocks, threads, kKindsBytes, stream, p, k);
+    launch_kernel(tile_kinds<128>, blocks, threads, kKindsBytes, stream, p, k);
 }

@@ -1,10 +1,10 @@
 // The launch function of decoding for one dtype.
 #pragma once
 #include "cuda/decode/launch_decode.h"
-#include "cuda/inst/sizes.h"
 #include "cuda/kernels/decode/decode_fma.cuh"
 #include "cuda/kernels/decode/decode_merge.cuh"
 #include "cuda/kernels/decode/decode_mma.cuh"
+#include "cuda/launch.h"
 
 namespace attnjourney {
 
@@ -41,15 +41,15 @@ void launch_sm80_decode(const DecodeTask& p, bool chunked, cudaStream_t stream) 
     if (chunked) {
       with_decode_mma<T>(p.head_dim, p.v_head_dim, p.rows, [&]<class K>() {
         static_assert(fits(K::kSmemBytes, true));
-        launch(decode_mma<K>, blocks, K::kThreads, K::kSmemBytes, stream, p);
+        launch_kernel(decode_mma<K>, blocks, K::kThreads, K::kSmemBytes, stream, p);
       });
       done = true;
     }
   static_assert(fits(DecodeFmaShape<T>(256, 256).bytes(), true));
-  if (!done) launch(decode_fma<T>, blocks, DecodeFma<T>::kThreads, tiling.smem_bytes, stream, p, chunked);
+  if (!done) launch_kernel(decode_fma<T>, blocks, DecodeFma<T>::kThreads, tiling.smem_bytes, stream, p, chunked);
   if (p.splits > 1)
-    launch(decode_merge<T>, pairs * p.rows, kMergeThreads, merge_smem<Compute<T>>(p.splits, p.v_head_dim), stream, p,
-           tiling.rows);
+    launch_kernel(decode_merge<T>, pairs * p.rows, kMergeThreads, merge_smem<Compute<T>>(p.splits, p.v_head_dim),
+                  stream, p, tiling.rows);
 }
 
 }  // namespace attnjourney

@@ -1,9 +1,9 @@
 // The launch functions of decoding over latents for one dtype.
 #pragma once
 #include "cuda/decode/launch_latent.h"
-#include "cuda/inst/sizes.h"
 #include "cuda/kernels/decode/decode_merge.cuh"
 #include "cuda/kernels/decode/latent_fma.cuh"
+#include "cuda/launch.h"
 
 namespace attnjourney {
 
@@ -14,10 +14,10 @@ template <class T, class Kernel>
 void launch_latent(Kernel kernel, const DecodeTask& p, int threads, int smem_bytes, int tile_rows,
                    cudaStream_t stream) {
   const int64_t items = int64_t{p.batch} * p.kv_heads;
-  launch(kernel, items * p.row_tiles * p.splits, threads, smem_bytes, stream, p);
+  launch_kernel(kernel, items * p.row_tiles * p.splits, threads, smem_bytes, stream, p);
   if (p.splits > 1)
-    launch(decode_merge<T>, items * p.rows, kMergeThreads, merge_smem<Compute<T>>(p.splits, p.v_head_dim), stream, p,
-           tile_rows);
+    launch_kernel(decode_merge<T>, items * p.rows, kMergeThreads, merge_smem<Compute<T>>(p.splits, p.v_head_dim),
+                  stream, p, tile_rows);
 }
 
 template <class K>

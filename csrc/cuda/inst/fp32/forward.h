@@ -2,8 +2,8 @@
 #pragma once
 #include <type_traits>
 
-#include "cuda/inst/sizes.h"
 #include "cuda/kernels/fp32/forward.cuh"
+#include "cuda/launch.h"
 
 namespace attnjourney {
 
@@ -11,7 +11,7 @@ template <class Real>
 void launch_fp32_forward(ForwardTaskOf<Real> p, const Device& device, cudaStream_t stream) {
   const auto go = [&]<class K>() {
     plan_forward(p, K::kRows, sizeof(Real));
-    launch(fp32_forward<K>, p.total, K::kThreads, K::kSmemBytes, stream, p);
+    launch_kernel(fp32_forward<K>, p.total, K::kThreads, K::kSmemBytes, stream, p);
   };
   with_size(backward_size(p.head_dim, p.v_head_dim), [&]<int D>() {
     using Usual = Fp32ForwardOf<Real, D>;

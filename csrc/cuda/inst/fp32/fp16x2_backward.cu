@@ -13,13 +13,14 @@ void launch_fp16x2_backward(const BackwardTask& p, const Fp16x2BackwardPlanes& w
   const int64_t rows = int64_t{p.batch} * p.q_heads * p.rows;
   const int64_t planes = int64_t{p.q_heads} * w.query_tiles + int64_t{p.kv_heads} * w.key_tiles;
   const auto pass = [&](auto kernel, int64_t threads, auto... arguments) {
-    launch(kernel, (threads + kFp32PassThreads - 1) / kFp32PassThreads, kFp32PassThreads, 0, stream, p, arguments...);
+    launch_kernel(kernel, (threads + kFp32PassThreads - 1) / kFp32PassThreads, kFp32PassThreads, 0, stream, p,
+                  arguments...);
   };
   pass(fp32_prepare<float>, 32 * rows, D, rows);
-  launch(fp16x2_backward_planes<D>, 2 * p.batch * planes, Fp16x2Size<D>::kThreads, Fp16x2Size<D>::kSmemBytes, stream, p,
-         w);
-  launch(fp16x2_backward<Kernel>, int64_t{p.key_tiles} * p.kv_heads * p.batch, Kernel::kThreads, Kernel::kSmemBytes,
-         stream, p, w);
+  launch_kernel(fp16x2_backward_planes<D>, 2 * p.batch * planes, Fp16x2Size<D>::kThreads, Fp16x2Size<D>::kSmemBytes,
+                stream, p, w);
+  launch_kernel(fp16x2_backward<Kernel>, int64_t{p.key_tiles} * p.kv_heads * p.batch, Kernel::kThreads,
+                Kernel::kSmemBytes, stream, p, w);
   fp32_backward_fallback_float(p, w.rare, device, stream);
   if (p.grad_query) pass(fp16x2_query<Kernel>, rows * (D / 4), static_cast<const uint32_t*>(w.rare), rows);
 }

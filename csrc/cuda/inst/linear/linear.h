@@ -1,8 +1,8 @@
 // The launch function of linear attention for one dtype.
 #pragma once
-#include "cuda/inst/sizes.h"
 #include "cuda/kernels/linear/passes.cuh"
 #include "cuda/kernels/linear/walk.cuh"
+#include "cuda/launch.h"
 #include "cuda/linear/launch_linear.h"
 
 namespace attnjourney {
@@ -12,14 +12,14 @@ struct Sm80Linear {
   using T = typename Walk::T;
   cudaStream_t stream;
   void walk(const LinearTask& t) const {
-    launch(linear_walk<Walk>, int64_t{t.pieces} * t.batch * t.kv_heads * t.slices, Walk::kThreads,
-           Walk::smem_bytes(t.depth), stream, t);
+    launch_kernel(linear_walk<Walk>, int64_t{t.pieces} * t.batch * t.kv_heads * t.slices, Walk::kThreads,
+                  Walk::smem_bytes(t.depth), stream, t);
   }
   void scan(const LinearScan& t) const {
-    launch(linear_scan<typename Walk::C>, linear_scan_blocks(t), kLinearPassThreads, 0, stream, t);
+    launch_kernel(linear_scan<typename Walk::C>, linear_scan_blocks(t), kLinearPassThreads, 0, stream, t);
   }
   void prepare(const LinearPrepare& t) const {
-    launch(linear_prepare<T>, linear_prepare_blocks(t), kLinearPassThreads, 0, stream, t);
+    launch_kernel(linear_prepare<T>, linear_prepare_blocks(t), kLinearPassThreads, 0, stream, t);
   }
 };
 

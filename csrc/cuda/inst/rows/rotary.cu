@@ -2,7 +2,7 @@
 
 void attnjourney::sm80_rotary(const RotaryTask& p, Number n, bool vectors, cudaStream_t stream) {
   with_number(n, [&]<class T>() {
-    const auto go = [&]<int V>() { launch(rotary<T, V>, rotary_blocks(p, V), kRotaryThreads, 0, stream, p); };
+    const auto go = [&]<int V>() { launch_kernel(rotary<T, V>, rotary_blocks(p, V), kRotaryThreads, 0, stream, p); };
     if (vectors)
       go.template operator()<kVector<T>>();
     else

@@ -11,8 +11,8 @@ void launch_sm80_backward(const BackwardTask& p, bool ranged, cudaStream_t strea
     using K = Sm80Backward<T, D, backward_rows(D), backward_keys(D, false, false), Deterministic>;
     static_assert(fits(K::kSmemBytes, false));
     launch_backward<K>(p, stream, [&] {
-      launch(ranged ? sm80_backward<K, true> : sm80_backward<K, false>, int64_t{p.key_tiles} * p.kv_heads * p.batch,
-             K::kThreads, K::kSmemBytes, stream, p);
+      launch_kernel(ranged ? sm80_backward<K, true> : sm80_backward<K, false>,
+                    int64_t{p.key_tiles} * p.kv_heads * p.batch, K::kThreads, K::kSmemBytes, stream, p);
     });
   });
 }

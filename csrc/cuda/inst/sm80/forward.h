@@ -1,21 +1,21 @@
 // The kernels of the mma.sync forward, and its launch function for one dtype.
 #pragma once
-#include "cuda/inst/sizes.h"
 #include "cuda/kernels/sm80/forward.cuh"
+#include "cuda/launch.h"
 
 namespace attnjourney {
 
-// f<Kernel>() for what takes these head dims; size: as forward_size says
+// f<Kernel>() for what takes heads of that size
 template <class T, bool Options, class F>
-void with_sm80_forward(int size, F&& f) {
+void with_sm80_forward(HeadSize size, F&& f) {
   const auto go = [&]<int Dqk, int Dv, int Keys>() {
     using Kernel = Sm80Forward<T, Dqk, Dv, Keys, Options>;
     static_assert(fits(Kernel::kSmemBytes, true));
     f.template operator()<Kernel>();
   };
-  if (size == 64064) return go.template operator()<64, 64, 64>();
-  if (size == 128128) return go.template operator()<128, 128, 64>();
-  if (size == 192128) return go.template operator()<192, 128, 64>();
+  if (size == HeadSize::d64) return go.template operator()<64, 64, 64>();
+  if (size == HeadSize::d128) return go.template operator()<128, 128, 64>();
+  if (size == HeadSize::d192v128) return go.template operator()<192, 128, 64>();
   go.template operator()<256, 256, Options ? 16 : 32>();
 }
 
@@ -23,7 +23,8 @@ template <class T>
 void launch_sm80_forward(ForwardTask p, bool ranged, cudaStream_t stream) {
   with_sm80_forward<T, false>(forward_size(p.head_dim, p.v_head_dim), [&]<class K>() {
     plan_forward(p, K::kRows);
-    launch(ranged ? sm80_forward<K, true> : sm80_forward<K, false>, p.total, K::kThreads, K::kSmemBytes, stream, p);
+    launch_kernel(ranged ? sm80_forward<K, true> : sm80_forward<K, false>, p.total, K::kThreads, K::kSmemBytes, stream,
+                  p);
   });
 }
 

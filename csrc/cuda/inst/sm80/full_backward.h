@@ -25,7 +25,7 @@ void with_sm80_full_backward(int size, bool small, F&& f) {
 template <class T>
 void launch_option_gradients(const BackwardTask& p, cudaStream_t stream) {
   const auto per_head = [&](auto kernel, bool per_item) {
-    launch(kernel, int64_t{per_item ? p.batch : 1} * p.q_heads, kPassThreads, kHeadsBytes, stream, p);
+    launch_kernel(kernel, int64_t{per_item ? p.batch : 1} * p.q_heads, kPassThreads, kHeadsBytes, stream, p);
   };
   if (p.grad_sinks) per_head(backward_per_head<true, float>, p.sinks_per_item);
   if (p.grad_slopes) per_head(backward_per_head<false, float>, p.slopes_per_item);
@@ -33,8 +33,8 @@ void launch_option_gradients(const BackwardTask& p, cudaStream_t stream) {
   with_size(backward_size(p.head_dim, p.v_head_dim), [&]<int D>() {
     using Gradient = Sm80MaskGradient<T, D>;
     static_assert(fits(Gradient::kSmemBytes, true));
-    launch(mask_gradient<Gradient, float>, mask_gradient_blocks<Gradient>(p), Gradient::kThreads, Gradient::kSmemBytes,
-           stream, p);
+    launch_kernel(mask_gradient<Gradient, float>, mask_gradient_blocks<Gradient>(p), Gradient::kThreads,
+                  Gradient::kSmemBytes, stream, p);
   });
 }
 
@@ -43,8 +43,8 @@ void launch_sm80_full_backward(const BackwardTask& p, const Device& device, cuda
   const auto go = [&]<class K>() {
     launch_backward<K>(p, stream, [&] {
       if (p.grad_query || p.grad_key || p.grad_value || p.slope_sum)
-        launch(sm80_backward<K, true>, int64_t{p.key_tiles} * p.kv_heads * (p.cu_q ? 1 : p.batch), K::kThreads,
-               K::kSmemBytes, stream, p);
+        launch_kernel(sm80_backward<K, true>, int64_t{p.key_tiles} * p.kv_heads * (p.cu_q ? 1 : p.batch), K::kThreads,
+                      K::kSmemBytes, stream, p);
       launch_option_gradients<T>(p, stream);
     });
   };

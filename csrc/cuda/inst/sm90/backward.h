@@ -32,9 +32,9 @@ void launch_sm90_backward(const BackwardTask& p, bool ranged, cudaStream_t strea
     launch_backward<S>(p, stream, [&] {
       if (p.key_tiles == 0) return;
       const Sm90BackwardMaps maps = sm90_backward_maps<S>(p);
-      launch(ranged ? sm90_backward<S, true> : sm90_backward<S, false>,
-             int64_t{p.key_tiles} * (p.key_value_sum ? p.q_heads : p.kv_heads) * p.batch, S::kThreads, S::kSmemBytes,
-             stream, maps, p);
+      launch_kernel(ranged ? sm90_backward<S, true> : sm90_backward<S, false>,
+                    int64_t{p.key_tiles} * (p.key_value_sum ? p.q_heads : p.kv_heads) * p.batch, S::kThreads,
+                    S::kSmemBytes, stream, maps, p);
     });
   };
   const auto pick = [&]<bool Deterministic>() {

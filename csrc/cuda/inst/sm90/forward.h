@@ -19,15 +19,15 @@ void launch_sm90_forward(ForwardTask p, bool ranged, const Device& device, cudaS
         tensor_map(p.out, p.out_strides, p.batch, p.q_heads, p.q_len, p.v_head_dim, 16, bf16),
         tensor_map(p.value, p.value_strides, p.batch, kv_heads, p.kv_len, p.v_head_dim, 8, bf16),
         tensor_map(p.value, p.value_strides, p.batch, kv_heads, p.kv_len, p.v_head_dim, 1, bf16)};
-    launch(sm90_forward<S>, p.total < device.multiprocessors ? p.total : device.multiprocessors, S::kThreads,
-           S::kSmemBytes, stream, maps, p);
+    launch_kernel(sm90_forward<S>, p.total < device.multiprocessors ? p.total : device.multiprocessors, S::kThreads,
+                  S::kSmemBytes, stream, maps, p);
   };
   // dtype, Dqk, Dv, warpgroups, keys, stages, Q stages, ranged, ping-pong, ahead, store
   const auto pick = [&]<bool Ranged>() {
-    const int size = forward_size(p.head_dim, p.v_head_dim);
-    if (size == 128128)
+    const HeadSize size = forward_size(p.head_dim, p.v_head_dim);
+    if (size == HeadSize::d128)
       return go.template operator()<Sm90ForwardShape<T, 128, 128, 2, 128, 2, 2, Ranged, false, 4, true>>();
-    if (size == 192128)
+    if (size == HeadSize::d192v128)
       return go.template operator()<Sm90ForwardShape<T, 192, 128, 2, 128, 2, 1, Ranged, true, 4, false>>();
     if constexpr (Ranged)
       if (p.kv_len <= 1024)

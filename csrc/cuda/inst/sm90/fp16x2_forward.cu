@@ -10,8 +10,8 @@ template <int D>
 void launch_fp16x2_forward(ForwardTask p, const Fp16x2Planes& w, const Device& device, cudaStream_t stream) {
   using S = typename Sm90Fp16x2Forward<D>::S;
   const int64_t queries = int64_t{p.q_heads} * w.query_tiles, keys = int64_t{w.kv_heads} * w.key_tiles;
-  launch(fp16x2_planes<D>, p.batch * (queries + 2 * keys), Fp16x2Size<D>::kThreads, Fp16x2Size<D>::kSmemBytes, stream,
-         p, w);
+  launch_kernel(fp16x2_planes<D>, p.batch * (queries + 2 * keys), Fp16x2Size<D>::kThreads, Fp16x2Size<D>::kSmemBytes,
+                stream, p, w);
   plan_forward(p, S::kRows, 4);
   const auto map = [&](const void* plane, int heads, int length, int rows) {
     const Strides dense{int64_t{heads} * length * 2 * D, int64_t{length} * 2 * D, 2 * D};
@@ -21,8 +21,8 @@ void launch_fp16x2_forward(ForwardTask p, const Fp16x2Planes& w, const Device& d
   maps.query = map(w.query, p.q_heads, p.q_len, 64);
   maps.key = map(w.key, w.kv_heads, p.kv_len, S::kKeys), maps.value = map(w.value, w.kv_heads, p.kv_len, S::kKeys);
   maps.value8 = map(w.value, w.kv_heads, p.kv_len, 8), maps.value1 = map(w.value, w.kv_heads, p.kv_len, 1);
-  launch(sm90_fp16x2_forward<D>, p.total < device.multiprocessors ? p.total : device.multiprocessors, S::kThreads,
-         S::kSmemBytes, stream, maps, p, w);
+  launch_kernel(sm90_fp16x2_forward<D>, p.total < device.multiprocessors ? p.total : device.multiprocessors,
+                S::kThreads, S::kSmemBytes, stream, maps, p, w);
 }
 
 }  // namespace

@@ -18,9 +18,9 @@ void launch_sm90_full_backward(const BackwardTask& p, cudaStream_t stream, Optio
         maps.mask = tensor_map(s.mask, {item, s.mask_head, s.mask_row}, item > 0 ? p.batch : 1,
                                s.mask_head > 0 ? p.q_heads : 1, p.q_len, p.kv_len, S::kRows, ptx::is_bf16<T>);
       if (p.key_tiles > 0 && (p.grad_query || p.grad_key || p.grad_value || p.slope_sum || p.mask_gradient.own))
-        launch(sm90_full_backward<S>,
-               int64_t{p.key_tiles} * (p.key_value_sum ? p.q_heads : p.kv_heads) * (p.cu_q ? 1 : p.batch), S::kThreads,
-               S::kSmemBytes, stream, maps, p);
+        launch_kernel(sm90_full_backward<S>,
+                      int64_t{p.key_tiles} * (p.key_value_sum ? p.q_heads : p.kv_heads) * (p.cu_q ? 1 : p.batch),
+                      S::kThreads, S::kSmemBytes, stream, maps, p);
       option_gradients();
     });
   };

@@ -20,13 +20,13 @@ void launch_sm90_full_forward(ForwardTask p, const TileKinds& kinds, const Devic
     maps.query = map(p.query, p.query_strides, p.q_heads, p.q_len, p.head_dim, 64);
     maps.key = map(p.key, p.key_strides, kv_heads, p.kv_len, p.head_dim, S::kKeys);
     maps.value = value(S::kKeys), maps.value8 = value(8), maps.value1 = value(1);
-    launch(sm90_full_forward<S>, p.total < device.multiprocessors ? p.total : device.multiprocessors, S::kThreads,
-           S::kSmemBytes, stream, maps, p, kinds);
+    launch_kernel(sm90_full_forward<S>, p.total < device.multiprocessors ? p.total : device.multiprocessors,
+                  S::kThreads, S::kSmemBytes, stream, maps, p, kinds);
   };
   const auto pick = [&]<bool Bias>() {
-    const int size = forward_size(p.head_dim, p.v_head_dim);
-    if (size == 128128) return go.template operator()<Sm90FullShape<T, 128, 128, 2, Bias>>();
-    if (size == 192128) return go.template operator()<Sm90FullShape<T, 192, 128, 1, Bias>>();
+    const HeadSize size = forward_size(p.head_dim, p.v_head_dim);
+    if (size == HeadSize::d128) return go.template operator()<Sm90FullShape<T, 128, 128, 2, Bias>>();
+    if (size == HeadSize::d192v128) return go.template operator()<Sm90FullShape<T, 192, 128, 1, Bias>>();
     go.template operator()<Sm90FullShape<T, 64, 64, 2, Bias>>();
   };
   if (p.scores.mask_kind > MaskElement::boolean)

@@ -1,0 +1,32 @@
+// What csrc/cuda/architectures.cu chooses, for test_architectures.py: reads cases, writes names. The launches that the
+// list names are not linked: nothing is launched.
+#include "cuda/architectures.h"
+
+#include <iostream>
+#include <string>
+
+using namespace attnjourney;
+
+template <class Real>
+void attention(const Device& device, const AttentionCase& c) {
+  const BackwardKernelOf<Real>& backward = choose_backward<Real>(device, c);
+  const auto [rows, keys, scratch_rows] = backward.tiles(backward_size(c.head_dim, c.v_head_dim), device.small());
+  std::cout << choose_forward<Real>(device, c).name << " " << backward.name << " " << rows << " " << keys << " "
+            << scratch_rows << "\n";
+}
+
+int main() {
+  std::string what;
+  for (int capability, kilobytes, type; std::cin >> what >> capability >> kilobytes >> type;) {
+    const Device device{.index = 0, .capability = capability, .multiprocessors = 100, .shared_bytes = kilobytes << 10};
+    if (what == "attention") {
+      AttentionCase c{.type = static_cast<ElementType>(type)};
+      std::cin >> c.head_dim >> c.v_head_dim >> c.q_len >> c.kv_len >> c.full;
+      c.type == ElementType::fp64 ? attention<double>(device, c) : attention<float>(device, c);
+    } else {
+      LatentCase c{.type = static_cast<ElementType>(type)};
+      std::cin >> c.rows >> c.v_head_dim >> c.chunked >> c.masked >> c.near;
+      std::cout << choose_latents(device, c).name << "\n";
+    }
+  }
+}

@@ -1,0 +1,93 @@
+"""Which CUDA kernel a call takes, on GPUs that are not here: the list in csrc/cuda/architectures.cu against the rules
+that the README states."""
+
+import itertools
+import subprocess
+
+import pytest
+
+from tests.emulator import build
+
+TYPES = ["bf16", "fp16", "fp32", "fp64"]  # ElementType
+GPUS = [(80, 163), (86, 99), (87, 163), (89, 99), (90, 227), (100, 227), (120, 99)]  # capability, KB for a block
+GPUS += [(80, 227)]  # ATTNJOURNEY_CUDA_ARCH=80 on Hopper
+DIMS = [1, 64, 65, 128, 129, 192, 193, 256]
+LENGTHS = [0, 1, 127, 128, 3000]
+
+
+@pytest.fixture(scope="module")
+def choose(tmp_path_factory):
+    if build.unsupported():
+        pytest.skip(build.unsupported())
+    program = tmp_path_factory.mktemp("architectures") / "architectures"
+    sources = [build.ROOT / "tests/cuda/architectures.cpp", build.ROOT / "csrc/cuda/architectures.cu"]
+    flags = ["-std=c++20", f"-I{build.ROOT / 'csrc'}", "-x", "c++", "-Wl,--unresolved-symbols=ignore-all"]
+    subprocess.run([build.CXX, *flags, *map(str, sources), "-o", str(program)], check=True)
+
+    def run(what, cases):
+        lines = "\n".join(" ".join(str(int(x)) for x in case) for case in cases)
+        text = "".join(f"{what} {line}\n" for line in lines.split("\n"))
+        done = subprocess.run([str(program)], input=text, capture_output=True, text=True, check=True)
+        return [line.split() for line in done.stdout.splitlines()]
+
+    return run
+
+
+def forward_rule(capability, dtype, head_dim, v_head_dim, q_len, kv_len, full):
+    if dtype == "fp64":
+        return "fp64_forward"
+    hopper = capability == 90
+    if dtype == "fp32":
+        halves = max(head_dim, v_head_dim) <= 128 and min(q_len, kv_len) >= 128
+        return "sm90_fp16x2_forward" if hopper and halves and not full else "fp32_forward"
+    own = hopper and v_head_dim <= 128 and head_dim <= 192 and kv_len > 0
+    return ("sm90" if own else "sm80") + ("_full" if full else "") + "_forward"
+
+
+def backward_rule(capability, dtype, head_dim, v_head_dim, q_len, kv_len, full):
+    if dtype == "fp64":
+        return "fp64_backward"
+    small = max(head_dim, v_head_dim) <= 128
+    if dtype == "fp32":
+        return "fp16x2_backward" if small and min(q_len, kv_len) >= 128 and not full else "fp32_backward"
+    return ("sm90" if capability == 90 and small else "sm80") + ("_full" if full else "") + "_backward"
+
+
+def tiles_rule(name, dtype, dim, shared):
+    """Rows and keys of the backward's tiles, and the rows that its scratch is a multiple of."""
+    dim = next(d for d in (64, 128, 256) if dim <= d)
+    small = shared < 163
+    if dtype in ("bf16", "fp16"):
+        keys = 128 if dim < 256 and name != "sm80_full_backward" else 32 if dim == 256 and small else 64
+        return [8192 // dim, keys, 8192 // dim]
+    kilobytes = dim * (8 if dtype == "fp64" else 4) // 256  # rows of 256 bytes
+    rows = 32 if kilobytes == 1 else 8 if small and dtype == "fp64" and dim > 64 else 16
+    keys = {1: 64, 2: 64, 4: 32, 8: 16}[kilobytes]
+    return [rows, keys, rows if dtype == "fp64" else max(rows, 4096 // dim)]
+
+
+def test_attention(choose):
+    grid = list(itertools.product(GPUS, range(4), DIMS, DIMS, LENGTHS, LENGTHS, (False, True)))
+    found = choose("attention", [(*gpu, *case) for gpu, *case in grid])
+    assert len(found) == len(grid)
+    for ((capability, shared), number, *case), (forward, backward, *tiles) in zip(grid, found):
+        dtype = TYPES[number]
+        where = f"capability {capability}, {dtype}, {case}"
+        assert forward == forward_rule(capability, dtype, *case), where
+        assert backward == backward_rule(capability, dtype, *case), where
+        assert [int(x) for x in tiles] == tiles_rule(backward, dtype, max(case[:2]), shared), where
+
+
+def test_latents(choose):
+    """Hopper's own kernel: without a mask, for latents of more than 256 numbers in whole chunks, and many rows."""
+    flags = itertools.product((False, True), repeat=3)  # chunked, masked, near
+    grid = list(itertools.product(GPUS, range(4), (1, 16, 17, 32, 33, 200), (64, 256, 257, 512), flags))
+    found = choose("latents", [(*gpu, number, rows, dim, *more) for gpu, number, rows, dim, more in grid])
+    for ((capability, shared), number, rows, dim, (chunked, masked, near)), (name,) in zip(grid, found):
+        if number >= 2 or not chunked:
+            expected = "fma_latents"
+        elif capability == 90 and rows > 16 and dim > 256 and not masked and near:
+            expected = "sm90_latents"
+        else:
+            expected = "sm80_latents_64_rows" if rows > 32 and shared > 99 else "sm80_latents_32_rows"
+        assert name == expected, (capability, TYPES[number], rows, dim, chunked, masked, near)
