@@ -1,11 +1,10 @@
 // Shared by the CPU's row kernels: the switch over dtypes and the split of rows over threads.
 #pragma once
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 
 #include "core/aten.h"
 #include "cpu/kernels/common/common.h"
+#include "threads.h"
 
 namespace attnjourney {
 
@@ -27,7 +26,7 @@ void dispatch_floating(ScalarType dtype, F&& f) {
 // f(begin, end) over the rows, each of `width` numbers; a thread gets at least 16384 numbers (10 us of work)
 template <class F>
 void parallel_rows(int64_t rows, int64_t width, const F& f) {
-  torch::stable::parallel_for(0, rows, std::max<int64_t>(1, 16384 / std::max<int64_t>(1, width)), f);
+  in_ranges(rows, std::max<int64_t>(1, 16384 / std::max<int64_t>(1, width)), f);
 }
 
 }  // namespace attnjourney

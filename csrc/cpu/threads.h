@@ -7,6 +7,9 @@
 #include <cstdlib>
 #include <exception>
 #include <new>
+#include <system_error>
+#include <thread>
+#include <vector>
 
 namespace attnjourney {
 
@@ -57,6 +60,42 @@ inline int64_t thread_count(int64_t items, double flops) {
   return std::max<int64_t>(1, std::min({threads, items, static_cast<int64_t>(flops / flops_per_thread)}));
 }
 
+// Is this a forked process? The threads of OpenMP's pool do not exist in it, and a parallel region would wait for them.
+bool forked();
+
+// f(0) .. f(threads - 1) at once, on ATen's threads; in a forked process on new ones. f does not throw.
+template <class F>
+void on_threads(int64_t threads, const F& f) {
+  if (!forked()) {
+    torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; t++) f(t);
+    });
+    return;
+  }
+  std::vector<std::thread> workers;
+  workers.reserve(static_cast<size_t>(threads - 1));
+  int64_t t = 1;
+  try {
+    for (; t < threads; t++) workers.emplace_back(f, t);
+  } catch (const std::system_error&) {  // no more threads to be had: the rest is done here
+    for (; t < threads; t++) f(t);
+  }
+  f(0);
+  for (std::thread& worker : workers) worker.join();
+}
+
+// f(begin, end) over [0, count) in even ranges of at least `least`, as many as there are threads
+template <class F>
+void in_ranges(int64_t count, int64_t least, const F& f) {
+  if (count == 0) return;
+  const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), (count + least - 1) / least);
+  if (threads <= 1) return f(int64_t{0}, count);
+  const int64_t size = (count + threads - 1) / threads;
+  on_threads(threads, [&](int64_t t) {
+    if (t * size < count) f(t * size, std::min(count, (t + 1) * size));
+  });
+}
+
 // work(item, scratch) for all items, in order from one queue: the threads take the next one when they are free.
 template <class F>
 void run_queue(int64_t items, int64_t threads, int64_t scratch_bytes, const F& work) {
@@ -68,13 +107,13 @@ void run_queue(int64_t items, int64_t threads, int64_t scratch_bytes, const F& w
   std::atomic<int64_t> next{0};
   std::exception_ptr error;
   std::atomic_flag failed = ATOMIC_FLAG_INIT;
-  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; t++) try {
-        const Scratch scratch(scratch_bytes);
-        for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) work(i, scratch.data());
-      } catch (...) {
-        if (!failed.test_and_set()) error = std::current_exception();
-      }
+  on_threads(threads, [&](int64_t) {
+    try {
+      const Scratch scratch(scratch_bytes);
+      for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) work(i, scratch.data());
+    } catch (...) {
+      if (!failed.test_and_set()) error = std::current_exception();
+    }
   });
   if (error) std::rethrow_exception(error);
 }

@@ -1,11 +1,10 @@
 // What the CPU entries of the caches share: rows as bytes, and the checks of values.
 #pragma once
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <cstring>
 #include <vector>
 
+#include "cpu/threads.h"
 #include "decode/kv_cache.h"
 
 namespace attnjourney {
@@ -35,7 +34,7 @@ class CacheRows {
 // f(begin, end) over (batch, head) pairs, each of `width` numbers
 template <class F>
 void parallel_tokens(int64_t pairs, int64_t width, const F& f) {
-  torch::stable::parallel_for(0, pairs, std::max<int64_t>(1, 32768 / std::max<int64_t>(1, width)), f);
+  in_ranges(pairs, std::max<int64_t>(1, 32768 / std::max<int64_t>(1, width)), f);
 }
 
 // new tokens of each batch row, checked
