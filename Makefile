@@ -43,10 +43,11 @@ gpu:  ## on a machine with a GPU, with PYTHON's own torch: build, then the parts
 	$(if $(PREBUILT),,$(PYTHON) setup.py -q build_ext --inplace)
 	PYTHONPATH=. $(PYTHON) tools/gpu.py --out "$(OUT)" --part "$(PART)" --cases "$(CASES)"
 
-lint: $(VENV)/.torch-$(TORCH)  ## check the style of C++ and Python
+lint: $(VENV)/.torch-$(TORCH)  ## check the style of C++ and Python, and Python's types
 	@$(VENV)/bin/clang-format --dry-run --Werror $(CXX_FILES)
 	@$(VENV)/bin/ruff check
 	@$(VENV)/bin/ruff format --check
+	@$(VENV)/bin/mypy
 
 format: $(VENV)/.torch-$(TORCH)  ## correct the style of C++ and Python
 	@$(VENV)/bin/clang-format -i $(CXX_FILES)
@@ -66,7 +67,7 @@ test-torch: .venv-$(TORCH)/.torch-$(TORCH)  ## smoke tests of the libraries alre
 	.venv-$(TORCH)/bin/python -m pytest -q -m smoke $(PYTEST_ARGS)
 
 clean:  ## remove everything that was built or installed here
-	rm -rf .venv .venv-* build dist *.egg-info attnjourney/*.so .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist *.egg-info attnjourney/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An environment with torch $(TORCH) and every list of requirements in pyproject.toml. The file is its mark of completion.

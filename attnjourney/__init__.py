@@ -36,13 +36,14 @@ from .seeing.recording import trace as trace
 from .seeing.recording import trace_module as trace_module
 
 if TYPE_CHECKING:
+    from . import torch_ops as torch_ops
     from . import viz as viz
 
 
 def __getattr__(name: str) -> Any:
-    """attnjourney.viz is imported when it is first asked for."""
-    if name == "viz":
+    """attnjourney.torch_ops and viz are imported when they are first asked for."""
+    if name in ("torch_ops", "viz"):
         from importlib import import_module
 
-        return import_module(".viz", __name__)
+        return import_module("." + name, __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,7 +3,9 @@
 import functools
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,7 +49,7 @@ def _refuse_cuda(library: Path) -> None:
             _CUDA.impl(short, _refusal(f"{short}: expected tensors on the CPU, got CUDA tensors: {why}"))
 
 
-def _refusal(message: str):
+def _refusal(message: str) -> Callable[..., Any]:
     def refuse(*args, **kwargs):
         raise NotImplementedError(message)
 

@@ -88,14 +88,31 @@ class BlockMask:
         if not 2 <= mask.dim() <= 4:
             raise ValueError(f"mask: expected 2 to 4 dimensions (batch, heads, q_len, kv_len), got {tuple(mask.shape)}")
         full = mask[(None,) * (4 - mask.dim())]
-        _check_sizes(*full.shape, block_size)
-        return cls._build(lambda b, h, first, last: full[b, h, first:last], *full.shape, block_size, mask.device)
+        batch, heads, q_len, kv_len = full.shape
+        _check_sizes(batch, heads, q_len, kv_len, block_size)
+
+        def rows_of(b: int, h: int, first: int, last: int) -> Tensor:
+            return full[b, h, first:last]
+
+        return cls._build(rows_of, batch, heads, q_len, kv_len, block_size, mask.device)
 
     @classmethod
-    def _build(cls, rows_of, batch, heads, q_len, kv_len, block_size, device) -> BlockMask:
+    def _build(
+        cls,
+        rows_of: Callable[[int, int, int, int], Tensor],
+        batch: int,
+        heads: int,
+        q_len: int,
+        kv_len: int,
+        block_size: int,
+        device: torch.device | str,
+    ) -> BlockMask:
         """rows_of(b, h, first, last): those rows, bool (last - first, kv_len)."""
         places: dict[tuple[int, ...], int] = {}  # of the elements that differ, by their bytes
-        elements, index, partial, offsets = [], [], [], []
+        elements: list[Tensor] = []
+        index: list[Tensor] = []
+        partial: list[Tensor] = []
+        offsets: list[int] = []
         key_blocks = -(-kv_len // block_size)
         blocks = 0
         for b in range(batch):
@@ -151,7 +168,8 @@ class BlockMask:
 
     def to(self, device: torch.device | str) -> BlockMask:
         """The same mask on another device."""
-        return BlockMask(*(t.to(device) for t in self.tensors), self.q_len, self.kv_len)
+        offsets, index, partial, elements = (t.to(device) for t in self.tensors)
+        return BlockMask(offsets, index, partial, elements, self.q_len, self.kv_len)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

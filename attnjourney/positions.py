@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,7 +103,7 @@ METHODS: dict[str, Callable] = {
 }
 
 
-def rope_frequencies(method: str, rotary_dim: int, theta: float = 10000.0, **parameters) -> tuple[Tensor, float]:
+def rope_frequencies(method: str, rotary_dim: int, theta: float = 10000.0, **parameters: Any) -> tuple[Tensor, float]:
     """The frequencies of rotary position embedding, changed so that a model works beyond its training length.
 
     Args:
@@ -221,7 +222,14 @@ def rope(
 # ---- other positions
 
 
-def sinusoidal_positions(seq_len: int, dim: int, theta: float = 10000.0, *, dtype=torch.float32, device=None) -> Tensor:
+def sinusoidal_positions(
+    seq_len: int,
+    dim: int,
+    theta: float = 10000.0,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
     """The sinusoidal table, (seq_len, dim) (Vaswani et al. 2017, arXiv 1706.03762): sin and cos of
     n * theta^(-2 j / dim) in columns 2 j and 2 j + 1. Raises ValueError if dim is odd."""
     _check_rotary_dim(dim, "dim")
@@ -229,13 +237,13 @@ def sinusoidal_positions(seq_len: int, dim: int, theta: float = 10000.0, *, dtyp
     return torch.stack([sin, cos], -1).flatten(-2)
 
 
-def alibi_slopes(num_heads: int, *, device=None) -> Tensor:
+def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) -> Tensor:
     """The slopes of ALiBi, (num_heads,) float32 (Press et al. 2022, arXiv 2108.12409): head h adds
     -slope[h] * distance to its scores. For n = num_heads a power of 2 they are 2^(-8 k / n), k = 1 .. n; for another
     number those of the next lower power, then every second one of twice that power. Raises ValueError below 1 head."""
     if num_heads < 1:
         raise ValueError(f"num_heads: expected a positive number, got {num_heads}")
     n = 1 << (num_heads.bit_length() - 1)
-    slopes: Sequence[float] = [2 ** (-8 * k / n) for k in range(1, n + 1)]
+    slopes = [2 ** (-8 * k / n) for k in range(1, n + 1)]
     slopes += [2 ** (-4 * (2 * i + 1) / n) for i in range(num_heads - n)]
     return torch.tensor(slopes, dtype=torch.float32, device=device)

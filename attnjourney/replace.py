@@ -32,9 +32,9 @@ def replace_attention(model: nn.Module) -> list[str]:
         # The subclass has the same attributes, so the object itself can become one.
         module.__class__ = MultiheadAttention
         module._qkv_same_embed_dim = False
-    for module in model.modules():
-        if isinstance(module, nn.TransformerEncoder):
-            inside = [m for m in module.modules() if isinstance(m, MultiheadAttention)]
-            if inside and hasattr(module, "use_nested_tensor"):
-                module.enable_nested_tensor = module.use_nested_tensor = False
+    for encoder in model.modules():
+        if isinstance(encoder, nn.TransformerEncoder):
+            inside = [m for m in encoder.modules() if isinstance(m, MultiheadAttention)]
+            if inside and hasattr(encoder, "use_nested_tensor"):
+                encoder.enable_nested_tensor = encoder.use_nested_tensor = False
     return [name for name, _ in found]

@@ -11,6 +11,10 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .byte_gpt import ByteGPT
 
 TEXT = """def attention(query, key, value):
     scores = query @ key.T
@@ -95,11 +99,11 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"text: expected at most the model's {model.positions.num_embeddings} bytes, got {len(text)}")
 
     layers = chosen("--layers", args.layers, len(model.blocks))
-    heads = chosen("--heads", args.heads, model.blocks[0].attention.num_heads)
+    attention: Any = model.blocks[0].attention
+    heads = chosen("--heads", args.heads, attention.num_heads)
     with attnjourney.capture(model, layers=layers, heads=heads) as seen, torch.no_grad():
         model(torch.tensor([list(text)]))
 
-    attention = model.blocks[0].attention
     kind = f"{len(model.blocks)} layers of {attention.num_heads} heads ({type(attention).__name__})"
     note = f"A byte-level GPT: {kind}. {note}"
     tokens = viz.byte_tokens(text)
@@ -125,7 +129,7 @@ def bits(losses: list[float]) -> str:
     return f"{sum(last) / len(last) / math.log(2):.2f} bits per byte"
 
 
-def trained(args: argparse.Namespace):
+def trained(args: argparse.Namespace) -> tuple[ByteGPT, str, str]:
     """A small model, trained here and now: the model, what the page says of it, and a warning."""
     import torch
 
@@ -161,7 +165,7 @@ def show_progress(words: str, step: int, steps: int) -> None:
     print(f"\r{words}: {step}", end=end, file=sys.stderr, flush=True)
 
 
-def checkpoint(args: argparse.Namespace):
+def checkpoint(args: argparse.Namespace) -> tuple[ByteGPT, str, str]:
     """The same of a model that was trained before."""
     from attnjourney.demo.byte_gpt import load
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,7 +16,7 @@ from .cache import KeyValueCache, KVCache
 
 
 def attend_cached(
-    module,
+    module: Any,
     query: Tensor,
     key: Tensor | None,
     value: Tensor | None,
@@ -36,8 +38,8 @@ def attend_cached(
     if attn_mask is not None:
         check_mask(module, query, attn_mask)
     mask = attention_mask(attn_mask, None, module.num_heads)
-    options = {"is_causal": is_causal, "attn_mask": mask, "return_lse": True}
-    if key is None:
+    options: dict[str, Any] = {"is_causal": is_causal, "attn_mask": mask, "return_lse": True}
+    if key is None or value is None:
         new, q = None, split_heads(module._project(query, None, None)[0], module.num_heads)
         out, lse = cache.attend(q, **options)
     else:
@@ -63,7 +65,7 @@ def attend_cached(
             key_lengths=cache.lengths, causal_alignment="bottom_right",
         )  # fmt: skip
         weights = weights.mean(1) if average_attn_weights else weights
-        if new is not None:
+        if new is not None and new.order is not None:
             rows = new.order.argsort(1).unsqueeze(-1)
             rows = rows if average_attn_weights else rows.unsqueeze(1)
             weights = weights.gather(-2, rows.expand(*weights.shape[:-2], *weights.shape[-2:]))
@@ -76,7 +78,7 @@ def _sort_rows(mask: Tensor, order: Tensor) -> Tensor:
     return mask.gather(2, order[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3]))
 
 
-def _further_keys(module, q: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+def _further_keys(module: Any, q: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     """out with the keys of add_bias_kv and add_zero_attn, which are in no cache."""
     if module.bias_k is None and not module.add_zero_attn:
         return out

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 
 def check_inputs(
-    module,
+    module: Any,
     query: Tensor,
     key: Tensor | None,
     value: Tensor | None,
@@ -74,7 +76,7 @@ def _mask_dtype(name: str, mask: Tensor, query: Tensor) -> None:
         raise RuntimeError(f"{name}: expected to be on the device of query, {query.device}, got {mask.device}")
 
 
-def check_mask(module, query: Tensor, attn_mask: Tensor) -> None:
+def check_mask(module: Any, query: Tensor, attn_mask: Tensor) -> None:
     """attn_mask together with a cache, query (N, L, embed): the number of its keys is for the cache to check."""
     batch, length = query.shape[:2]
     if attn_mask.dim() not in (2, 3) or attn_mask.shape[-2] != length:

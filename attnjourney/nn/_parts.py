@@ -42,7 +42,7 @@ def padding_as_mask(key_padding_mask: Tensor | None, batch: int, keys: int) -> T
     return mask[:, None, None, :]
 
 
-def check_sequence(name: str, x: Tensor, width: int) -> None:
+def check_sequence(name: str, x: Tensor, width: int | None) -> None:
     if x.dim() != 3 or x.shape[2] != width:
         raise ValueError(f"{name}: expected shape (batch, seq, {width}), got {tuple(x.shape)}")
 

@@ -19,6 +19,7 @@ place of an error tokens without room are not written (see attnjourney.ops.kv_ca
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -26,6 +27,11 @@ from torch import Tensor
 from ..ops import kv_cache as ops
 from ..ops.decode import UNBOUNDED, decode
 from ..ops.mla_decode import mla_decode
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .._options import DecodeOptions
 
 Result = Tensor | tuple[Tensor, Tensor]  # of attend, without and with return_lse
 
@@ -45,7 +51,7 @@ class Cache:
     lengths: Tensor
     capacity: int
 
-    def _step(self, append: Callable[[], None], attend: Callable[[], Result]) -> Result:
+    def _step(self, append: Callable[[], None], attend: Callable[[], Any]) -> Any:
         """append, then attend; an error in either leaves the cache as it was."""
         before = self.lengths.clone()
         append()
@@ -103,6 +109,16 @@ class Cache:
 class KeyValueCache(Cache):
     """What the caches of keys and values share."""
 
+    value: Tensor
+
+    @overload
+    def attend(
+        self, query: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[DecodeOptions]
+    ) -> Tensor: ...
+    @overload
+    def attend(
+        self, query: Tensor, *, return_lse: Literal[True], **options: Unpack[DecodeOptions]
+    ) -> tuple[Tensor, Tensor]: ...
     def attend(
         self,
         query: Tensor,
@@ -127,7 +143,10 @@ class KeyValueCache(Cache):
             softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, return_lse=return_lse,
         )  # fmt: skip
 
-    def step(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None = None, **options) -> Result:
+    def append(self, key: Tensor, value: Tensor, lengths: Tensor | None = None) -> None:
+        raise NotImplementedError
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None = None, **options: Any) -> Any:
         """append, then attend with its options; an error in either leaves the cache as it was."""
         self._window(options.get("window_size"))
         return self._step(lambda: self.append(key, value, lengths), lambda: self.attend(query, **options))
@@ -236,7 +255,7 @@ class WindowCache(KVCache):
         torch.maximum(self.longest, self.lengths, out=self.longest)
         self._recent = recent
 
-    def attend(self, query: Tensor, **options) -> Result:
+    def attend(self, query: Tensor, **options: Any) -> Any:
         """As KVCache.attend, without prefix_length; window_size is (window, -1) by default and may be narrower on the
         left, never wider."""
         if self._recent is None or query.dim() != 4 or query.shape[2] <= self.max_append:
@@ -244,7 +263,7 @@ class WindowCache(KVCache):
         options["window_size"] = self._window(options.get("window_size"))
         return self._recent.attend(query, **options)
 
-    def step(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None = None, **options) -> Result:
+    def step(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None = None, **options: Any) -> Any:
         options["window_size"] = self._window(options.get("window_size"))
         recent, before = self._beside(key, value, lengths), (self.longest.clone(), self._recent)
         if recent is not None:  # the ring is written last: that cannot be taken back
@@ -301,8 +320,9 @@ class _Recent:
     def __init__(self, ring: WindowCache, key: Tensor, value: Tensor, counts: Tensor | None):
         batch, heads, _, dim = ring.key.shape
         window = ring.window
-        like = {"dtype": ring.key.dtype, "device": ring.key.device}
-        self.cache = KVCache(batch, heads, window + key.shape[2], dim, ring.value.shape[3], **like)
+        self.cache = KVCache(
+            batch, heads, window + key.shape[2], dim, ring.value.shape[3], dtype=ring.key.dtype, device=ring.key.device
+        )
         kept = ring.lengths.clamp(max=window)
         self.start = ring.lengths - kept
         slots = (self.start[:, None] + torch.arange(window, device=kept.device)) % ring.capacity  # (batch, window)
@@ -311,7 +331,7 @@ class _Recent:
         self.cache.lengths.copy_(kept)
         self.cache.append(key, value, counts)
 
-    def attend(self, query: Tensor, attn_mask: Tensor | None = None, **options) -> Result:
+    def attend(self, query: Tensor, attn_mask: Tensor | None = None, **options: Any) -> Any:
         if options.get("prefix_length"):
             raise ValueError("prefix_length: expected 0 beside a ring, which forgets its first keys")
         if attn_mask is not None and attn_mask.dim() and attn_mask.shape[-1] != 1:
@@ -372,6 +392,14 @@ class LatentCache(Cache):
             raise ValueError(f"latent: expected shape (batch, tokens, {width}), got {tuple(latent.shape)}")
         ops.append(self.key, None, self.lengths, latent.unsqueeze(1), None, counts=lengths)
 
+    @overload
+    def attend(
+        self, query: Tensor, kv_b_weight: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[DecodeOptions]
+    ) -> Tensor: ...
+    @overload
+    def attend(
+        self, query: Tensor, kv_b_weight: Tensor, *, return_lse: Literal[True], **options: Unpack[DecodeOptions]
+    ) -> tuple[Tensor, Tensor]: ...
     def attend(
         self,
         query: Tensor,
@@ -402,7 +430,7 @@ class LatentCache(Cache):
         )  # fmt: skip
 
     def step(
-        self, query: Tensor, latent: Tensor, kv_b_weight: Tensor, lengths: Tensor | None = None, **options
-    ) -> Result:
+        self, query: Tensor, latent: Tensor, kv_b_weight: Tensor, lengths: Tensor | None = None, **options: Any
+    ) -> Any:
         """append, then attend with its options; an error in either leaves the cache as it was."""
         return self._step(lambda: self.append(latent, lengths), lambda: self.attend(query, kv_b_weight, **options))

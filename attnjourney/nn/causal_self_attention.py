@@ -31,7 +31,14 @@ class CausalSelfAttention(nn.Module):
     """
 
     def __init__(
-        self, embed_dim: int, num_heads: int, *, dropout: float = 0.0, bias: bool = True, device=None, dtype=None
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        dropout: float = 0.0,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         check_positive(embed_dim=embed_dim, num_heads=num_heads)

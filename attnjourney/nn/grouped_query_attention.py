@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -65,8 +67,8 @@ class GroupedQueryAttention(nn.Module):
         qk_norm: bool = False,
         eps: float = 1e-6,
         dropout: float = 0.0,
-        device=None,
-        dtype=None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         check_positive(embed_dim=embed_dim, num_heads=num_heads, head_dim=head_dim, kv_dim=kv_dim)
@@ -85,7 +87,7 @@ class GroupedQueryAttention(nn.Module):
         self.window_size = tuple(window_size)
         self.softcap = softcap
         self.rotary = Rotary(rope, self.head_dim)
-        like = {"device": device, "dtype": dtype}
+        like: dict[str, Any] = {"device": device, "dtype": dtype}
         memory_dim = embed_dim if kv_dim is None else kv_dim
         self.q_proj = nn.Linear(embed_dim, num_heads * self.head_dim, bias, **like)
         self.k_proj = nn.Linear(memory_dim, num_kv_heads * self.head_dim, bias, **like)
@@ -169,9 +171,9 @@ class GroupedQueryAttention(nn.Module):
         value = split_heads(self.v_proj(memory), self.num_kv_heads)
         return rotate(key if self.k_norm is None else self.k_norm(key), tables), value
 
-    def _score_options(self) -> dict:
+    def _score_options(self) -> dict[str, Any]:
         """Options of `attention` that this layer has, those that are not the default."""
-        options = {}
+        options: dict[str, Any] = {}
         if self.window_size != (-1, -1):
             options["window_size"] = self.window_size
         if self.softcap != 0.0:
@@ -180,14 +182,14 @@ class GroupedQueryAttention(nn.Module):
             options["sinks"] = self.sinks
         return options
 
-    def _cached(self, x, key_value, key_padding_mask, position_ids, rotary, cache) -> Tensor:
+    def _cached(self, x, key_value, key_padding_mask, position_ids, rotary, cache):
         new = NewTokens(cache, x, key_padding_mask, position_ids)
         tables = self.rotary.tables(new.x, new.positions) if rotary is None else rotary
         options = {"is_causal": self.is_causal, "window_size": self.window_size, **self._score_options()}
         query, (key, value) = self._query(new.x, tables), self._key_value(new.x, tables)
         return self.o_proj(new.restore(merge_heads(cache.step(query, key, value, new.counts, **options))))
 
-    def _cached_cross(self, x, key_value, key_padding_mask, position_ids, rotary, cache) -> Tensor:
+    def _cached_cross(self, x, key_value, key_padding_mask, position_ids, rotary, cache):
         """The cache counts the keys, not the queries: nothing here may depend on a query's place among them."""
         check_batch(cache, x.shape[0])
         if self.is_causal or self.window_size != (-1, -1):

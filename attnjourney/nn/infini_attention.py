@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -41,8 +43,8 @@ class InfiniAttention(nn.Module):
         rope: float | dict | None = None,
         update: str = "linear",
         truncate: int | None = None,
-        device=None,
-        dtype=None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -63,7 +65,7 @@ class InfiniAttention(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.segment_length, self.update, self.truncate = segment_length, update, truncate
         self.rotary = Rotary(rope, head_dim)
-        like = {"device": device, "dtype": dtype}
+        like: dict[str, Any] = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(embed_dim, num_heads * head_dim, bias, **like)
         self.k_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias, **like)
         self.v_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias, **like)
@@ -79,7 +81,7 @@ class InfiniAttention(nn.Module):
         # positions in the segment: attention inside it depends on distances alone, and pieces get the same numbers
         positions = torch.arange(x.shape[1], device=x.device) % self.segment_length
         cos, sin = self.rotary.tables(x, positions)
-        out = infini_attention(
+        out: Any = infini_attention(
             split_heads(self.q_proj(x), self.num_heads),  # (batch, H, seq, D)
             split_heads(self.k_proj(x), self.num_kv_heads),  # (batch, Hkv, seq, D)
             split_heads(self.v_proj(x), self.num_kv_heads),

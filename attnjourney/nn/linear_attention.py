@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..ops.linear_attention import State, linear_attention
@@ -37,8 +39,8 @@ class LinearAttention(nn.Module):
         scale: float | None = None,
         normalize: bool = True,
         eps: float = 1e-6,
-        device=None,
-        dtype=None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -49,8 +51,10 @@ class LinearAttention(nn.Module):
             check_divides(embed_dim, num_heads)
             head_dim = embed_dim // num_heads
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.options = dict(is_causal=is_causal, feature_map=feature_map, scale=scale, normalize=normalize, eps=eps)
-        like = {"device": device, "dtype": dtype}
+        self.options: dict[str, Any] = dict(
+            is_causal=is_causal, feature_map=feature_map, scale=scale, normalize=normalize, eps=eps
+        )
+        like: dict[str, Any] = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(embed_dim, num_heads * head_dim, bias, **like)
         self.k_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias, **like)
         self.v_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias, **like)

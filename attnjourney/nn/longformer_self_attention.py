@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..ops.longformer_attention import longformer_attention
@@ -25,6 +27,13 @@ class LongformerSelfAttention(nn.Module):
         bias: whether the six projections have one.
     """
 
+    query: nn.Linear
+    key: nn.Linear
+    value: nn.Linear
+    query_global: nn.Linear
+    key_global: nn.Linear
+    value_global: nn.Linear
+
     def __init__(
         self,
         embed_dim: int,
@@ -35,8 +44,8 @@ class LongformerSelfAttention(nn.Module):
         is_causal: bool = False,
         dropout: float = 0.0,
         bias: bool = True,
-        device=None,
-        dtype=None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         check_positive(embed_dim=embed_dim, num_heads=num_heads)
@@ -50,7 +59,7 @@ class LongformerSelfAttention(nn.Module):
             setattr(self, name, nn.Linear(embed_dim, embed_dim, bias, device=device, dtype=dtype))
 
     @classmethod
-    def from_transformers(cls, module: nn.Module) -> LongformerSelfAttention:
+    def from_transformers(cls, module: Any) -> LongformerSelfAttention:
         """The same layer as a transformers LongformerSelfAttention, with its weights copied. Its attention_window is
         the total width, twice ours."""
         weight = module.query.weight
@@ -75,16 +84,12 @@ class LongformerSelfAttention(nn.Module):
         names = ["query", "key", "value"]
         if global_mask is not None and bool(global_mask.any()):
             names += ["query_global", "key_global", "value_global"]
-        heads = (split_heads(getattr(self, name)(x), self.num_heads) for name in names)  # each (batch, H, seq, D)
-        out = longformer_attention(
-            *heads,
-            window=self.window,
-            dilation=self.dilation,
-            global_mask=global_mask,
-            key_padding_mask=key_padding_mask,
-            is_causal=self.is_causal,
-            dropout_p=self.dropout if self.training else 0.0,
-        )
+        # each (batch, H, seq, D)
+        arguments: list[Any] = [split_heads(getattr(self, name)(x), self.num_heads) for name in names]
+        arguments += [None] * (6 - len(arguments))
+        arguments += [self.window, self.dilation, global_mask, key_padding_mask]
+        dropout_p = self.dropout if self.training else 0.0
+        out = longformer_attention(*arguments, is_causal=self.is_causal, dropout_p=dropout_p)
         return merge_heads(out)
 
     def extra_repr(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -50,8 +52,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         kdim: int | None = None,
         vdim: int | None = None,
         batch_first: bool = False,
-        device=None,
-        dtype=None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ):
         check_positive(embed_dim=embed_dim, num_heads=num_heads, kdim=kdim, vdim=vdim)
         check_divides(embed_dim, num_heads)
@@ -162,7 +164,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             return output.squeeze(0), None if weights is None else weights.squeeze(0)
         return output if self.batch_first else output.transpose(0, 1), weights
 
-    def _batch_first(self, query: Tensor, key: Tensor, value: Tensor, batched: bool) -> list[Tensor]:
+    def _batch_first(self, query: Tensor, key: Tensor | None, value: Tensor | None, batched: bool) -> list[Any]:
         """All as (N, seq, width); what is one tensor stays one tensor."""
         if batched and self.batch_first:
             return [query, key, value]
@@ -176,7 +178,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         same_widths = self.in_proj_weight is not None
         return same_widths and self.bias_k is None and not self.add_zero_attn and is_plain(self.out_proj)
 
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Any, ...]:
         """(N, L, embed), (N, S, embed), (N, S, embed); None for what is None."""
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         if self.in_proj_weight is None:
@@ -190,7 +192,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             for x, weight, bias in zip((query, key, value), weights, biases)
         )
 
-    def _add_keys(self, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, length: int):
+    def _add_keys(self, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, length: int) -> tuple[Any, ...]:
         """Appends the keys of add_bias_kv and add_zero_attn, which every query sees: k, v, mask, is_causal."""
         keys = k.shape[2]
         batch, heads, _, dim = k.shape
@@ -199,7 +201,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 torch.cat(
                     [x, bias.to(x.dtype).unflatten(-1, (heads, dim)).transpose(1, 2).expand(batch, -1, -1, -1)], 2
                 )
-                for x, bias in ((k, self.bias_k), (v, self.bias_v))
+                for x, bias in ((k, self.bias_k), (v, cast(Tensor, self.bias_v)))
             )
         if self.add_zero_attn:
             k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))

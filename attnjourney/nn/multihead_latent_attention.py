@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -33,6 +35,12 @@ class MultiheadLatentAttention(nn.Module):
         eps: of the two RMS norms.
     """
 
+    # modules, or None: q_proj alone without q_lora_rank, the other three with one
+    q_proj: Any
+    q_a_proj: Any
+    q_a_layernorm: Any
+    q_b_proj: Any
+
     def __init__(
         self,
         embed_dim: int,
@@ -48,8 +56,8 @@ class MultiheadLatentAttention(nn.Module):
         is_causal: bool = True,
         scale: float | None = None,
         eps: float = 1e-6,
-        device=None,
-        dtype=None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         check_positive(
@@ -65,7 +73,7 @@ class MultiheadLatentAttention(nn.Module):
         default_scale = (qk_nope_head_dim + qk_rope_head_dim) ** -0.5 * self.rotary.score_scale
         self.scale = default_scale if scale is None else scale
         self.eps = eps
-        like = {"device": device, "dtype": dtype}
+        like: dict[str, Any] = {"device": device, "dtype": dtype}
         query_width = num_heads * (qk_nope_head_dim + qk_rope_head_dim)
         if q_lora_rank is None:
             self.q_a_proj = self.q_a_layernorm = self.q_b_proj = None
@@ -162,7 +170,7 @@ class MultiheadLatentAttention(nn.Module):
         shared_key = rotate(shared_key.unsqueeze(1), tables, interleaved=True).squeeze(1)
         return torch.cat([self.kv_a_layernorm(latent), shared_key], -1)
 
-    def _cached(self, x, key_padding_mask, position_ids, rotary, cache) -> Tensor:
+    def _cached(self, x, key_padding_mask, position_ids, rotary, cache):
         check_cache(cache, LatentCache)
         self.rotary.check_cache()
         if not is_plain(self.kv_b_proj):

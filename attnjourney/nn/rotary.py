@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .._dtypes import accumulation_dtype
 from ..positions import check_position_ids, rope_frequencies, rope_tables, yarn_mscale
 
-Tables = tuple[Tensor, Tensor]
+Tables = tuple[Tensor, Tensor] | tuple[None, None]  # cos and sin; None: nothing is turned
 
 
 class Rotary:
@@ -20,7 +22,9 @@ class Rotary:
 
     def __init__(self, rope: float | dict | None, head_dim: int):
         self.rope = rope
-        parameters = {} if rope is None else dict(rope) if isinstance(rope, dict) else {"theta": rope}
+        parameters: dict[str, Any] = {}
+        if rope is not None:
+            parameters = dict(rope) if isinstance(rope, dict) else {"theta": rope}
         self.method = parameters.pop("method", "default")
         self.theta = float(parameters.pop("theta", 10000.0))
         self.rotary_dim = parameters.pop("rotary_dim", head_dim)
@@ -31,7 +35,7 @@ class Rotary:
             raise ValueError(f"rope: expected a rotary_dim of at most {head_dim}, got {self.rotary_dim}")
         self.inv_freq, self.attention_factor = self._frequencies()
 
-    def _frequencies(self, **parameters) -> tuple[Tensor, float]:
+    def _frequencies(self, **parameters: Any) -> tuple[Tensor, float]:
         return rope_frequencies(self.method, self.rotary_dim, self.theta, **self.parameters, **parameters)
 
     @property
@@ -48,7 +52,7 @@ class Rotary:
                 "turned while the frequencies change with the length; got none"
             )
 
-    def tables(self, x: Tensor, position_ids: Tensor | None, seq: int | None = None) -> Tables | tuple[None, None]:
+    def tables(self, x: Tensor, position_ids: Tensor | None, seq: int | None = None) -> Tables:
         """cos, sin ([batch,] seq, rotary_dim / 2) for the positions of x (batch, seq, embed), made anew in every call:
         a kept table would be wrong after a change of dtype, device, or inference mode."""
         if self.rope is None:
@@ -69,7 +73,7 @@ class Rotary:
         return rope_tables(inv_freq, position_ids, factor, dtype)
 
 
-def rotate(x: Tensor, tables: Tables | tuple[None, None], interleaved: bool = False) -> Tensor:
+def rotate(x: Tensor, tables: Tables, interleaved: bool = False) -> Tensor:
     """x (batch, heads, seq, dim), turned where there are tables."""
     cos, sin = tables
     return x if cos is None else torch.ops.attnjourney.rope(x, cos, sin, interleaved=interleaved)

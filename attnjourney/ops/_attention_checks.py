@@ -69,12 +69,12 @@ def check(
 
     batch, heads = math.prod(lead[:-1]), lead[-1] if lead else 1
     check_scores(window_size, softcap)
-    for name, t in (("key_lengths", key_lengths), ("query_lengths", query_lengths)):
-        if t is not None:
-            check_index(name, t, batch)
-    for name, t in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
-        if t is not None:
-            check_per_head(name, t, query, batch, heads)
+    for name, lengths in (("key_lengths", key_lengths), ("query_lengths", query_lengths)):
+        if lengths is not None:
+            check_index(name, lengths, batch)
+    for name, numbers in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        if numbers is not None:
+            check_per_head(name, numbers, query, batch, heads)
     return lead
 
 

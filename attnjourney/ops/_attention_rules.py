@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
+from torch._ops import OpOverload
 
 from ._fakes import empty_lse
 
@@ -20,27 +23,28 @@ def empty_results(query: Tensor, value: Tensor, lead: list[int]) -> tuple[Tensor
 _TENSORS = ("query", "key", "value", "attn_mask", "key_lengths", "query_lengths", "sinks", "alibi_slopes")
 
 
-def to_front(x: Tensor | None, in_dim: int | None, size: int) -> Tensor | None:
+def to_front(x: Any, in_dim: int | None, size: int) -> Any:
+    """A tensor, or None as it is."""
     if x is None:
         return None
     return x.unsqueeze(0).expand(size, *x.shape) if in_dim is None else x.movedim(in_dim, 0)
 
 
-def align_mask(mask: Tensor | None, rank: int) -> Tensor | None:
+def align_mask(mask: Any, rank: int) -> Any:
     """(batch, *dims) -> (batch, 1..., *dims) of that rank, as a mask broadcasts from the right."""
     if mask is None or mask.dim() >= rank:
         return mask
     return mask.reshape(mask.shape[0], *(1,) * (rank - mask.dim()), *mask.shape[1:])
 
 
-def per_head(x: Tensor | None, batch: int) -> Tensor | None:
+def per_head(x: Any, batch: int) -> Any:
     """(samples, heads) or (samples, batch, heads) -> (samples * batch, heads)."""
     if x is None:
         return None
     return (x.unsqueeze(1).expand(-1, batch, -1) if x.dim() == 2 else x).flatten(0, 1)
 
 
-def _fold(info, in_dims: dict, call: dict, expand: bool) -> tuple[dict, int] | None:
+def _fold(info: Any, in_dims: dict, call: dict, expand: bool) -> tuple[dict, int] | None:
     """The arguments of one call over all samples, by name, and a sample's batch size; None: a call a sample."""
     seed = call["dropout_seed"]
     if seed is not None:
@@ -64,16 +68,16 @@ def _fold(info, in_dims: dict, call: dict, expand: bool) -> tuple[dict, int] | N
     return call, batch
 
 
-def vmap_forward(operator, info, in_dims, *arguments):
+def vmap_forward(operator: OpOverload, info: Any, in_dims: tuple, *arguments: Any) -> tuple | None:
     names = [a.name for a in operator._schema.arguments]
     folded = _fold(info, dict(zip(names, in_dims)), dict(zip(names, arguments)), expand=False)
     return folded and (operator(**folded[0]), (0, 0))
 
 
-def _fold_all(operator, info, in_dims, arguments) -> tuple[dict, int] | None:
+def _fold_all(operator: OpOverload, info: Any, dims: tuple, arguments: tuple) -> tuple[dict, int] | None:
     """_fold, with results, gradients and tangents folded the same way."""
     names = [a.name for a in operator._schema.arguments]
-    in_dims, call = dict(zip(names, in_dims)), dict(zip(names, arguments))
+    in_dims, call = dict(zip(names, dims)), dict(zip(names, arguments))
     folded = _fold(info, in_dims, call, expand=True)
     if folded is None:
         return None
@@ -90,12 +94,12 @@ def _fold_all(operator, info, in_dims, arguments) -> tuple[dict, int] | None:
     return call, batch
 
 
-def vmap_jvp(operator, info, in_dims, *arguments):
+def vmap_jvp(operator: OpOverload, info: Any, in_dims: tuple, *arguments: Any) -> tuple | None:
     folded = _fold_all(operator, info, in_dims, arguments)
     return folded and (operator(**folded[0]), (0, 0))
 
 
-def vmap_gradients(operator, info, in_dims, *arguments):
+def vmap_gradients(operator: OpOverload, info: Any, in_dims: tuple, *arguments: Any) -> tuple | None:
     names = [a.name for a in operator._schema.arguments]
     given, dims = dict(zip(names, arguments)), dict(zip(names, in_dims))
     shapes = {

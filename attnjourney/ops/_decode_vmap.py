@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,7 @@ def _fold(dims: dict, call: dict, size: int) -> None:
         call[name] = call[name].flatten(0, 1)
 
 
-def vmap_decode(signature: Signature, info, in_dims: tuple, *flat):
+def vmap_decode(signature: Signature, info: Any, in_dims: tuple, *flat: Any) -> tuple[tuple, tuple]:
     """The caches of all samples side by side; one cache for all samples is read in place, as blocks of its capacity."""
     size, dims, call = info.batch_size, dict(zip(signature.names, in_dims)), dict(zip(signature.names, flat))
     _fold(dims, call, size)
@@ -48,7 +50,7 @@ def vmap_decode(signature: Signature, info, in_dims: tuple, *flat):
     return _unfold(signature.call(tuple(call.values())), size)
 
 
-def vmap_mla_decode(signature: Signature, info, in_dims: tuple, *flat):
+def vmap_mla_decode(signature: Signature, info: Any, in_dims: tuple, *flat: Any) -> tuple[tuple, tuple]:
     """As vmap_decode; where the samples have different weights, or blocks, one call each."""
     size, dims, call = info.batch_size, dict(zip(signature.names, in_dims)), dict(zip(signature.names, flat))
     if dims["kv_b_weight"] is not None or call["block_table"] is not None:
@@ -58,5 +60,5 @@ def vmap_mla_decode(signature: Signature, info, in_dims: tuple, *flat):
     return _unfold(signature.call(tuple(call.values())), size)
 
 
-def _unfold(results: tuple[Tensor, Tensor], size: int):
+def _unfold(results: tuple[Tensor, Tensor], size: int) -> tuple[tuple, tuple]:
     return tuple(x.unflatten(0, (size, x.shape[0] // size)) for x in results), (0, 0)

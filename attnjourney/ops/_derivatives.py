@@ -17,6 +17,7 @@ Every node here is a torch.autograd.Function of one flat tuple in schema order, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from ._operator import Operator, Signature
 from ._torch_internals import below_autograd
 
 
-def keep(ctx, signature: Signature, flat: tuple, outputs: tuple = ()) -> None:
+def keep(ctx: Any, signature: Signature, flat: tuple, outputs: tuple = ()) -> None:
     """Saves all arguments, and the results, for backward and for jvp."""
     names = (*signature.names, *signature.outputs)
     values = (*flat, *outputs)
@@ -39,11 +40,11 @@ def keep(ctx, signature: Signature, flat: tuple, outputs: tuple = ()) -> None:
     ctx.set_materialize_grads(False)
 
 
-def kept(ctx) -> dict:
+def kept(ctx: Any) -> dict:
     return {**ctx.kept_others, **dict(zip(ctx.kept_names, ctx.saved_tensors))}
 
 
-def one_call_a_sample(signature: Signature, info, in_dims, flat: tuple) -> tuple[tuple, tuple]:
+def one_call_a_sample(signature: Signature, info: Any, in_dims: tuple, flat: tuple) -> tuple[tuple, tuple]:
     """The batching rule of last resort."""
     samples = [
         signature.call(
@@ -65,20 +66,22 @@ class Derivatives:
         self.backward_node = self._node(
             "backward", op.backward, self._backward_of_backward, self._jvp_of_backward, rules[0]
         )
-        if op.jvp is not None:
+        if op.has_jvp:
             self.jvp_node = self._node("jvp", op.jvp, self._backward_of_jvp, self._jvp_of_jvp, rules[1])
             third = self._third_derivative
             self.backward_jvp_node = self._node("backward_jvp", op.backward_jvp, third, third, rules[2])
 
-    def all(self) -> list[tuple[str, Signature, type]]:
+    def all(self) -> list[tuple[str, Signature, type[Function]]]:
         """(suffix of the operator's name, signature, node)."""
         found = [("_backward", self.op.backward, self.backward_node)]
-        if self.op.jvp is not None:
+        if self.op.has_jvp:
             found.append(("_jvp", self.op.jvp, self.jvp_node))
             found.append(("_backward_jvp", self.op.backward_jvp, self.backward_jvp_node))
         return found
 
-    def _node(self, suffix: str, signature: Signature, backward_rule: Callable, jvp_rule: Callable, vmap_rule) -> type:
+    def _node(
+        self, suffix: str, signature: Signature, backward_rule: Callable, jvp_rule: Callable, vmap_rule: Callable | None
+    ) -> type[Function]:
         class Node(Function):
             @staticmethod
             def forward(*flat):
@@ -142,7 +145,7 @@ class Derivatives:
     # ---- rules: what is kept, then needs and cotangents, or tangents, by name
 
     def _backward_of_backward(self, values: dict, needs: dict, grads: Sequence) -> dict:
-        if self.op.jvp is None:
+        if not self.op.has_jvp:
             raise self.op.refuse("double backward")
         asked = values["need"]
         tangents = {
@@ -160,13 +163,13 @@ class Derivatives:
         return result
 
     def _jvp_of_backward(self, values: dict, tangents: dict) -> tuple:
-        if self.op.jvp is None:
+        if not self.op.has_jvp:
             raise self.op.refuse("forward-mode automatic differentiation of the backward")
         inputs = {name: tangents.get(name) for name in self.inputs}
         outputs = [f"grad_{o}" for o in self.op.differentiable]
         if all(t is None for t in inputs.values()):
             return self._backward(values, [tangents[name] for name in outputs], values["need"])
-        changes = [tangents.get(o) for o in self.op.differentiable]
+        changes: Sequence = [tangents.get(o) for o in self.op.differentiable]
         if any(t is None for t in changes):
             changes = self.jvp(values, inputs)
         directions = {**inputs, **dict(zip(self.op.differentiable, changes)), **{n: tangents[n] for n in outputs}}
@@ -175,7 +178,7 @@ class Derivatives:
     def _backward_of_jvp(self, values: dict, needs: dict, grads: Sequence) -> dict:
         if all(g is None for g in grads):
             return {}
-        result = {}
+        result: dict[str, Any] = {}
         need = self._need(needs, "_tangent")
         if need:
             result.update(self._gradients(self._backward(values, grads, need), need, "_tangent"))

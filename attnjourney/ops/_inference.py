@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,12 +69,13 @@ def register_inference(
         return _one_level_of_vmap(name, rule, lambda *flat: signature.call(flat), signature.flat(args, kwargs))
 
     LIBRARY.impl(name, batched, "FuncTorchBatched")
-    for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")) if autocast else ():
+    cast_like = autocast or {}
+    for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")) if cast_like else ():
         excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
         def cast(*args, device_type=device_type, excluded=excluded, **kwargs):
             named = signature.named(args, kwargs)
-            for x, like in autocast.items():
+            for x, like in cast_like.items():
                 if isinstance(named[x], Tensor) and named[x].is_floating_point() and named[x].dtype != torch.float64:
                     named[x] = named[x].to(named[like].dtype)
             with torch._C._ExcludeDispatchKeyGuard(excluded):
@@ -88,13 +90,13 @@ def register_inference(
     if flops is not None:
 
         @register_flop_formula(operator._overloadpacket)
-        def count(*args, out_shape=None, **kwargs) -> int:
+        def count(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
             return flops(**signature.named(args, kwargs))
 
     return operator
 
 
-def _one_level_of_vmap(name: str, rule: Callable, call: Callable, flat: tuple):
+def _one_level_of_vmap(name: str, rule: Callable, call: Callable, flat: tuple) -> Any:
     """What torch.library.register_vmap does, which leaves keyword-only tensors wrapped. Its two parts are private."""
     try:
         from torch._functorch.autograd_function import custom_function_call_vmap_helper
@@ -103,4 +105,5 @@ def _one_level_of_vmap(name: str, rule: Callable, call: Callable, flat: tuple):
         raise NotImplementedError(
             f"{NAMESPACE}::{name} under vmap: torch {torch.__version__} no longer has what batching it needs ({error})"
         ) from error
-    return custom_function_call_vmap_helper(retrieve_current_functorch_interpreter(), rule, call, *flat)
+    interpreter: Any = retrieve_current_functorch_interpreter()
+    return custom_function_call_vmap_helper(interpreter, rule, call, *flat)

@@ -62,11 +62,11 @@ def check_mask(name: str, mask: Tensor | None, shapes: Sequence[tuple[int, ...]]
 
 def check_tables(cos: Tensor | None, sin: Tensor | None, batch: int, seq: int, like_name: str, like: Tensor) -> int:
     """Returns rotary_dim, 0 without tables."""
-    if (cos is None) != (sin is None):
+    if cos is None and sin is None:
+        return 0
+    if cos is None or sin is None:
         given, missing = ("cos", "sin") if sin is None else ("sin", "cos")
         raise ValueError(f"{missing}: expected a tensor beside {given}, got None")
-    if cos is None:
-        return 0
     for name, table in (("cos", cos), ("sin", sin)):
         if table.dim() not in (2, 3) or tuple(table.shape[:-1]) not in ((seq,), (batch, seq)):
             shapes = f"({seq}, rotary_dim / 2), one row per position, or ({batch}, {seq}, rotary_dim / 2)"

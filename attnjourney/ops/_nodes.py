@@ -6,6 +6,7 @@ _derivatives.py has those of its derivatives.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.autograd import Function, forward_ad
@@ -107,16 +108,16 @@ def _outputs(op: Operator) -> tuple[Callable, Callable]:
     return pick([op.forward.outputs.index(o) for o in op.differentiable]), mark_constants
 
 
-def _jvp(op: Operator, derivatives: Derivatives, ctx, tangents: tuple) -> tuple:
+def _jvp(op: Operator, derivatives: Derivatives, ctx: Any, tangents: tuple) -> tuple:
     """The tangents of all results of op_forward."""
-    if op.jvp is None:
+    if not op.has_jvp:
         raise op.refuse(f"forward-mode automatic differentiation of {op.forward.operator.name()}")
     named = {name: t for name, t in zip(op.forward.names, tangents) if t is not None}
     changes = dict(zip(op.differentiable, derivatives.jvp(op.named(ctx), named)))
     return tuple(changes.get(o) for o in op.forward.outputs)
 
 
-def _through_composite(op: Operator, ctx, grads: tuple, needs: tuple) -> tuple:
+def _through_composite(op: Operator, ctx: Any, grads: tuple, needs: tuple) -> tuple:
     """The gradients of an operator without op_jvp as differentiable functions of its inputs: the backward of its
     composite, run again. Its memory is that of the operators it is composed of."""
     if all(g is None for g in grads):
@@ -129,10 +130,11 @@ def _through_composite(op: Operator, ctx, grads: tuple, needs: tuple) -> tuple:
         for i in wanted:  # a view each: an input that is there twice gets its two gradients apart
             name = op.forward.names[i]
             named[name] = named[name].view_as(named[name])
+        assert op.composite is not None
         out = op.composite(**named)
         inputs = [named[op.forward.names[i]] for i in wanted]
         found = torch.autograd.grad(out, inputs, grads[0], create_graph=again, allow_unused=True)
-    result = [None] * len(needs)
+    result: list[torch.Tensor | None] = [None] * len(needs)
     for i, g in zip(wanted, found):
         result[i] = g
     return tuple(result)

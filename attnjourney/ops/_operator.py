@@ -44,7 +44,7 @@ class Signature:
     def named(self, args: tuple, kwargs: dict) -> dict[str, Any]:
         return dict(zip(self.names, self.flat(args, kwargs)))
 
-    def call(self, flat: tuple):
+    def call(self, flat: tuple) -> Any:
         if not self.keywords:
             return self.operator(*flat)
         n = len(self.defaults)
@@ -69,7 +69,8 @@ def carries_tangent(x: Any) -> bool:
 def pick(indices: Sequence[int]) -> Callable[[Sequence], tuple]:
     """tuple(x[i] for i in indices), fast."""
     if len(indices) == 1:
-        return lambda x, i=indices[0]: (x[i],)
+        (i,) = indices
+        return lambda x: (x[i],)
     return itemgetter(*indices) if indices else lambda x: ()
 
 
@@ -83,11 +84,11 @@ class Operator:
         self.public = Signature(getattr(namespace, name).default)
         self.forward = forward = Signature(getattr(namespace, name + "_forward").default)
         self.backward = backward = Signature(getattr(namespace, name + "_backward").default)
-        self.jvp = self.backward_jvp = None  # derivatives in a direction
-        if hasattr(namespace, name + "_jvp"):
+        self.has_jvp = hasattr(namespace, name + "_jvp")
+        if self.has_jvp:  # derivatives in a direction
             self.jvp = Signature(getattr(namespace, name + "_jvp").default)
             self.backward_jvp = Signature(getattr(namespace, name + "_backward_jvp").default)
-        self.composite = composite if self.jvp is None else None  # what second derivatives go through instead
+        self.composite = None if self.has_jvp else composite  # what second derivatives go through instead
 
         if forward.names[: len(self.public.names)] != self.public.names:
             raise RuntimeError(f"{self.name}_forward must begin with the arguments of {self.name}")
@@ -140,16 +141,16 @@ class Operator:
             kwargs = {**kwargs, "dropout_seed": draw_seed(args[0])}
         return self.forward.flat(args, kwargs)
 
-    def save(self, ctx, flat: tuple, outputs: tuple) -> None:
+    def save(self, ctx: Any, flat: tuple, outputs: tuple) -> None:
         ctx.save_for_backward(*self.pick_tensors((*flat, *outputs)))
         ctx.others = self.pick_others(flat)
         ctx.set_materialize_grads(False)
 
-    def named(self, ctx) -> dict[str, Any]:
+    def named(self, ctx: Any) -> dict[str, Any]:
         """What `save` has saved, by name."""
         return {**dict(zip(self.tensors, ctx.saved_tensors)), **dict(zip(self.others, ctx.others))}
 
-    def backward_arguments(self, ctx, grads: tuple, needs: tuple) -> tuple | None:
+    def backward_arguments(self, ctx: Any, grads: tuple, needs: tuple) -> tuple | None:
         """The flat arguments of op_backward; None if no gradient has come in."""
         saved = ctx.saved_tensors
         for i, at in self.required:

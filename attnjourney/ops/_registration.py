@@ -48,6 +48,7 @@ _operator.py reads the schemas, _nodes.py and _derivatives.py hold the autograd 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,11 +86,11 @@ def _caster(op: Operator, names: Sequence[str]) -> Callable[[str, tuple, dict], 
                 done[id(x)] = x.to(dtype)
             return done[id(x)]
 
-        args = list(args)
+        positional = list(args)
         for i in at:
-            if i < len(args):
-                args[i] = one(args[i])
-        return tuple(args), {name: one(x) if name in keywords else x for name, x in kwargs.items()}
+            if i < len(positional):
+                positional[i] = one(positional[i])
+        return tuple(positional), {name: one(x) if name in keywords else x for name, x in kwargs.items()}
 
     return cast
 
@@ -187,9 +188,12 @@ def _register_kernels(op: Operator, name: str, derivatives: Derivatives) -> None
         LIBRARY.impl(name + suffix, derivative_autograd(signature, node), "Autograd")
 
 
-def _register_functorch(op, name, derivatives, composite, vmap, autocast) -> None:
+def _register_functorch(
+    op: Operator, name: str, derivatives: Derivatives, composite: Callable | None, vmap: tuple[Callable, ...] | None,
+    autocast: Sequence[str],
+) -> None:  # fmt: skip
     cast = _caster(op, autocast)
-    transformed = transformed_node(op, derivatives, vmap[0]) if vmap else None
+    transformed: Any = transformed_node(op, derivatives, vmap[0]) if vmap else None
 
     def cast_inputs(args, kwargs):  # this key comes before the autocast keys
         device = args[0].device.type
@@ -259,7 +263,7 @@ def _register_fakes(op: Operator, fake: Callable, fake_backward: Callable | None
         return (fake_backward or like_inputs)(**named)
 
     kernels = [(public, op.public), (forward, op.forward), (backward, op.backward)]
-    if op.jvp is not None:
+    if op.has_jvp:
         kernels += [(jvp, op.jvp), (backward_jvp, op.backward_jvp)]
     for kernel, signature in kernels:
         torch.library.register_fake(signature.operator, kernel, lib=LIBRARY)
@@ -268,11 +272,11 @@ def _register_fakes(op: Operator, fake: Callable, fake_backward: Callable | None
 def _register_flops(op: Operator, flops: Callable[..., tuple[int, ...]]) -> None:
     def register(signature: Signature, which: int, *more: Signature) -> None:
         @register_flop_formula([s.operator._overloadpacket for s in (signature, *more)])
-        def formula(*args, out_shape=None, **kwargs) -> int:
+        def formula(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
             return flops(**signature.named(args, kwargs))[which]
 
     register(op.forward, 0, op.public)
     register(op.backward, 1)
-    if op.jvp is not None:
+    if op.has_jvp:
         register(op.jvp, 2)
         register(op.backward_jvp, 3)

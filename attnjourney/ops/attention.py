@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -16,9 +17,24 @@ from ._operator import draw_seed
 from ._registration import LIBRARY, register
 from .block_attention import block_attention
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .._options import AttentionOptions
+
 UNBOUNDED = (-1, -1)
 
 
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | BlockMask | None = ..., dropout_p: float = ...,
+    is_causal: bool = ..., *, return_lse: Literal[False] = ..., **options: Unpack[AttentionOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | BlockMask | None = ..., dropout_p: float = ...,
+    is_causal: bool = ..., *, return_lse: Literal[True], **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     query: Tensor,
     key: Tensor,
@@ -85,7 +101,8 @@ def attention(
         RuntimeError: a dtype or a device that does not fit.
         NotImplementedError: differentiated three times, or twice in forward mode.
     """
-    options = {"scale": scale, "enable_gqa": enable_gqa}  # and what is not the default: each one costs time
+    # and what is not the default: each one costs time
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     if causal_alignment != "top_left":
         options["causal_alignment"] = alignment_index(causal_alignment)
     if window_size is not UNBOUNDED:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ def attention_weights(
 
     Raises as attnjourney.attention. The result is not differentiable: its backward raises NotImplementedError.
     """
-    options = dict(
+    options: dict[str, Any] = dict(
         scale=scale,
         enable_gqa=enable_gqa,
         window_size=window_size,
@@ -81,7 +82,8 @@ def attention_weights(
         return torch.arange(size) if x is None else torch.as_tensor(x, dtype=torch.int64)
 
     n_heads = lse.shape[-2] if query.dim() >= 3 else 1
-    masks, operator = (attn_mask,), torch.ops.attnjourney._attention_weights.default
+    masks: tuple[Any, ...] = (attn_mask,)
+    operator = torch.ops.attnjourney._attention_weights.default
     if isinstance(attn_mask, BlockMask):
         masks = block_tensors(attn_mask, query, key)
         operator = torch.ops.attnjourney._block_attention_weights.default

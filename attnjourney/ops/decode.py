@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
+
 from torch import Tensor
 
 from ._attention_checks import check_per_head, check_scores
@@ -9,9 +12,29 @@ from ._decode_vmap import vmap_decode
 from ._fakes import empty_lse, need
 from ._inference import register_inference
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .._options import DecodeOptions
+
 UNBOUNDED = (-1, -1)
 
 
+@overload
+def decode(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, *, block_table: Tensor | None = ..., ring: bool = ...,
+    return_lse: Literal[False] = ..., **options: Unpack[DecodeOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def decode(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, *, block_table: Tensor | None = ..., ring: bool = ...,
+    return_lse: Literal[True], **options: Unpack[DecodeOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def decode(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, *, block_table: Tensor | None = ..., ring: bool = ...,
+    return_lse: bool, **options: Unpack[DecodeOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def decode(
     query: Tensor,
     key: Tensor,
@@ -80,9 +103,12 @@ def decode(
     return (out, lse) if return_lse else out
 
 
-def decode_options(is_causal, window_size, scale, attn_mask, prefix_length, softcap, sinks, alibi_slopes) -> dict:
+def decode_options(
+    is_causal: bool, window_size: tuple[int, int], scale: float | None, attn_mask: Tensor | None, prefix_length: int,
+    softcap: float, sinks: Tensor | None, alibi_slopes: Tensor | None,
+) -> dict[str, Any]:  # fmt: skip
     """Those that are not the default."""
-    options = {}
+    options: dict[str, Any] = {}
     if not is_causal:
         options["is_causal"] = False
     if window_size is not UNBOUNDED:
@@ -102,7 +128,10 @@ def decode_options(is_causal, window_size, scale, attn_mask, prefix_length, soft
     return options
 
 
-def check_options(query: Tensor, *, window_size, attn_mask, prefix_length, softcap, sinks, alibi_slopes, **_) -> None:
+def check_options(
+    query: Tensor, *, window_size: Sequence[int], attn_mask: Tensor | None, prefix_length: int, softcap: float,
+    sinks: Tensor | None, alibi_slopes: Tensor | None, **_: Any,
+) -> None:  # fmt: skip
     """The checks of the options that shapes allow."""
     check_scores(window_size, softcap)
     if isinstance(prefix_length, int) and prefix_length < 0:

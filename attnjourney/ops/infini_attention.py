@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal, overload
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,24 @@ Memory = tuple[Tensor, Tensor]
 UPDATES = ("linear", "delta")
 
 
+@overload
+def infini_attention(
+    query: Tensor, key: Tensor, value: Tensor, beta: Tensor, *, segment_length: int, memory: Memory | None = ...,
+    update: str = ..., cos: Tensor | None = ..., sin: Tensor | None = ..., truncate: int | None = ...,
+    return_memory: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def infini_attention(
+    query: Tensor, key: Tensor, value: Tensor, beta: Tensor, *, segment_length: int, memory: Memory | None = ...,
+    update: str = ..., cos: Tensor | None = ..., sin: Tensor | None = ..., truncate: int | None = ...,
+    return_memory: Literal[True],
+) -> tuple[Tensor, Memory]: ...  # fmt: skip
+@overload
+def infini_attention(
+    query: Tensor, key: Tensor, value: Tensor, beta: Tensor, *, segment_length: int, memory: Memory | None = ...,
+    update: str = ..., cos: Tensor | None = ..., sin: Tensor | None = ..., truncate: int | None = ...,
+    return_memory: bool,
+) -> Tensor | tuple[Tensor, Memory]: ...  # fmt: skip
 @observed
 def infini_attention(
     query: Tensor,
@@ -60,8 +80,9 @@ def infini_attention(
     _check(query, key, value, beta, segment_length, memory, update, truncate)
     length = query.shape[2]
     turned_query, turned_key = query, key
+    tables: Any = (cos, sin)
     if cos is not None or sin is not None:
-        turned_query, turned_key = rope_with_tables(query, cos, sin), rope_with_tables(key, cos, sin)
+        turned_query, turned_key = rope_with_tables(query, *tables), rope_with_tables(key, *tables)
     local = _local(turned_query, turned_key, value, segment_length)
 
     parts = []
@@ -72,7 +93,7 @@ def infini_attention(
             parts.append(q.new_zeros((*q.shape[:3], value.shape[3])))
         else:
             if truncate is not None and index > 0 and index % truncate == 0:
-                memory = tuple(x.detach() for x in memory)
+                memory = memory[0].detach(), memory[1].detach()
             parts.append(read_memory(q, memory))
             if update == "delta":
                 v = v - read_memory(k, memory)
@@ -83,7 +104,7 @@ def infini_attention(
     recalled = torch.cat(parts, 2) if parts else local
     gate = torch.sigmoid(beta.float() if beta.dtype.itemsize == 2 else beta).to(local.dtype)[:, None, None]
     out = torch.lerp(local, recalled, gate)
-    return (out, memory) if return_memory else out
+    return (out, memory) if return_memory and memory is not None else out
 
 
 def _local(query: Tensor, key: Tensor, value: Tensor, segment: int) -> Tensor:
@@ -111,12 +132,23 @@ def read_memory(rows: Tensor, memory: Memory) -> Tensor:
 
 def write_memory(key: Tensor, value: Tensor, memory: Memory | None) -> Memory:
     """M + phi(key)^T value, z + sum phi(key): the state alone, without a query."""
-    return linear_attention(
+    _, (matrix, normalizer) = linear_attention(
         key[:, :, :0], key, value, is_causal=False, eps=0.0, initial_state=memory, return_state=True
-    )[1]
+    )
+    assert normalizer is not None
+    return matrix, normalizer
 
 
-def _check(query, key, value, beta, segment_length, memory, update, truncate) -> None:
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    segment_length: int,
+    memory: Memory | None,
+    update: str,
+    truncate: int | None,
+) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 4:
             raise ValueError(f"{name}: expected 4 dimensions, got shape {tuple(x.shape)}")

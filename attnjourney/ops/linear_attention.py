@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -15,6 +16,24 @@ FEATURE_MAPS = {"identity": 0, "relu": 1, "elu+1": 2}
 State = tuple[Tensor, Tensor | None]
 
 
+@overload
+def linear_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, feature_map: str | Callable[[Tensor], Tensor] | None = ...,
+    is_causal: bool = ..., scale: float | None = ..., normalize: bool = ..., eps: float = ...,
+    key_padding_mask: Tensor | None = ..., initial_state: State | None = ..., return_state: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def linear_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, feature_map: str | Callable[[Tensor], Tensor] | None = ...,
+    is_causal: bool = ..., scale: float | None = ..., normalize: bool = ..., eps: float = ...,
+    key_padding_mask: Tensor | None = ..., initial_state: State | None = ..., return_state: Literal[True],
+) -> tuple[Tensor, State]: ...  # fmt: skip
+@overload
+def linear_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, feature_map: str | Callable[[Tensor], Tensor] | None = ...,
+    is_causal: bool = ..., scale: float | None = ..., normalize: bool = ..., eps: float = ...,
+    key_padding_mask: Tensor | None = ..., initial_state: State | None = ..., return_state: bool,
+) -> Tensor | tuple[Tensor, State]: ...  # fmt: skip
 def linear_attention(
     query: Tensor,
     key: Tensor,
@@ -90,7 +109,8 @@ def _parts(state: State | None) -> tuple[Tensor | None, Tensor | None]:
         return None, None
     if not isinstance(state, (tuple, list)) or len(state) != 2:
         raise ValueError(f"initial_state: expected a pair (S, z), got {type(state).__name__}")
-    return tuple(state)
+    matrix, normalizer = state
+    return matrix, normalizer
 
 
 def _fake(*, query, key, value, initial_state, initial_normalizer, is_causal, normalize, key_padding_mask, **_):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -65,12 +66,12 @@ def longformer_attention(
     if global_mask is not None:
         lengths = global_mask.sum(1)
         count = int(lengths.max()) if lengths.numel() else 0
-    if count:
-        hidden = global_mask if hidden is None else hidden | global_mask
-    options = dict(scale=scale, return_lse=True)
+        if count:
+            hidden = global_mask if hidden is None else hidden | global_mask
+    options: dict[str, Any] = dict(scale=scale, return_lse=True)
 
     out, lse = _windows(query, key, value, hidden, window, dilations, is_causal, dropout_p, options)
-    if count:
+    if global_mask is not None and count:
         # positions of the global tokens, (B, count), the rest of a shorter row's places filled with other tokens
         index = global_mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :count]
         order = torch.arange(query.shape[2], device=query.device)
@@ -99,17 +100,28 @@ def _rows(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
-def _windows(query, key, value, hidden, window, dilations, is_causal, dropout_p, options) -> tuple[Tensor, Tensor]:
+def _windows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    hidden: Tensor | None,
+    window: int,
+    dilations: list[int],
+    is_causal: bool,
+    dropout_p: float,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
     """(out, lse) of the windows, without the hidden keys (B, N)."""
     if len(set(dilations)) > 1:  # heads of one dilation at a time; no index tensor, which would go to the device
-        outs = [None] * len(dilations)
+        outs: list[Any] = [None] * len(dilations)
         for d in dict.fromkeys(dilations):
             heads = [h for h, own in enumerate(dilations) if own == d]
-            parts = (torch.stack([x[:, h] for h in heads], 1) for x in (query, key, value))
-            part = _windows(*parts, hidden, window, [d], is_causal, dropout_p, options)
+            q, k, v = (torch.stack([x[:, h] for h in heads], 1) for x in (query, key, value))
+            part = _windows(q, k, v, hidden, window, [d], is_causal, dropout_p, options)
             for h, *both in zip(heads, *(x.unbind(1) for x in part)):
                 outs[h] = both
-        return tuple(torch.stack(x, 1) for x in zip(*outs))
+        out, lse = (torch.stack(x, 1) for x in zip(*outs))
+        return out, lse
     d, length = dilations[0], query.shape[2]
     sides = (window, 0 if is_causal else window)
     if d == 1 or length <= 1:
@@ -138,7 +150,15 @@ def _dilations(dilation: int | Sequence[int], heads: int) -> list[int]:
     return dilations or [1]
 
 
-def _check(query, key, value, global_, window, global_mask, key_padding_mask) -> tuple[Tensor, Tensor, Tensor]:
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    global_: tuple[Any, Any, Any],
+    window: int,
+    global_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     if query.dim() != 4:
         raise ValueError(f"query: expected 4 dimensions (batch, heads, length, dim), got shape {tuple(query.shape)}")
     if any(x is None for x in global_):

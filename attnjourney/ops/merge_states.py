@@ -20,13 +20,13 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 
     Raises ValueError for shapes, RuntimeError for dtypes that do not fit.
     """
-    for name, x, like_name, like in (
+    for name, shape, like_name, expected in (
         ("out_b", out_b.shape, "out_a", out_a.shape),
         ("lse_a", lse_a.shape, "out_a without its last dimension", out_a.shape[:-1]),
         ("lse_b", lse_b.shape, "lse_a", lse_a.shape),
     ):
-        if x != like:
-            raise ValueError(f"{name}: expected the shape of {like_name}, {tuple(like)}, got {tuple(x)}")
+        if shape != expected:
+            raise ValueError(f"{name}: expected the shape of {like_name}, {tuple(expected)}, got {tuple(shape)}")
     for name, x, like in (("out_b", out_b, out_a), ("lse_b", lse_b, lse_a)):
         if x.dtype != like.dtype:
             raise RuntimeError(f"{name}: expected dtype {like.dtype}, got {x.dtype}")

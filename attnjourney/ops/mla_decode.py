@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Literal, overload
+
 from torch import Tensor
 
 from ._decode_vmap import vmap_mla_decode
@@ -9,7 +11,27 @@ from ._fakes import empty_lse, need
 from ._inference import register_inference
 from .decode import UNBOUNDED, check_options, decode_options
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+    from .._options import DecodeOptions
+
+
+@overload
+def mla_decode(
+    query: Tensor, latent: Tensor, lengths: Tensor, kv_b_weight: Tensor, *, block_table: Tensor | None = ...,
+    return_lse: Literal[False] = ..., **options: Unpack[DecodeOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def mla_decode(
+    query: Tensor, latent: Tensor, lengths: Tensor, kv_b_weight: Tensor, *, block_table: Tensor | None = ...,
+    return_lse: Literal[True], **options: Unpack[DecodeOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def mla_decode(
+    query: Tensor, latent: Tensor, lengths: Tensor, kv_b_weight: Tensor, *, block_table: Tensor | None = ...,
+    return_lse: bool, **options: Unpack[DecodeOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def mla_decode(
     query: Tensor,
     latent: Tensor,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, Literal, overload
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,22 @@ from ._fakes import empty_lse
 from ._operator import draw_seed
 from ._registration import register
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+    from .._options import VarlenOptions
+
+
+@overload
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, dropout_p: float = ...,
+    is_causal: bool = ..., *, return_lse: Literal[False] = ..., **options: Unpack[VarlenOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, dropout_p: float = ...,
+    is_causal: bool = ..., *, return_lse: Literal[True], **options: Unpack[VarlenOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def varlen_attention(
     query: Tensor,
     key: Tensor,
@@ -49,7 +66,7 @@ def varlen_attention(
 
     Raises: as attnjourney.attention.
     """
-    options = dict(
+    options: dict[str, Any] = dict(
         scale=scale,
         causal_alignment=alignment_index(causal_alignment),
         window_size=window_size,

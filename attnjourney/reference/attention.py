@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -12,7 +13,24 @@ from ..block_mask import BlockMask
 from ._visibility import masked_scores, per_head, per_item, visibility, weighted_values
 from .dropout import dropout_keep_mask, keep_mask_of
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+    from .._options import AttentionOptions
+
+
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | BlockMask | None = ..., dropout_p: float = ...,
+    is_causal: bool = ..., *, keep_mask: Tensor | None = ..., return_lse: Literal[False] = ...,
+    **options: Unpack[AttentionOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | BlockMask | None = ..., dropout_p: float = ...,
+    is_causal: bool = ..., *, keep_mask: Tensor | None = ..., return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     query: Tensor,
     key: Tensor,
@@ -103,7 +121,7 @@ def varlen_attention(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     dropout_seed: Tensor | None = None,
-    **options,
+    **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """attnjourney.varlen_attention as a loop over the sequences. keep_masks: what dropout keeps, (Hq, L, S) of each."""
     outs, lses = [], []
@@ -111,11 +129,11 @@ def varlen_attention(
     if dropout_p > 0 and keep_masks is None:
         if dropout_seed is None:
             dropout_seed = torch.randint(1 << 62, (), dtype=torch.int64, device=query.device)
-        longest = [max((b - a for a, b in zip(x, x[1:])), default=0) for x in (q_ends, k_ends)]
-        keep_masks = dropout_keep_mask(dropout_seed, len(q_ends) - 1, query.shape[1], *longest, dropout_p)
+        q_len, kv_len = (max((b - a for a, b in zip(x, x[1:])), default=0) for x in (q_ends, k_ends))
+        keep_masks = list(dropout_keep_mask(dropout_seed, len(q_ends) - 1, query.shape[1], q_len, kv_len, dropout_p))
     for i, (q0, q1, k0, k1) in enumerate(zip(q_ends, q_ends[1:], k_ends, k_ends[1:])):
         q, k, v = query[q0:q1].transpose(0, 1), key[k0:k1].transpose(0, 1), value[k0:k1].transpose(0, 1)
-        own = {
+        own: dict[str, Any] = {
             name: x if x is None or x.dim() == 1 else x[i]
             for name, x in (("sinks", sinks), ("alibi_slopes", alibi_slopes))
         }
@@ -141,7 +159,7 @@ def attention_weights(
     *,
     rows: Tensor | None = None,
     heads: Tensor | None = None,
-    **options,
+    **options: Any,
 ) -> Tensor:
     """attnjourney.attention_weights as the result of attention over the identity matrix."""
     eye = torch.eye(key.shape[-2], dtype=query.dtype, device=query.device)
@@ -166,7 +184,8 @@ def expand_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
     if enable_gqa and query.dim() >= 3 and query.shape[-3] > 0:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
-    return tuple(x.expand(*lead, *x.shape[-2:]) for x in (query, key, value))
+    query, key, value = (x.expand(*lead, *x.shape[-2:]) for x in (query, key, value))
+    return query, key, value
 
 
 def _mask_shape(mask: BlockMask, query: Tensor) -> tuple[int, ...]:

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Literal, overload
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from .attention import attention
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+    from .._options import DecodeOptions
+
+
+@overload
+def decode(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, *, block_table: Tensor | None = ..., ring: bool = ...,
+    return_lse: Literal[False] = ..., **options: Unpack[DecodeOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def decode(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, *, block_table: Tensor | None = ..., ring: bool = ...,
+    return_lse: Literal[True], **options: Unpack[DecodeOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def decode(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, *, block_table: Tensor | None = ..., ring: bool = ...,
+    return_lse: bool, **options: Unpack[DecodeOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def decode(
     query: Tensor,
     key: Tensor,

@@ -11,7 +11,8 @@ from torch import Tensor
 def keep_mask_of(shape: tuple[int, ...], seed: int | Tensor, dropout_p: float) -> Tensor:
     """dropout_keep_mask of weights of this shape, (..., heads, q_len, kv_len) or (q_len, kv_len)."""
     *batch, heads = shape[:-2] or (1,)
-    return dropout_keep_mask(seed, math.prod(batch), heads, *shape[-2:], dropout_p).reshape(shape)
+    q_len, kv_len = shape[-2:]
+    return dropout_keep_mask(seed, math.prod(batch), heads, q_len, kv_len, dropout_p).reshape(shape)
 
 
 def dropout_keep_mask(seed: int | Tensor, batch: int, heads: int, q_len: int, kv_len: int, dropout_p: float) -> Tensor:

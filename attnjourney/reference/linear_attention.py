@@ -51,8 +51,8 @@ def linear_attention(
     if normalizer is None:
         normalizer = q.new_zeros(*k.shape[:2], k.shape[3])
 
-    def read(row: Tensor) -> Tensor:  # (B, Hq, D) -> (B, Hq, Dv)
-        s, z = (x.repeat_interleave(group, 1) for x in (state, normalizer))
+    def read(row: Tensor, state: Tensor, normalizer: Tensor) -> Tensor:  # (B, Hq, D) -> (B, Hq, Dv)
+        s, z = state.repeat_interleave(group, 1), normalizer.repeat_interleave(group, 1)
         out = torch.einsum("bhd,bhde->bhe", row, s)
         if not normalize:
             return out
@@ -65,9 +65,9 @@ def linear_attention(
         state = state + k[:, :, j, :, None] * v[:, :, j, None, :]
         normalizer = normalizer + k[:, :, j]
         if is_causal:
-            rows.append(read(q[:, :, j]))
+            rows.append(read(q[:, :, j], state, normalizer))
     if not is_causal:
-        rows = [read(q[:, :, i]) for i in range(q.shape[2])]
+        rows = [read(q[:, :, i], state, normalizer) for i in range(q.shape[2])]
     out = torch.stack(rows, 2) if rows else q.new_zeros(*q.shape[:3], v.shape[3])
     out = out.to(query.dtype)
     return (out, (state, normalizer if normalize else None)) if return_state else out

@@ -26,7 +26,7 @@ def longformer_attention(
     scale: float | None = None,
 ) -> Tensor:
     """attnjourney.longformer_attention without dropout."""
-    if global_query is None:
+    if global_query is None or global_key is None or global_value is None:
         global_query, global_key, global_value = query, key, value
     local, everything, is_global, exists = visible(query, window, dilation, global_mask, key_padding_mask, is_causal)
     out = attention(query, key, value, local, scale=scale)
@@ -35,7 +35,14 @@ def longformer_attention(
     return torch.where(exists[:, None, :, None], out, 0)
 
 
-def visible(query, window, dilation, global_mask, key_padding_mask, is_causal) -> tuple[Tensor, ...]:
+def visible(
+    query: Tensor,
+    window: int,
+    dilation: int | Sequence[int],
+    global_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    is_causal: bool,
+) -> tuple[Tensor, ...]:
     """What a local token sees (B, H, N, N) and a global one (B, 1, N or 1, N); which tokens are global, which exist
     (both (B, N))."""
     batch, heads, length, _ = query.shape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +35,9 @@ def mla(
 ) -> Tensor:
     """The same layer as attnjourney.ops.mla, differentiable to every order."""
     dims = (num_heads, qk_nope_head_dim, qk_rope_head_dim, v_head_dim)
-    weights = (q_a_weight, q_a_norm_weight, q_b_weight, kv_a_weight, kv_a_norm_weight, kv_b_weight, o_weight)
-    options = dict(cos=cos, sin=sin, is_causal=is_causal, scale=scale, eps=eps)
-    return latent_layer(attention, x, *dims, *weights, **options)
+    of_query: tuple[Any, ...] = (q_a_weight, q_a_norm_weight, q_b_weight)
+    weights = (*of_query, kv_a_weight, kv_a_norm_weight, kv_b_weight, o_weight)
+    return latent_layer(attention, x, *dims, *weights, cos=cos, sin=sin, is_causal=is_causal, scale=scale, eps=eps)
 
 
 def latent_layer(
@@ -64,7 +65,7 @@ def latent_layer(
     nope, rope = qk_nope_head_dim, qk_rope_head_dim
 
     query = x
-    if q_a_weight is not None:
+    if q_a_weight is not None and q_a_norm_weight is not None:
         query = rms_norm(linear(x, q_a_weight), q_a_norm_weight.shape, q_a_norm_weight, eps)  # (batch, seq, q_lora)
     query = linear(query, q_b_weight).unflatten(-1, (num_heads, nope + rope)).transpose(1, 2)
     query_nope, query_rope = query.split([nope, rope], -1)

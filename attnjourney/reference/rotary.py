@@ -13,7 +13,7 @@ from torch import Tensor
 
 def rotate_half_split(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
     """Pair j is (x[j], x[j + rotary_dim / 2]), as in GPT-NeoX and Llama. Without tables x itself."""
-    if cos is None:
+    if cos is None or sin is None:
         return x
     half = cos.shape[-1]
     cos, sin = _beside(x, cos), _beside(x, sin)
@@ -24,7 +24,7 @@ def rotate_half_split(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tens
 
 def rotate_interleaved(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
     """Pair j is (x[2 j], x[2 j + 1]), as in GPT-J and DeepSeek. Without tables x itself."""
-    if cos is None:
+    if cos is None or sin is None:
         return x
     rotary_dim = 2 * cos.shape[-1]
     cos, sin = _beside(x, cos), _beside(x, sin)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ class CheckpointError(ValueError):
 
 def save(path: str | os.PathLike, model: ByteGPT, losses: list[float]) -> None:
     """Writes what `load` reads: the weights, the number of heads, and each training step's loss in nats per byte."""
-    attention = model.blocks[0].attention
+    attention: Any = model.blocks[0].attention
     identity = {"config": {"heads": attention.num_heads}}
     torch.save({"identity": identity, "model": model.state_dict(), "losses": losses}, path)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,9 @@ class WeightBlocks:
     query's dtype. lse is computed once, when the object is made; what attention raises is raised then.
     """
 
-    def __init__(self, query: Tensor, key: Tensor, *args, heads: Sequence[int] | Tensor | None = None, **options):
+    def __init__(
+        self, query: Tensor, key: Tensor, *args: Any, heads: Sequence[int] | Tensor | None = None, **options: Any
+    ):
         self.options = bind(*args, **options)
         self.query, self.key = query.detach(), key.detach()
         self.q_len, self.kv_len = query.shape[-2], key.shape[-2]
@@ -58,7 +61,7 @@ class WeightBlocks:
         return at + shift
 
 
-def bind(attn_mask: Tensor | None = None, is_causal: bool = False, **options) -> dict:
+def bind(attn_mask: Tensor | None = None, is_causal: bool = False, **options: Any) -> dict:
     """The options of attention_weights after query and key, by name."""
     for name in ("lse", "rows"):
         if name in options:

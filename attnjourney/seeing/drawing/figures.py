@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -13,6 +14,9 @@ from ._layers import Layer, Weights, as_layer, as_layers, numbers
 from .maps import AttentionMaps
 from .summary import COLUMNS, HeadSummary
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 RAMP = ("#ffffff", "#d3e3f6", "#8fbbe8", "#3f84d0", "#14509c", "#08234f")  # of the page, too: from no weight to all
 INK, MUTED, RULE = "#1d2329", "#59636e", "#c9d0d8"
 MAX_TOKEN_LABELS = 48
@@ -20,7 +24,7 @@ STYLE = {"font.size": 9, "axes.edgecolor": RULE, "axes.linewidth": 0.6, "text.co
 STYLE |= {"xtick.color": MUTED, "ytick.color": MUTED, "axes.labelcolor": INK, "axes.titlecolor": INK}
 
 
-def _matplotlib():
+def _matplotlib() -> Any:
     try:
         import matplotlib
         import matplotlib.figure
@@ -38,7 +42,7 @@ def heatmap(
     tokens: Sequence[str] | None = None,
     title: str | None = None,
     color_scale: str = "sqrt",
-):
+) -> Figure:
     """A heat map per layer (downwards) and head (across), all with one colour scale; one layer alone is wrapped.
 
     Args:
@@ -64,8 +68,8 @@ def heatmap(
     known = layers is not None or len(rows) > 1
     layers = numbers("layers", layers, len(rows), range(len(rows)))
     named = [numbers("heads", heads, len(m.heads), m.heads) for m in rows]
-    for m in [] if tokens is None else rows:
-        if not len(tokens) == m.q_len == m.kv_len:
+    for m in rows:
+        if tokens is not None and not len(tokens) == m.q_len == m.kv_len:
             raise ValueError(
                 f"tokens: expected {m.q_len} = {m.kv_len} of them, for queries and keys, got {len(tokens)}"
             )
@@ -140,7 +144,7 @@ class _Grid:
         return *self.at(self.width - 0.78, self.middle_y - length / 2), *self.at(0.12, length)
 
 
-def summary_figure(summary: HeadSummary, path: str | os.PathLike | None = None, *, title: str | None = None):
+def summary_figure(summary: HeadSummary, path: str | os.PathLike | None = None, *, title: str | None = None) -> Figure:
     """A dot per head for each number of a HeadSummary: a line per head where they are few, else a line per layer.
 
     Returns the matplotlib.figure.Figure; writes it to `path`. Raises ImportError without matplotlib, ValueError for a
@@ -151,7 +155,7 @@ def summary_figure(summary: HeadSummary, path: str | os.PathLike | None = None, 
         raise ValueError("summary: expected at least one head, got none")
     by_head = len(summary.rows) <= 32
     layers = sorted({row.layer for row in summary.rows})
-    keys = [(row.layer, row.head) for row in summary.rows] if by_head else layers
+    keys: list[Any] = [(row.layer, row.head) for row in summary.rows] if by_head else list(layers)
     lines = [keys.index((row.layer, row.head) if by_head else row.layer) for row in summary.rows]
     with matplotlib.rc_context(STYLE):
         height = 0.95 + 0.24 * len(keys) + (0.3 if title else 0)
@@ -185,7 +189,7 @@ def summary_figure(summary: HeadSummary, path: str | os.PathLike | None = None, 
     return figure
 
 
-def _as_maps(maps) -> list[AttentionMaps]:
+def _as_maps(maps: Any) -> list[AttentionMaps]:
     """Layers of one sequence: values (heads, rows, cols)."""
     if isinstance(maps, AttentionMaps):
         maps = [maps]
@@ -194,13 +198,16 @@ def _as_maps(maps) -> list[AttentionMaps]:
     return [m.of_one_sequence() if isinstance(m, AttentionMaps) else _of_weights(m) for m in maps]
 
 
-def _of_weights(layer) -> AttentionMaps:
+def _of_weights(layer: Layer | Tensor | Record) -> AttentionMaps:
     layer = layer if isinstance(layer, Layer) else as_layer(layer)
     weights = layer.of_one_sequence()
-    return AttentionMaps(weights.float(), tuple(layer.heads), *weights.shape[1:], (1, 1), "mean")
+    q_len, kv_len = weights.shape[1:]
+    return AttentionMaps(weights.float(), tuple(layer.heads), q_len, kv_len, (1, 1), "mean")
 
 
-def _ticks(axes, maps: AttentionMaps, tokens, grid: _Grid, *, show_x: bool, show_y: bool) -> None:
+def _ticks(
+    axes: Any, maps: AttentionMaps, tokens: Sequence[str] | None, grid: _Grid, *, show_x: bool, show_y: bool
+) -> None:
     if tokens is not None and len(tokens) <= MAX_TOKEN_LABELS:
         size = max(3.0, min(9.0, 52 * grid.inches / len(tokens)))
         at = [i + 0.5 for i in range(len(tokens))]

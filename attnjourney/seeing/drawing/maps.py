@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,11 +48,11 @@ class AttentionMaps:
 def attention_maps(
     query: Tensor,
     key: Tensor,
-    *args,
+    *args: Any,
     size: int = 512,
     pool: str = "share",
     heads: Sequence[int] | Tensor | None = None,
-    **options,
+    **options: Any,
 ) -> AttentionMaps:
     """The weights of attention as pictures of at most size x size cells, for sequences of any length.
 

@@ -6,6 +6,7 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,11 +82,11 @@ class HeadSummary:
 def head_summary(
     query: Tensor,
     key: Tensor,
-    *args,
+    *args: Any,
     layer: int = 0,
     sink_keys: int = 1,
     heads: Sequence[int] | Tensor | None = None,
-    **options,
+    **options: Any,
 ) -> HeadSummary:
     """Entropy, mean distance and where the weight goes, for each head of one call of attention, over all batch entries.
 

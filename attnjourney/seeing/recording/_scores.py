@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,9 +64,11 @@ class Scores:
         query, options, at = self.of_rows(rows)
         if query.device.type in FUSED:
             lse = self.lse if at is rows else self.lse.index_select(-1, rows.to(self.lse.device))
-            operator, masks = torch.ops.attnjourney._attention_weights, (options.get("attn_mask"),)
-            if isinstance(masks[0], BlockMask):
-                operator, masks = torch.ops.attnjourney._block_attention_weights, masks[0].tensors
+            mask = options.get("attn_mask")
+            masks: tuple[Any, ...] = (mask,)
+            operator = torch.ops.attnjourney._attention_weights
+            if isinstance(mask, BlockMask):
+                operator, masks = torch.ops.attnjourney._block_attention_weights, mask.tensors
             others = {name: x for name, x in options.items() if name != "attn_mask"}
             weights = operator(query, self.key, lse, at, heads, *masks, **others)
         else:
@@ -141,7 +144,8 @@ def _attention(call: dict, outputs: tuple) -> Scores:
 
 def _block_attention(call: dict, outputs: tuple) -> Scores:
     query, key = call["query"], call["key"]
-    mask = BlockMask(*(call[name] for name in BLOCKS), query.shape[-2], key.shape[-2])
+    offsets, index, partial, elements = (call[name] for name in BLOCKS)
+    mask = BlockMask(offsets, index, partial, elements, query.shape[-2], key.shape[-2])
     options = _options(call) | {"attn_mask": mask}
     return Scores(query, key, outputs[1], options, value=call["value"], dropout=_dropout(call))
 
@@ -222,7 +226,7 @@ def _mha(call: dict, outputs: tuple) -> Scores:
 
     def row_mask(rows: Tensor) -> Tensor:  # both masks together would be (batch, heads or 1, L, S)
         rows = rows.to(attn_mask.device)
-        mask = attention_mask(attn_mask.index_select(-2, rows), padding, heads)
+        mask: Any = attention_mask(attn_mask.index_select(-2, rows), padding, heads)
         if not is_causal:
             return mask
         past = torch.arange(keys, device=rows.device) <= rows.unsqueeze(1)
@@ -301,9 +305,8 @@ def _mla_decode(call: dict, outputs: tuple) -> Scores:
 
 
 def _infini(call: dict) -> Scores:
-    inputs = [call[name] for name in ("query", "key")]
-    tables = [call[name] for name in ("cos", "sin", "segment_length")]
-    return StagedScores(inputs[0], lambda heads, rows: infini_local(*inputs, None, *tables, heads, rows))
+    query, key, cos, sin, segment = (call[name] for name in ("query", "key", "cos", "sin", "segment_length"))
+    return StagedScores(query, lambda heads, rows: infini_local(query, key, None, cos, sin, segment, heads, rows))
 
 
 def _longformer(call: dict) -> Scores:

@@ -47,19 +47,17 @@ def attention_stages(
     device = query.device
     own_heads, rows = heads.to(device), rows.to(device)
     blocks = isinstance(attn_mask, BlockMask)
-    if blocks:
-        attn_mask = attn_mask.dense_rows(rows)
+    mask = attn_mask.dense_rows(rows) if isinstance(attn_mask, BlockMask) else attn_mask
     if query.dim() >= 3:
         group = q_heads // key.shape[-3] if enable_gqa and key.shape[-3] else 1
         query = _pick(query, -3, own_heads)
         key = _pick(key, -3, own_heads // group)
         value = None if value is None else _pick(value, -3, own_heads // group)
-        if attn_mask is not None and attn_mask.dim() >= 3:
-            attn_mask = _pick(attn_mask, -3, own_heads)
+        if mask is not None and mask.dim() >= 3:
+            mask = _pick(mask, -3, own_heads)
         sinks, alibi_slopes = (None if x is None else x.index_select(-1, own_heads) for x in (sinks, alibi_slopes))
         query, key = (x.expand(*lead, len(heads), *x.shape[-2:]) for x in (query, key))
         value = None if value is None else value.expand(*lead, len(heads), *value.shape[-2:])
-    mask = attn_mask
     if mask is not None and mask.dim() >= 2 and not blocks:
         mask = _pick(mask, -2, rows)
     seen, distance = visibility(
@@ -97,6 +95,7 @@ def attention_stages(
         return stages
 
     if dropout_p > 0:
+        assert dropout_seed is not None
         numbers = own_heads if query.dim() >= 3 else torch.zeros(1, dtype=torch.int64)
         batch = torch.arange(math.prod(lead))[:, None] * q_heads
         keep = kept(dropout_seed, (batch + numbers.cpu()).flatten(), rows.cpu(), key.shape[-2], dropout_p)

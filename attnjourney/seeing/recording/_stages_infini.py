@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from ...nn import InfiniAttention
 from ...nn._parts import split_heads
 from ...nn.rotary import rotate
-from ...ops.infini_attention import read_memory, write_memory
+from ...ops.infini_attention import Memory, read_memory, write_memory
 from ._stages import attention_stages
 
 
-def infini_local(query, key, value, cos, sin, segment_length, heads: Tensor, rows: Tensor) -> dict[str, Tensor]:
+def infini_local(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    cos: Any,
+    sin: Any,
+    segment_length: int,
+    heads: Tensor,
+    rows: Tensor,
+) -> dict[str, Tensor]:
     """The softmax attention of Infini-attention, over the keys of a row's own segment: (B, heads, rows, S)."""
     rows = rows.to(query.device)
     keys = torch.arange(key.shape[2], device=query.device)
@@ -20,7 +32,15 @@ def infini_local(query, key, value, cos, sin, segment_length, heads: Tensor, row
     return attention_stages(turned, key, value, heads, torch.arange(len(rows)), attn_mask=mask, enable_gqa=True)
 
 
-def infini_stages(module, heads: Tensor, rows: Tensor, *, x: Tensor, memory=None, return_memory=False):
+def infini_stages(
+    module: InfiniAttention,
+    heads: Tensor,
+    rows: Tensor,
+    *,
+    x: Tensor,
+    memory: Memory | None = None,
+    return_memory: bool = False,
+) -> dict[str, Tensor]:
     """Local attention of every row in its segment, and what the memory of the segments before read."""
     q, k, v = (
         split_heads(p(x), n)

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from ...nn import LongformerSelfAttention
 from ...nn._parts import split_heads
 from ._stages import attention_stages
 
 
-def longformer_stages(module, heads: Tensor, rows: Tensor, *, x: Tensor, global_mask=None, key_padding_mask=None):
+def longformer_stages(
+    module: LongformerSelfAttention, heads: Tensor, rows: Tensor, *, x: Tensor, global_mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
     if module.training and module.dropout > 0:
         raise ValueError(
             "module: expected a LongformerSelfAttention in evaluation or without dropout, which it draws part by part"
         )
     names = ("query", "key", "value", "query_global", "key_global", "value_global")
-    inputs = [split_heads(getattr(module, name)(x), module.num_heads) for name in names]
-    options = dict(window=module.window, dilation=module.dilation, is_causal=module.is_causal, scale=None)
-    masks = dict(global_mask=global_mask, key_padding_mask=key_padding_mask)
-    return longformer_scores(*inputs, heads=heads, rows=rows, **options, **masks)
+    inputs: list[Any] = [split_heads(getattr(module, name)(x), module.num_heads) for name in names]
+    inputs += [module.window, module.dilation, global_mask, key_padding_mask]
+    return longformer_scores(*inputs, is_causal=module.is_causal, scale=None, heads=heads, rows=rows)
 
 
 def longformer_scores(
-    query, key, value, global_query, global_key, global_value, window, dilation, global_mask, key_padding_mask, *,
-    is_causal, scale, heads: Tensor, rows: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, global_query: Tensor | None, global_key: Tensor | None,
+    global_value: Tensor | None, window: int, dilation: int | Sequence[int], global_mask: Tensor | None,
+    key_padding_mask: Tensor | None, *, is_causal: bool, scale: float | None, heads: Tensor, rows: Tensor,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Local rows see the window and the global keys, by the first three tensors; global rows all, by the others."""
     batch, n_heads, length = query.shape[:3]
@@ -45,7 +52,7 @@ def longformer_scores(
         return attention_stages(q.index_select(2, rows), k, v, *numbers, attn_mask=mask, scale=scale)
 
     stages = part(query, key, value, mask=seen)
-    if is_global.any() and global_query is not None:
+    if is_global.any() and global_query is not None and global_key is not None and global_value is not None:
         by_global = part(global_query, global_key, global_value, mask=everything.expand_as(seen))
     elif is_global.any():
         by_global = part(query, key, value, mask=everything.expand_as(seen))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -18,19 +19,23 @@ from .records import indices
 _OPERATORS = {*READERS, "rope", "linear_attention"}
 
 
-def module_stages(module: nn.Module, inputs: tuple, keywords: dict, heads, rows) -> tuple[dict, Tensor, Tensor, object]:
+def module_stages(
+    module: nn.Module, inputs: tuple, keywords: dict, heads: Any, rows: Any
+) -> tuple[dict, Tensor, Tensor, object]:
     """(stages by name, heads, rows, what the module returned)"""
-    own = {InfiniAttention: infini_stages, LongformerSelfAttention: longformer_stages}.get(type(module))
+    stages_of: dict[type, Any] = {InfiniAttention: infini_stages, LongformerSelfAttention: longformer_stages}
+    own = stages_of.get(type(module))
     if own is not None:
         result = module(*inputs, **keywords)
         arguments = _bound(module, inputs, keywords)
         x = arguments["x"]
-        heads, rows = indices("heads", heads, module.num_heads), indices("rows", rows, x.shape[1])
+        heads, rows = indices("heads", heads, cast(int, module.num_heads)), indices("rows", rows, x.shape[1])
         return own(module, heads, rows, **arguments), heads, rows, result
 
-    calls, turned = [], []
+    calls: list[tuple[str, Any]] = []
+    turned: list[tuple[Tensor, Tensor]] = []
 
-    def on_call(func, operator: str, call: dict, outputs: tuple) -> None:
+    def on_call(func: Any, operator: str, call: dict, outputs: tuple) -> None:
         if operator == "rope":
             turned.append((call["x"], outputs[0]))
         elif operator == "linear_attention":
@@ -54,7 +59,15 @@ def module_stages(module: nn.Module, inputs: tuple, keywords: dict, heads, rows)
     return _stages(module, inputs, keywords, call, turned, heads, rows), heads, rows, result
 
 
-def _stages(module, inputs, keywords, scores: Scores, turned, heads: Tensor, rows: Tensor) -> dict[str, Tensor]:
+def _stages(
+    module: Any,
+    inputs: tuple,
+    keywords: dict,
+    scores: Scores,
+    turned: list[tuple[Tensor, Tensor]],
+    heads: Tensor,
+    rows: Tensor,
+) -> dict[str, Tensor]:
     before = dict(scores.before())
     for name, x in (("query", scores.query), ("key", scores.key)):
         for source, rotated in turned:  # what rope gave out is what attention read

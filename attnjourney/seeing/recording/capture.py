@@ -8,11 +8,14 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 from ...ops._call_observers import observers
 from ._dispatch_mode import OperatorCalls
@@ -69,7 +72,8 @@ class capture:
         self.captured = Captured()
         self._names = {} if model is None else {id(m): _plain(name) for name, m in model.named_modules()}
         self._layers = None if layers is None else self._resolve(layers)
-        self._mode, self._depth, self._handle = OperatorCalls(self._operator), 0, None
+        self._mode, self._depth = OperatorCalls(self._operator), 0
+        self._handle: RemovableHandle | None = None
         self._step, self._calls, self._bare = -1, 0, 0
         self._count = self._inside = 0
 
@@ -84,7 +88,7 @@ class capture:
         self._depth += 1
         return self.captured
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._depth -= 1
         if self._depth:
             return
@@ -101,14 +105,14 @@ class capture:
                 stacklevel=2,
             )
 
-    def _next_step(self, module, args) -> None:
+    def _next_step(self, module: nn.Module, args: Any) -> None:
         self._step += 1
         self._calls = self._bare = 0
 
-    def _resolve(self, layers) -> list[str | int]:
+    def _resolve(self, layers: Any) -> list[str | int]:
         """Names and call numbers."""
         layers = [layers] if isinstance(layers, (str, int, nn.Module)) else list(layers)
-        chosen = []
+        chosen: list[str | int] = []
         for layer in layers:
             if isinstance(layer, int):
                 chosen.append(layer)
@@ -119,8 +123,8 @@ class capture:
                 found = [name for name in self._names.values() if name == layer or (name and fnmatchcase(name, layer))]
             if not found:
                 what = type(layer).__name__ if isinstance(layer, nn.Module) else repr(layer)
-                known = [name for name in self._names.values() if name]
-                known = ", ".join(map(repr, known[:20])) + (", ..." if len(known) > 20 else "")
+                names = [name for name in self._names.values() if name]
+                known = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
                 raise ValueError(f"layers: expected names of modules of the model, {known}; or ints, got {what}")
             chosen += found
         return chosen
@@ -130,7 +134,7 @@ class capture:
 
     def _caller(self) -> str | None:
         """The name of the innermost module that is running: "" is the model itself, None no module of it."""
-        frame = sys._getframe(1)
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             code = frame.f_code
             if code.co_argcount:
@@ -148,7 +152,7 @@ class capture:
             for layer in self._layers
         )
 
-    def _operator(self, func, operator: str, call: dict, outputs: tuple) -> None:
+    def _operator(self, func: Any, operator: str, call: dict, outputs: tuple) -> None:
         if not self._inside:
             defaults = {a.name: a.default_value for a in func._schema.arguments}
             self._record(operator, lambda: READERS[operator](call, outputs), call, defaults, outputs[0])
@@ -168,7 +172,7 @@ class capture:
             with _disable_current_modes(), torch.no_grad():
                 self._record(name, lambda: FUNCTIONS[name](call), call, defaults, call["query"])
 
-    def _record(self, operator: str, scores: Callable[[], Scores], call: dict, defaults: dict, some: Tensor) -> None:
+    def _record(self, operator: str, read: Callable[[], Scores], call: dict, defaults: dict, some: Tensor) -> None:
         if isinstance(some, FakeTensor):
             raise RuntimeError("capture: expected tensors with numbers, got those of a tracer: run the model itself")
         caller = self._caller()
@@ -181,7 +185,7 @@ class capture:
             name, self._bare = f"{operator}.{self._bare}", self._bare + 1
         if not self._wants(name, number):
             return
-        scores = scores()
+        scores = read()
         heads = indices("heads", self.heads, scores.heads)
         rows = indices("rows", self.rows, scores.length, negative=operator == "varlen_attention")
         weights, lse = scores.weights(heads, rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ class Record:
         return f"Record({self.name!r}, {self.operator}, step {self.step}, weights {weights}{settings})"
 
 
-class Captured(Sequence):
+class Captured(Sequence[Record]):
     """The records in the order of the calls. captured[0] is the first; captured["name"] the latest of that name."""
 
     def __init__(self):
@@ -55,7 +56,11 @@ class Captured(Sequence):
     def __len__(self) -> int:
         return len(self.records)
 
-    def __getitem__(self, which: int | slice | str) -> Record | list[Record]:
+    @overload
+    def __getitem__(self, which: int | str) -> Record: ...
+    @overload
+    def __getitem__(self, which: slice) -> list[Record]: ...
+    def __getitem__(self, which):
         if not isinstance(which, str):
             return self.records[which]
         found = self.of(which)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ MOST_ROWS, MOST_KEYS, MOST_TABLES = 12, 12, 4  # of numbers that are shown
 SHOWN = ("scores", "softcapped", "bias", "alibi", "mask", "masked_scores", "weights", "dropped_weights", "output")
 
 
-def render(trace):
+def render(trace: Any) -> Any:
     """A rich renderable."""
     from rich.console import Group
     from rich.table import Table
@@ -31,7 +33,7 @@ def render(trace):
     return Group(title, summary, *(_head(trace, index, lead) for index in range(tables)))
 
 
-def _head(trace, index: int, lead: list[int]):
+def _head(trace: Any, index: int, lead: list[int]) -> Any:
     from rich.table import Table
 
     place = torch.unravel_index(torch.tensor(index), lead) if lead else ()
@@ -67,7 +69,7 @@ def _cells(name: str, x: Tensor, seen: Tensor) -> list[str]:
 
 
 def _numbers(x: Tensor) -> str:
-    x = x.tolist()
-    if len(x) > 2 and x == list(range(x[0], x[-1] + 1)):
-        return f"{x[0]} .. {x[-1]}"
-    return ", ".join(map(str, x[:8])) + (", …" if len(x) > 8 else "") if x else "none"
+    given = x.tolist()
+    if len(given) > 2 and given == list(range(given[0], given[-1] + 1)):
+        return f"{given[0]} .. {given[-1]}"
+    return ", ".join(map(str, given[:8])) + (", …" if len(given) > 8 else "") if given else "none"

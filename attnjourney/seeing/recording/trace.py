@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ class Trace(Mapping):
         result: what the module returned; None where there was no module.
     """
 
-    def __init__(self, title: str, stages: dict[str, Tensor], heads: Tensor, rows: Tensor, result=None):
+    def __init__(self, title: str, stages: dict[str, Tensor], heads: Tensor, rows: Tensor, result: Any = None):
         self.title, self.heads, self.rows, self.result = title, heads, rows, result
         self._stages = stages
 
@@ -70,7 +71,7 @@ class Trace(Mapping):
         return f"Trace({self.title}: " + ", ".join(f"{name} {tuple(x.shape)}" for name, x in self.items()) + ")"
 
 
-def _console(trace: Trace):
+def _console(trace: Trace) -> Any:
     import io
 
     from rich.console import Console
@@ -134,7 +135,7 @@ def trace(
     Raises:
         as attnjourney.attention; ValueError for a row or a head that is not there.
     """
-    options = dict(
+    options: dict[str, Any] = dict(
         scale=scale,
         enable_gqa=enable_gqa,
         causal_alignment=causal_alignment,
@@ -158,13 +159,13 @@ def trace(
         dropout_seed = draw_seed(query)
     heads = indices("heads", heads, number_of_heads(query, key, enable_gqa))
     rows = indices("rows", rows, query.shape[-2])
-    call = dict(attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, dropout_seed=dropout_seed, **options)
-    return Trace("attention", attention_stages(query, key, value, heads, rows, **call), heads, rows)
+    options |= dict(attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, dropout_seed=dropout_seed)
+    return Trace("attention", attention_stages(query, key, value, heads, rows, **options), heads, rows)
 
 
 @torch.no_grad()
 def trace_module(
-    module: nn.Module, *inputs, rows: Rows = None, heads: Sequence[int] | Tensor | None = None, **keywords
+    module: nn.Module, *inputs: Any, rows: Rows = None, heads: Sequence[int] | Tensor | None = None, **keywords: Any
 ) -> Trace:
     """Every stage of a module of attnjourney.nn, or of any module that makes one attention call.
 
