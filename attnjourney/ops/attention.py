@@ -128,25 +128,15 @@ def attention(
 
 
 def _fake(
-    *,
-    query,
-    key,
-    value,
-    attn_mask,
-    scale,
-    enable_gqa,
-    dropout_p,
-    is_causal,
-    causal_alignment,
-    prefix_length,
-    dropout_seed,
-    **options,
-):
+    *, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None, enable_gqa: bool,
+    dropout_p: float, is_causal: bool, causal_alignment: int, prefix_length: int, dropout_seed: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     lead = check(query, key, value, attn_mask, scale, enable_gqa, **options)
     return empty_results(query, value, lead)
 
 
-def _flops(*, query, key, value, **others):
+def _flops(*, query: torch.Size, key: torch.Size, value: torch.Size, **others: Any) -> tuple[int, ...]:
     """As torch counts F.scaled_dot_product_attention: masks are ignored; all but the forward recompute the scores."""
     batch_heads = math.prod(max(n, key[d], value[d]) for d, n in enumerate(query[:-2]))
     return attention_flops(batch_heads * query[-2] * key[-2], query, value, others)
@@ -166,7 +156,10 @@ _attention = register(
 )
 
 
-def _with_lse(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
+def _with_lse(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, **options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     if dropout_p > 0 and options.get("dropout_seed") is None:
         options["dropout_seed"] = draw_seed(query)
     return torch.ops.attnjourney.attention_forward.default(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from ..block_mask import BlockMask
 from ._attention_checks import alignment_index
@@ -117,7 +118,7 @@ class _NotDifferentiable(torch.autograd.Function):
         raise NotImplementedError(_NOT_DIFFERENTIABLE)
 
 
-def _autograd(operator, *args, **kwargs):
+def _autograd(operator: OpOverload, *args: Any, **kwargs: Any) -> Tensor:
     with below_autograd():
         weights = operator(*args, **kwargs)
     given = (*args, *kwargs.values())
@@ -127,7 +128,7 @@ def _autograd(operator, *args, **kwargs):
     return _NotDifferentiable.apply(weights, *tensors) if tensors else weights
 
 
-def _fake(query, key, lse, rows, heads, *args, **kwargs):
+def _fake(query: Tensor, key: Tensor, lse: Tensor, rows: Tensor, heads: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     lead = [*lse.shape[:-2], heads.shape[0]] if query.dim() >= 3 else []
     return query.new_empty((*lead, rows.shape[0], key.shape[-2]))
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from ..block_mask import BlockMask
 from ._attention_checks import check
@@ -34,7 +37,10 @@ def block_tensors(mask: BlockMask, query: Tensor, key: Tensor) -> tuple[Tensor, 
     return of_call(mask, query, key).tensors
 
 
-def block_attention(query, key, value, mask, dropout_p, is_causal, return_lse, options):
+def block_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, dropout_p: float, is_causal: bool, return_lse: bool,
+    options: dict[str, Any],
+) -> Any:  # fmt: skip
     """attnjourney.attention with a BlockMask; `options`: those of the operator."""
     blocks = block_tensors(mask, query, key)
     if not return_lse:
@@ -48,7 +54,10 @@ def block_attention(query, key, value, mask, dropout_p, is_causal, return_lse, o
 _CHECKED = ("window_size", "key_lengths", "query_lengths", "softcap", "sinks", "alibi_slopes")
 
 
-def _fake(*, query, key, value, block_offsets, block_elements, scale, enable_gqa, **options):
+def _fake(
+    *, query: Tensor, key: Tensor, value: Tensor, block_offsets: Tensor, block_elements: Tensor, scale: float | None,
+    enable_gqa: bool, **options: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     lead = check(query, key, value, None, scale, enable_gqa, **{name: options[name] for name in _CHECKED})
     size = block_elements.shape[-1]
     want = (*lead, -(-query.shape[-2] // size) + 1)
@@ -62,14 +71,17 @@ def _fake(*, query, key, value, block_offsets, block_elements, scale, enable_gqa
     return empty_results(query, value, lead)
 
 
-def _flops(*, query, key, value, block_offsets, block_index, block_elements, **others):
+def _flops(
+    *, query: torch.Size, key: torch.Size, value: torch.Size, block_offsets: torch.Size, block_index: torch.Size,
+    block_elements: torch.Size, **others: Any,
+) -> tuple[int, ...]:  # fmt: skip
     """Of the visible blocks."""
     batch_heads = math.prod(max(n, key[d], value[d]) for d, n in enumerate(query[:-2]))
     pairs = batch_heads * block_index[0] * block_elements[-1] ** 2 // max(1, math.prod(block_offsets[:-1]))
     return attention_flops(pairs, query, value, others)
 
 
-def _shared_blocks(rule, operator):
+def _shared_blocks(rule: Callable, operator: OpOverload) -> Callable:
     """The rule of attention; masks that differ between samples are one call a sample."""
     names = [a.name for a in operator._schema.arguments]
     at = [names.index(name) for name in BLOCKS]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import torch
 from torch import Tensor
 
 from ._attention_checks import check_per_head, check_scores
@@ -146,7 +147,9 @@ def check_options(
         need(fits, f"attn_mask: expected a shape that broadcasts to {want[:3]} and the keys", attn_mask)
 
 
-def _fake(*, query, key, value, lengths, block_table, **options):
+def _fake(
+    *, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, block_table: Tensor | None, **options: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     need(query.dim() == 4, "query: expected 4 dimensions", query)
     for name, x in (("key", key), ("value", value)):
         need(x.dim() == 4, f"{name}: expected 4 dimensions", x)
@@ -159,7 +162,7 @@ def _fake(*, query, key, value, lengths, block_table, **options):
     return query.new_empty((*query.shape[:3], value.shape[3])), empty_lse(query, *query.shape[:3])
 
 
-def _flops(*, query, key, value, block_table, **_):
+def _flops(*, query: torch.Size, key: torch.Size, value: torch.Size, block_table: torch.Size | None, **_: Any) -> int:
     """As if every sequence were as long as the cache: its length is not known from shapes."""
     batch, heads, rows, dim = query
     keys = key[2] * (block_table[1] if block_table is not None else 1)

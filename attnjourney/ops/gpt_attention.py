@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -45,7 +48,10 @@ def gpt_attention(
     return _gpt_attention(x, num_heads, qkv_weight, qkv_bias, out_weight, out_bias, dropout_p=dropout_p)
 
 
-def _fake(*, x, num_heads, qkv_weight, qkv_bias, out_weight, out_bias, dropout_p, **_):
+def _fake(
+    *, x: Tensor, num_heads: int, qkv_weight: Tensor, qkv_bias: Tensor | None, out_weight: Tensor,
+    out_bias: Tensor | None, dropout_p: float, **_: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     check_sequence("x", x)
     embed = x.shape[2]
     check_heads("num_heads", num_heads, "x's last dimension", embed)
@@ -59,20 +65,23 @@ def _fake(*, x, num_heads, qkv_weight, qkv_bias, out_weight, out_bias, dropout_p
     return x.new_empty(x.shape), x.new_empty(x.shape), lse, x.new_empty((batch, seq, 3 * embed))
 
 
-def _fake_backward(*, x, need, **_):
+def _fake_backward(*, x: Tensor, need: int, **_: Any) -> tuple[Tensor, ...]:
     embed = x.shape[2]
     shapes = x.shape, (3 * embed, embed), (3 * embed,), (embed, embed), (embed,)
     return empty_gradients(x, shapes, need)
 
 
-def _composite(*, x, num_heads, qkv_weight, qkv_bias, out_weight, out_bias, dropout_p, dropout_seed=None):
+def _composite(
+    *, x: Tensor, num_heads: int, qkv_weight: Tensor, qkv_bias: Tensor | None, out_weight: Tensor,
+    out_bias: Tensor | None, dropout_p: float, dropout_seed: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     qkv = F.linear(x, qkv_weight, qkv_bias).unflatten(-1, (3, num_heads, -1))  # (batch, seq, 3, heads, head_dim)
     q, k, v = qkv.transpose(-4, -2).unbind(-3)  # each (batch, heads, seq, head_dim)
     out = attention(q, k, v, None, dropout_p, True, dropout_seed=dropout_seed)
     return F.linear(out.transpose(-3, -2).flatten(-2), out_weight, out_bias)
 
 
-def _flops(*, x, num_heads, **_):
+def _flops(*, x: torch.Size, num_heads: int, **_: Any) -> tuple[int, ...]:
     batch, seq, embed = x
     head_dim = embed // num_heads
     return layer_flops(2 * batch * seq * embed * 4 * embed, batch, num_heads, seq, seq, head_dim, head_dim)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -60,7 +62,10 @@ def gqa(
     return _gqa(x, num_heads, num_kv_heads, *weights, cos=cos, sin=sin, is_causal=is_causal)
 
 
-def _check(*, x, num_heads, num_kv_heads, cos, sin, is_causal, **weights):
+def _check(
+    *, x: Tensor, num_heads: int, num_kv_heads: int, cos: Tensor | None, sin: Tensor | None, is_causal: bool,
+    **weights: Any,
+) -> None:  # fmt: skip
     check_sequence("x", x)
     batch, seq, embed = x.shape
     if num_heads <= 0:
@@ -80,12 +85,12 @@ def _check(*, x, num_heads, num_kv_heads, cos, sin, is_causal, **weights):
         check_weight(f"{kind}_weight", weights[f"{kind}_weight"], (n, columns), "x", x)
     for kind, n in rows.items():
         check_weight(f"{kind}_bias", weights[f"{kind}_bias"], (n,), "x", x)
-    if check_tables(cos, sin, batch, seq, "x", x) > head_dim:
+    if check_tables(cos, sin, batch, seq, "x", x) > head_dim and cos is not None:
         at_most = f"at most head_dim / 2 columns, head_dim is {head_dim}"
         raise ValueError(f"cos: expected {at_most}, got shape {tuple(cos.shape)}")
 
 
-def _fake(**arguments):
+def _fake(**arguments: Any) -> tuple[Tensor, ...]:
     _check(**arguments)
     x, num_heads = arguments["x"], arguments["num_heads"]
     q_weight, k_weight, v_weight, o_weight = (arguments[f"{kind}_weight"] for kind in "qkvo")
@@ -95,17 +100,22 @@ def _fake(**arguments):
     return out, query, key, value, attn, empty_lse(x, batch, num_heads, seq)
 
 
-def _fake_backward(*, x, q_weight, k_weight, v_weight, o_weight, need, **_):
+def _fake_backward(
+    *, x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor, o_weight: Tensor, need: int, **_: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     weights = [w.shape for w in (q_weight, k_weight, v_weight, o_weight)]
     shapes = [x.shape, *weights, *[shape[:1] for shape in weights]]
     return empty_gradients(x, shapes, need)
 
 
-def _composite(**arguments):
+def _composite(**arguments: Any) -> Tensor:
     return grouped_query_layer(torch.ops.attnjourney.attention, **arguments)
 
 
-def _flops(*, x, num_heads, q_weight, k_weight, v_weight, o_weight, **_):
+def _flops(
+    *, x: torch.Size, num_heads: int, q_weight: torch.Size, k_weight: torch.Size, v_weight: torch.Size,
+    o_weight: torch.Size, **_: Any,
+) -> tuple[int, ...]:  # fmt: skip
     batch, seq, _embed = x
     projections = 2 * batch * seq * sum(rows * columns for rows, columns in (q_weight, k_weight, v_weight, o_weight))
     head_dim, v_head_dim = q_weight[0] // num_heads, o_weight[1] // num_heads

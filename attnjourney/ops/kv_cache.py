@@ -22,11 +22,15 @@ A sequence that has lost tokens is one longer than its room: the caches' `check`
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import Tensor
+
 from ._fakes import need
 from ._inference import register_inference
 
 
-def _check_new(name, cache, new, lengths):
+def _check_new(name: str, cache: Tensor, new: Tensor, lengths: Tensor) -> None:
     need(cache.dim() == 4, f"{name}_cache: expected 4 dimensions", cache)
     need(new.dim() == 4, f"{name}: expected 4 dimensions", new)
     want = (lengths.shape[0], cache.shape[1], new.shape[2], cache.shape[3])
@@ -35,19 +39,21 @@ def _check_new(name, cache, new, lengths):
         raise RuntimeError(f"{name}: expected the dtype of {name}_cache, {cache.dtype}, got {new.dtype}")
 
 
-def _fake_append(*, key_cache, value_cache, lengths, key, value, **_):
+def _fake_append(
+    *, key_cache: Tensor, value_cache: Tensor | None, lengths: Tensor, key: Tensor, value: Tensor | None, **_: Any,
+) -> None:  # fmt: skip
     _check_new("key", key_cache, key, lengths)
     if (value_cache is None) != (value is None):
         raise ValueError("value: expected a tensor beside value_cache, and None without one")
-    if value is not None:
+    if value is not None and value_cache is not None:
         _check_new("value", value_cache, value, lengths)
 
 
-def _fake_truncate(*, lengths, new_lengths, **_):
+def _fake_truncate(*, lengths: Tensor, new_lengths: Tensor, **_: Any) -> None:
     need(new_lengths.shape == lengths.shape, f"new_lengths: expected shape {tuple(lengths.shape)}", new_lengths)
 
 
-def _fake_reorder(*, lengths, batch_index, **_):
+def _fake_reorder(*, lengths: Tensor, batch_index: Tensor, **_: Any) -> None:
     need(batch_index.shape == lengths.shape, f"batch_index: expected shape {tuple(lengths.shape)}", batch_index)
 
 

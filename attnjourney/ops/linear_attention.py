@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, overload
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from ._fakes import empty_lse
 from ._registration import register
@@ -113,7 +114,10 @@ def _parts(state: State | None) -> tuple[Tensor | None, Tensor | None]:
     return matrix, normalizer
 
 
-def _fake(*, query, key, value, initial_state, initial_normalizer, is_causal, normalize, key_padding_mask, **_):
+def _fake(
+    *, query: Tensor, key: Tensor, value: Tensor, initial_state: Tensor | None, initial_normalizer: Tensor | None,
+    is_causal: bool, normalize: bool, key_padding_mask: Tensor | None, **_: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 4:
             raise ValueError(f"{name}: expected 4 dimensions, got shape {tuple(x.shape)}")
@@ -122,16 +126,16 @@ def _fake(*, query, key, value, initial_state, initial_normalizer, is_causal, no
             raise RuntimeError(f"{name}: expected the dtype of query, {query.dtype}, got {x.dtype}")
     batch, heads, length, dim = query.shape
     kv_heads, kv_len, v_dim = key.shape[1], key.shape[2], value.shape[3]
-    expect = {
+    expect: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
         "key": (key, (batch, kv_heads, kv_len, dim)),
         "value": (value, (batch, kv_heads, kv_len, v_dim)),
         "key_padding_mask": (key_padding_mask, (batch, kv_len)),
         "initial_state": (initial_state, (batch, kv_heads, dim, v_dim)),
         "initial_normalizer": (initial_normalizer, (batch, kv_heads, dim)),
     }
-    for name, (x, shape) in expect.items():
-        if x is not None and tuple(x.shape) != shape:
-            raise ValueError(f"{name}: expected shape {shape}, got {tuple(x.shape)}")
+    for name, (given, shape) in expect.items():
+        if given is not None and tuple(given.shape) != shape:
+            raise ValueError(f"{name}: expected shape {shape}, got {tuple(given.shape)}")
     if is_causal and length != kv_len:
         raise ValueError(f"key: expected as many keys as query rows with is_causal, {length}, got {kv_len}")
     return (
@@ -142,7 +146,7 @@ def _fake(*, query, key, value, initial_state, initial_normalizer, is_causal, no
     )
 
 
-def _flops(*, query, key, value, **_):
+def _flops(*, query: torch.Size, key: torch.Size, value: torch.Size, **_: Any) -> tuple[int, ...]:
     """Products with the state, the least there is: q S and k^T v forwards; backwards these again (one of them), and
     two products of each gradient with a state, and its own."""
     state = 2 * query[3] * value[3]
@@ -154,7 +158,7 @@ def _flops(*, query, key, value, **_):
 # sample; tensors of the shape (0,) stand for what is not there.
 
 
-def _fold(signature, info, in_dims, arguments):
+def _fold(signature: OpOverload, info: Any, in_dims: tuple, arguments: tuple) -> Any:
     def one(x, dim):
         if not isinstance(x, Tensor):
             return x
@@ -165,16 +169,16 @@ def _fold(signature, info, in_dims, arguments):
     return signature(**{name: one(x, dim) for name, x, dim in zip(names, arguments, in_dims)})
 
 
-def _unfold(info, results):
+def _unfold(info: Any, results: Sequence[Tensor]) -> tuple[tuple, tuple]:
     split = [x.unflatten(0, (info.batch_size, x.shape[0] // info.batch_size)) if x.dim() > 1 else x for x in results]
     return tuple(split), tuple(0 if x.dim() > 1 else None for x in results)
 
 
-def _vmap_forward(info, in_dims, *arguments):
+def _vmap_forward(info: Any, in_dims: tuple, *arguments: Any) -> tuple[tuple, tuple]:
     return _unfold(info, _fold(torch.ops.attnjourney.linear_attention_forward.default, info, in_dims, arguments))
 
 
-def _vmap_backward(info, in_dims, *arguments):
+def _vmap_backward(info: Any, in_dims: tuple, *arguments: Any) -> tuple[tuple, tuple]:
     return _unfold(info, _fold(torch.ops.attnjourney.linear_attention_backward.default, info, in_dims, arguments))
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -71,15 +75,16 @@ def mha(
     )
 
 
-def _repeats_as_none(query, key, value, *rest):
+def _repeats_as_none(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple:
     """mha_forward's None: key is query, value is key. One variable, one product, one gradient."""
     return query, None if key is query else key, None if value is key else value, *rest
 
 
 def _check(
-    query, key, value, num_heads, in_proj_weight, in_proj_bias, out_proj_weight, out_proj_bias, attn_mask,
-    key_padding_mask, dropout_p,
-):  # fmt: skip
+    query: Tensor, key: Tensor | None, value: Tensor | None, num_heads: int, in_proj_weight: Tensor,
+    in_proj_bias: Tensor | None, out_proj_weight: Tensor, out_proj_bias: Tensor | None, attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None, dropout_p: float,
+) -> None:  # fmt: skip
     check_sequence("query", query)
     batch, length, embed = query.shape
     keys = length if key is None else key.shape[1] if key.dim() == 3 else 0
@@ -102,7 +107,9 @@ def _check(
     check_mask("key_padding_mask", key_padding_mask, ((batch, keys),), query)
 
 
-def _fake(*, query, key, num_heads, is_causal, dropout_seed, **others):
+def _fake(
+    *, query: Tensor, key: Tensor | None, num_heads: int, is_causal: bool, dropout_seed: Tensor | None, **others: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     _check(query, key, num_heads=num_heads, **others)
     batch, length, embed = query.shape
     keys = length if key is None else key.shape[1]
@@ -111,33 +118,27 @@ def _fake(*, query, key, num_heads, is_causal, dropout_seed, **others):
     return query.new_empty(query.shape), query.new_empty(query.shape), lse, projected
 
 
-def _fake_backward(*, query, key, value, attn_mask, key_padding_mask, need, **_):
+def _fake_backward(
+    *, query: Tensor, key: Tensor | None, value: Tensor | None, attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None, need: int, **_: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     embed = query.shape[2]
-    shapes = [None if x is None else x.shape for x in (query, key, value)]
+    shapes: list[Sequence[int] | None] = [None if x is None else x.shape for x in (query, key, value)]
     shapes += [(3 * embed, embed), (3 * embed,), (embed, embed), (embed,)]
     gradients = [query.new_empty(0 if shape is None else shape) for shape in shapes]
     for mask in (attn_mask, key_padding_mask):
-        floating = mask is not None and mask.is_floating_point()
-        gradients.append(mask.new_empty(mask.shape) if floating else query.new_empty(0))
+        if mask is not None and mask.is_floating_point():
+            gradients.append(mask.new_empty(mask.shape))
+        else:
+            gradients.append(query.new_empty(0))
     return tuple(g if need >> bit & 1 else query.new_empty(0) for bit, g in enumerate(gradients))
 
 
 def _composite(
-    *,
-    query,
-    key,
-    value,
-    num_heads,
-    in_proj_weight,
-    in_proj_bias,
-    out_proj_weight,
-    out_proj_bias,
-    attn_mask,
-    key_padding_mask,
-    is_causal,
-    dropout_p,
-    dropout_seed=None,
-):
+    *, query: Tensor, key: Tensor | None, value: Tensor | None, num_heads: int, in_proj_weight: Tensor,
+    in_proj_bias: Tensor | None, out_proj_weight: Tensor, out_proj_bias: Tensor | None, attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None, is_causal: bool, dropout_p: float, dropout_seed: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     key = query if key is None else key  # as mha_forward has them
     value = key if value is None else value
     weights = in_proj_weight.chunk(3)
@@ -152,7 +153,7 @@ def _composite(
     return F.linear(out.transpose(-3, -2).flatten(-2), out_proj_weight, out_proj_bias)
 
 
-def _flops(*, query, key, num_heads, **_):
+def _flops(*, query: torch.Size, key: torch.Size | None, num_heads: int, **_: Any) -> tuple[int, ...]:
     batch, length, embed = query
     keys = length if key is None else key[1]
     projections, head_dim = 2 * batch * (2 * length + 2 * keys) * embed * embed, embed // num_heads

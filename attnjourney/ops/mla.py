@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,9 +74,11 @@ def mla(
 
 
 def _check(
-    *, x, num_heads, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, q_a_weight, q_a_norm_weight, q_b_weight,
-    kv_a_weight, kv_a_norm_weight, kv_b_weight, o_weight, cos, sin, is_causal, scale, eps,
-):  # fmt: skip
+    *, x: Tensor, num_heads: int, qk_nope_head_dim: int, qk_rope_head_dim: int, v_head_dim: int,
+    q_a_weight: Tensor | None, q_a_norm_weight: Tensor | None, q_b_weight: Tensor, kv_a_weight: Tensor,
+    kv_a_norm_weight: Tensor, kv_b_weight: Tensor, o_weight: Tensor, cos: Tensor | None, sin: Tensor | None,
+    is_causal: bool, scale: float | None, eps: float,
+) -> None:  # fmt: skip
     check_sequence("x", x)
     batch, seq, embed = x.shape
     nope, rope, qk = qk_nope_head_dim, qk_rope_head_dim, qk_nope_head_dim + qk_rope_head_dim
@@ -121,7 +124,7 @@ def _check(
     check_scale(scale)
 
 
-def _fake(**arguments):
+def _fake(**arguments: Any) -> tuple[Tensor, ...]:
     _check(**arguments)
     names = ("q_a_weight", "q_b_weight", "kv_a_weight", "kv_b_weight", "o_weight")
     x, num_heads = arguments["x"], arguments["num_heads"]
@@ -135,11 +138,14 @@ def _fake(**arguments):
     return out, query, kv, kv_a, kv_rstd, q_a, q_rstd, attn, empty_lse(x, batch, num_heads, seq)
 
 
-def _composite(**arguments):
+def _composite(**arguments: Any) -> Tensor:
     return latent_layer(torch.ops.attnjourney.attention, **arguments)
 
 
-def _flops(*, x, num_heads, q_a_weight, q_b_weight, kv_a_weight, kv_b_weight, o_weight, **_):
+def _flops(
+    *, x: torch.Size, num_heads: int, q_a_weight: torch.Size | None, q_b_weight: torch.Size, kv_a_weight: torch.Size,
+    kv_b_weight: torch.Size, o_weight: torch.Size, **_: Any,
+) -> tuple[int, ...]:  # fmt: skip
     batch, seq, _embed = x
     weights = [w for w in (q_a_weight, q_b_weight, kv_a_weight, kv_b_weight, o_weight) if w is not None]
     projections = 2 * batch * seq * sum(rows * columns for rows, columns in weights)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
+import torch
 from torch import Tensor
 
 from ._decode_vmap import vmap_mla_decode
@@ -78,7 +79,9 @@ def mla_decode(
     return (out, lse) if return_lse else out
 
 
-def _fake(*, query, latent, lengths, kv_b_weight, block_table, **options):
+def _fake(
+    *, query: Tensor, latent: Tensor, lengths: Tensor, kv_b_weight: Tensor, block_table: Tensor | None, **options: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     need(query.dim() == 4, "query: expected 4 dimensions", query)
     if block_table is None:
         need(latent.dim() == 3 and latent.shape[0] == query.shape[0], "latent: expected (batch, capacity, dim)", latent)
@@ -94,16 +97,18 @@ def _fake(*, query, latent, lengths, kv_b_weight, block_table, **options):
     return query.new_empty((*query.shape[:3], v)), empty_lse(query, *query.shape[:3])
 
 
-def _dims(query, latent, weight):
+def _dims(query: torch.Size, latent: torch.Size, weight: torch.Size) -> tuple[int, int, int]:
     """kv_lora, nope, v from the shapes."""
     nope = query[3] - (latent[2] - weight[1])
     return weight[1], nope, weight[0] // query[1] - nope
 
 
-def _flops(*, query, latent, kv_b_weight, block_table, **_):
+def _flops(
+    *, query: torch.Size, latent: torch.Size, kv_b_weight: torch.Size, block_table: torch.Size | None, **_: Any,
+) -> int:  # fmt: skip
     """As if every sequence were as long as the cache; the products with W_UK and W_UV included."""
     kv_lora, nope, v = _dims(query, latent, kv_b_weight)
-    batch, heads, rows, _ = query
+    batch, heads, rows = query[:3]
     capacity = latent[1] if block_table is None else latent[1] * block_table[1]
     return 2 * batch * heads * rows * (kv_lora * (nope + v) + capacity * (latent[2] + kv_lora))
 

@@ -7,6 +7,7 @@ registers a node of its own and has no rope_forward and rope_backward (see _regi
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,18 +87,22 @@ class _Rope(Function):
         return _rope(x.flatten(0, 1), *tables, **options).unflatten(0, (size, batch)), 0
 
 
-def _autograd(x, cos, sin, *, interleaved=False, inverse=False):
+def _autograd(
+    x: Tensor, cos: Tensor | None, sin: Tensor | None, *, interleaved: bool = False, inverse: bool = False,
+) -> Tensor:  # fmt: skip
     if needs_node((x, cos, sin), {}):
         return _Rope.apply(x, cos, sin, interleaved, inverse)
     with below_autograd():
         return _rope(x, cos, sin, interleaved=interleaved, inverse=inverse)
 
 
-def _functorch(x, cos, sin, *, interleaved=False, inverse=False):
+def _functorch(
+    x: Tensor, cos: Tensor | None, sin: Tensor | None, *, interleaved: bool = False, inverse: bool = False,
+) -> Tensor:  # fmt: skip
     return _Rope.apply(x, cos, sin, interleaved, inverse)
 
 
-def _autograd_in_place(x, cos, sin, *, interleaved=False):
+def _autograd_in_place(x: Tensor, cos: Tensor | None, sin: Tensor | None, *, interleaved: bool = False) -> None:
     if needs_node((x, cos, sin), {}):
         raise NotImplementedError(f"{NAMESPACE}::rope_: in place there is no gradient; call {NAMESPACE}::rope")
     with below_autograd():
@@ -111,11 +116,11 @@ LIBRARY.impl("rope", _functorch, "FuncTorchDynamicLayerFrontMode")
 
 
 @partial(register_fake, _rope, lib=LIBRARY)
-def _fake(x, cos, sin, **_):
+def _fake(x: Tensor, cos: Tensor | None, sin: Tensor | None, **_: Any) -> Tensor:
     on_one_device({"x": x, "cos": cos, "sin": sin})
     return x.new_empty(x.shape)
 
 
 @partial(register_fake, _rope_in_place, lib=LIBRARY)
-def _fake_in_place(x, cos, sin, **_):
+def _fake_in_place(x: Tensor, cos: Tensor | None, sin: Tensor | None, **_: Any) -> None:
     on_one_device({"x": x, "cos": cos, "sin": sin})

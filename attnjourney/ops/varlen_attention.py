@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -85,7 +86,10 @@ def varlen_attention(
     )
 
 
-def _fake(*, query, key, value, cu_seqlens_q, cu_seqlens_k, scale, window_size, softcap, sinks, alibi_slopes, **_):
+def _fake(
+    *, query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, scale: float | None,
+    window_size: Sequence[int], softcap: float, sinks: Tensor | None, alibi_slopes: Tensor | None, **_: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     for name, t in (("query", query), ("key", key), ("value", value)):
         if t.dim() != 3:
             raise ValueError(f"{name}: expected 3 dimensions, got shape {tuple(t.shape)}")
@@ -94,14 +98,14 @@ def _fake(*, query, key, value, cu_seqlens_q, cu_seqlens_k, scale, window_size, 
     batch, heads = cu_seqlens_q.shape[0] - 1, query.shape[1]
     check_index("cu_seqlens_q", cu_seqlens_q, batch + 1)
     check_index("cu_seqlens_k", cu_seqlens_k, batch + 1)
-    for name, t in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
-        if t is not None:
-            check_per_head(name, t, query, batch, heads)
+    for name, numbers in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        if numbers is not None:
+            check_per_head(name, numbers, query, batch, heads)
     out = query.new_empty((query.shape[0], heads, value.shape[2]))
     return out, empty_lse(query, heads, query.shape[0])
 
 
-def _one_call_a_sample(info, in_dims, *arguments):
+def _one_call_a_sample(info: Any, in_dims: tuple, *arguments: Any) -> None:
     return None
 
 
