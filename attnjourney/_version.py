@@ -1,1 +1,3 @@
-__version__ = "0.1.0"  # the only place: pyproject.toml reads it from here
+"""The version of the package, which pyproject.toml reads too."""
+
+__version__ = "0.1.0"

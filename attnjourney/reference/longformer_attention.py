@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,11 +27,12 @@ def longformer_attention(
     scale: float | None = None,
 ) -> Tensor:
     """attnjourney.longformer_attention without dropout."""
-    if global_query is None or global_key is None or global_value is None:
-        global_query, global_key, global_value = query, key, value
+    of_globals: tuple[Any, Any, Any] = (global_query, global_key, global_value)
+    if global_query is None:
+        of_globals = (query, key, value)
     local, everything, is_global, exists = visible(query, window, dilation, global_mask, key_padding_mask, is_causal)
     out = attention(query, key, value, local, scale=scale)
-    own = attention(global_query, global_key, global_value, everything, scale=scale)
+    own = attention(*of_globals, everything, scale=scale)
     out = torch.where(is_global[:, None, :, None], own, out)
     return torch.where(exists[:, None, :, None], out, 0)
 

@@ -65,8 +65,9 @@ def latent_layer(
     nope, rope = qk_nope_head_dim, qk_rope_head_dim
 
     query = x
-    if q_a_weight is not None and q_a_norm_weight is not None:
-        query = rms_norm(linear(x, q_a_weight), q_a_norm_weight.shape, q_a_norm_weight, eps)  # (batch, seq, q_lora)
+    if q_a_weight is not None:
+        norm: Any = q_a_norm_weight
+        query = rms_norm(linear(x, q_a_weight), norm.shape, norm, eps)  # (batch, seq, q_lora)
     query = linear(query, q_b_weight).unflatten(-1, (num_heads, nope + rope)).transpose(1, 2)
     query_nope, query_rope = query.split([nope, rope], -1)
     query = torch.cat([query_nope, rotate_interleaved(query_rope, cos, sin)], -1)  # (batch, H, seq, nope + rope)

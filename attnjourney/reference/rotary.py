@@ -13,10 +13,10 @@ from torch import Tensor
 
 def rotate_half_split(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
     """Pair j is (x[j], x[j + rotary_dim / 2]), as in GPT-NeoX and Llama. Without tables x itself."""
-    if cos is None or sin is None:
+    if cos is None:
         return x
     half = cos.shape[-1]
-    cos, sin = _beside(x, cos), _beside(x, sin)
+    cos, sin = _for_heads_of(x, cos), _for_heads_of(x, sin)
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
     return torch.cat([turned.to(x.dtype), rest], -1)
@@ -24,15 +24,17 @@ def rotate_half_split(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tens
 
 def rotate_interleaved(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
     """Pair j is (x[2 j], x[2 j + 1]), as in GPT-J and DeepSeek. Without tables x itself."""
-    if cos is None or sin is None:
+    if cos is None:
         return x
     rotary_dim = 2 * cos.shape[-1]
-    cos, sin = _beside(x, cos), _beside(x, sin)
+    cos, sin = _for_heads_of(x, cos), _for_heads_of(x, sin)
     first, second, rest = x[..., 0:rotary_dim:2], x[..., 1:rotary_dim:2], x[..., rotary_dim:]
     turned = torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2)
     return torch.cat([turned.to(x.dtype), rest], -1)
 
 
-def _beside(x: Tensor, table: Tensor) -> Tensor:
+def _for_heads_of(x: Tensor, table: Tensor | None) -> Tensor:
     """A table (batch, seq, half) with a dimension for the heads of x where x has one."""
+    if table is None:
+        raise ValueError("cos, sin: expected both tables or none")
     return table.unsqueeze(1) if table.dim() == 3 and x.dim() == 4 else table
