@@ -51,21 +51,11 @@ SM90_FORWARD = [
     ("K refilled without waiting", "sm90/forward_producer.cuh", "ptx::mbarrier_wait(b.k_empty", "(void)(b.k_empty"),
     ("V refilled without waiting", "sm90/forward_producer.cuh", "ptx::mbarrier_wait(b.v_empty", "(void)(b.v_empty"),
     ("Q refilled without waiting", "sm90/forward_producer.cuh", "ptx::mbarrier_wait(b.q_empty", "(void)(b.q_empty"),
-    ("K used before it landed", "sm90/forward.cuh", "ptx::mbarrier_wait(b.k_full", "(void)(b.k_full"),
-    ("V used before it landed", "sm90/forward.cuh", "ptx::mbarrier_wait(b.v_full", "(void)(b.v_full"),
-    (
-        "output read before its products are done",
-        "sm90/forward.cuh",
-        "const bool moved = softmax();\n        ptx::wgmma_wait<0>();",
-        "const bool moved = softmax();",
-    ),
-    ("Q never released", "sm90/forward.cuh", "release(b.q_empty + 8 * query_stage());", ""),
-    (
-        "Q released while others still read their slot",
-        "sm90/forward.cuh",
-        "      __syncwarp();\n      release(b.q_empty",
-        "      release(b.q_empty",
-    ),
+    ("K used before it landed", "sm90/forward.cuh", "ptx::mbarrier_wait(barriers.k_full", "(void)(barriers.k_full"),
+    ("V used before it landed", "sm90/forward.cuh", "ptx::mbarrier_wait(barriers.v_full", "(void)(barriers.v_full"),
+    ("output read before its products are done", "sm90/forward.cuh", "@output_done", ""),
+    ("Q never released", "sm90/forward.cuh", "release(barriers.q_empty + 8 * query_stage());", ""),
+    ("Q released while others still read their slot", "sm90/forward.cuh", "@slot_read", ""),
     ("TMA reads the output without a proxy fence", "sm90/forward_output.cuh", "    ptx::fence_proxy_async();\n", ""),
     ("output staged while TMA still reads it", "sm90/forward_output.cuh", "@output_stored", ""),
     (
@@ -78,14 +68,14 @@ SM90_FORWARD = [
     (
         "border tile not masked",
         "sm90/forward_producer.cuh",
-        "x.whole_end = own.whole_end;",
-        "x.whole_end = own.whole_end + 1;",
+        "x.tiles.whole_end = own.whole_end;",
+        "x.tiles.whole_end = own.whole_end + 1;",
     ),
     (
         "probabilities of the last reference",
         "sm90/forward.cuh",
-        "every o[e] *= soft.alpha[e >> 1 & 1]",
-        "o[e] *= soft.alpha[e & 1]",
+        "out[e] *= soft.alpha[e >> 1 & 1]",
+        "out[e] *= soft.alpha[e & 1]",
     ),
     (
         "transaction count too small",
@@ -104,8 +94,8 @@ SM90_FORWARD = [
     (
         "the tile below the window is taken for the prefix's",
         "sm90/forward.cuh",
-        "after = ptx::uniform(x.y) - 1;",
-        "after = n - 1;",
+        "next_tile = ptx::uniform(tiles.prefix) - 1;",
+        "next_tile = key_tile - 1;",
     ),
     (
         "key heads by remainder instead of quotient",
@@ -402,7 +392,7 @@ OFFSETS = [
 ]
 NAN_SM90_FORWARD = [
     ("no look at the values", "sm90/forward.cuh", "if (!S::kRanged || !hides) return false;", "return false;"),
-    ("a value looked at before it landed", "sm90/forward.cuh", "      wait_v(c);\n      return", "      return"),
+    ("a value looked at before it landed", "sm90/forward.cuh", "@value_landed", ""),
     (
         "a quarter of the tile looked at",
         "sm90/finite.cuh",
@@ -410,7 +400,7 @@ NAN_SM90_FORWARD = [
         "return now[0];",
     ),
     ("the same step again", "sm90/finite.cuh", "a[i][e] = a[i + 1][e];", ";"),
-    ("a value never released", "sm90/forward.cuh", "      __syncwarp();\n      release_v(c);\n", ""),
+    ("a value never released", "sm90/forward.cuh", "@value_released", ""),
 ]
 PADDING = [("rows past the length", "sm90/rows.cuh", "if (end >= min(row + Rows, length)) {", "if (true) {")]
 NAN_SM80_BACKWARD = [

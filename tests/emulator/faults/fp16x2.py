@@ -60,7 +60,7 @@ FORWARD = [
     ("change of the values' scale forgotten", SPLIT, "soft.alpha[1] *= unit * scale.y;", ""),
     ("scale of the first rows for all", SPLIT, "(x.row + 64 * group) / Fp16x2Size<D>", "x.row / Fp16x2Size<D>"),
     ("key heads by remainder", SPLIT, "x.head / p.group)", "x.head % w.kv_heads)"),
-    ("mask off by one tile", SPLIT, "n < x.whole_begin || n >= x.whole_end", "n > x.whole_end"),
+    ("mask off by one tile", SPLIT, "n < x.tiles.whole_begin || n >= x.tiles.whole_end", "n > x.tiles.whole_end"),
     ("output not rescaled", SPLIT, "o[e] * soft.alpha[e >> 1 & 1] +", "o[e] +"),
     ("rows past the end are written", SPLIT, "if (r >= p.q_len) continue;", ""),
     ("rows that see nothing not written", SPLIT, "write_zeros(r0, t, x, p);", ""),

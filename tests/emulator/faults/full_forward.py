@@ -27,7 +27,12 @@ PLAIN = [  # without a floating mask
     ("queries of the first sequence for all", PRODUCER, "first.q_begin + first.row", "first.row"),
     ("values of the next sequence leak", PRODUCER, "sequence.k_begin + tiles.key_end", "p.kv_len"),
     ("what the mask hides in part taken for whole", SHAPE, "kinds ? TileKinds::kind(kinds, n) :", ""),
-    ("what ranges hide in part taken for whole", SHAPE, "(n < whole_begin || n >= whole_end)", "n < whole_begin"),
+    (
+        "what ranges hide in part taken for whole",
+        SHAPE,
+        "(n < tiles.whole_begin || n >= tiles.whole_end)",
+        "n < tiles.whole_begin",
+    ),
     (
         "the mask's rows exchanged",
         SCORES,

@@ -11,8 +11,9 @@
 
 namespace attnjourney {
 
+// One thread of a consumer warpgroup.
 template <class S>
-struct Sm90Forward {
+struct Sm90ForwardConsumer {
   using T = typename S::T;
   using Slot = Sm90ForwardSlot;
   using Barriers = Sm90ForwardBarriers<S>;
@@ -20,229 +21,246 @@ struct Sm90Forward {
   using Guard = Sm90ForwardGuard<S>;
   using Products = Sm90ForwardProducts<S>;
 
-  static __device__ __forceinline__ void consume(uint32_t smem, unsigned char* base, const Barriers& b,
-                                                 const Slot* slots, const ptx::TensorMap& out_map,
-                                                 const ForwardTask& p) {
-    const int group = ptx::uniform(threadIdx.x / 128) - 1, lane = threadIdx.x % 32, t = lane % 4;
-    const int r0 = (threadIdx.x - 128) / 32 * 16 + lane / 4;  // this thread's row of the tile; and r0 + 8
-    const float scale = p.scale_log2;
-    auto release = [&](uint32_t bar) {
-      if (lane == 0) ptx::mbarrier_arrive(bar);
-    };
-    auto token_wait = [&] {
-      if (S::kPingPong) ptx::bar_sync(1 + group, 256);
-    };
-    auto token_pass = [&] {
-      if (S::kPingPong) ptx::bar_arrive(1 + (group + 1 == S::kGroups ? 0 : group + 1), 256);
-    };
-    if (S::kPingPong && group == S::kGroups - 1) ptx::bar_arrive(1, 256);
+  const uint32_t smem;
+  unsigned char* const base;
+  const Barriers& barriers;
+  const Slot* const slots;
+  const ptx::TensorMap& out_map;
+  const ForwardTask& task;
+  const int group, lane, own_row;  // own_row: of the tile; the thread has own_row + 8, too
+  const uint32_t zero;             // 0, unknown to ptxas, which would put `early` where the weights are still read
 
-    float o[S::kDv / 2], s[S::kKeys / 2];
-    Sm90ForwardSoftmax<S> soft;
+  float out[S::kDv / 2], scores[S::kKeys / 2];
+  uint32_t weights[S::kKeys / 16][4];  // of key tile `count`
+  Sm90ForwardSoftmax<S> soft;
+  int round = 0;       // tiles so far
+  int count = 0;       // key tiles so far
+  int key_tile = 0;    // the number of the one whose scores were last computed
+  int next_tile = 0;   // of the one after it; less than 0: there is none
+  bool hides = false;  // does it hide any key?
+  int turn = 0;        // of the flags
+  int2 next;           // start and first of the next slot
+
+  __device__ __forceinline__ Sm90ForwardConsumer(uint32_t smem_, unsigned char* base_, const Barriers& barriers_,
+                                                 const ptx::TensorMap& out_map_, const ForwardTask& task_)
+      : smem(smem_),
+        base(base_),
+        barriers(barriers_),
+        slots(reinterpret_cast<const Slot*>(base_ + S::kSlotsAt)),
+        out_map(out_map_),
+        task(task_),
+        group(ptx::uniform(threadIdx.x / 128) - 1),
+        lane(threadIdx.x % 32),
+        own_row((threadIdx.x - 128) / 32 * 16 + lane / 4),
+        zero(uint32_t(task_.total) >> 31) {
     soft.alpha[0] = soft.alpha[1] = 1.f;
-    uint32_t pr[S::kKeys / 16][4];
-    int round = 0;  // tiles so far
-    int c = 0;      // key tiles so far; pr holds the probabilities of this one
-    int n = 0;      // its number
-    int after = 0;  // that of the one after it
-    bool hides = false;
-    int turn = 0;  // of the flags
+  }
 
-    // where registers are few, what follows from `round` is not held
-    auto rounds = [&] { return S::kTight ? int(ptx::opaque(round)) : round; };
-    auto query_stage = [&] { return group * S::kQueryStages + rounds() % S::kQueryStages; };
-    auto qk = [&](int stage) {  // issue S = Q K^T
-      Products::scores(s, smem + query_stage() * S::kQueryBytes, smem + S::kKeyAt + stage * S::kKeyBytes);
-    };
-    auto pv = [&](int stage) {  // issue O += P V
-      Products::output(o, pr, smem + S::kValueAt + stage * S::kValueBytes);
-    };
-    auto wait_k = [&](int count) { ptx::mbarrier_wait(b.k_full + 8 * (count % S::kStages), count / S::kStages & 1); };
-    auto wait_v = [&](int count) { ptx::mbarrier_wait(b.v_full + 8 * (count % S::kStages), count / S::kStages & 1); };
-    auto release_k = [&](int count) { release(b.k_empty + 8 * (count % S::kStages)); };
-    auto release_v = [&](int count) { release(b.v_empty + 8 * (count % S::kStages)); };
-    const uint32_t zero = uint32_t(p.total) >> 31;  // unknown to ptxas, which would put `early` where pr is still read
-    auto pack = [&] {
-#pragma unroll
-      for (int kk = 0; kk < S::kKeys / 16; kk++)
-#pragma unroll
-        for (int q = 0; q < 4; q++)
-          pr[kk][q] = 2 * kk + q / 2 < S::kAhead ? soft.early[4 * kk + q] ^ zero
-                                                 : ptx::pack2<T>(s[8 * kk + 2 * q], s[8 * kk + 2 * q + 1]);
-    };
-    auto slot = [&](int before = 0) -> const Slot& { return slots[group * 4 + (rounds() - before) % 4]; };
-    auto softmax = [&] {
-      if (hides) {
-        const Slot& x = slot();
-        soft.hide(s, p, x.sequence(p), x.row + r0, n * S::kKeys + 2 * t);
-      }
-      return soft.run(s, scale);
-    };
-    const int whole = p.kv_len / S::kKeys;
-    auto look = [&] {  // under the products: does key tile n hide anything, and which one follows?
-      after = n - 1;
-      hides = n >= whole;
-      if constexpr (S::kRanged) {
-        const int4 x = *reinterpret_cast<const int4*>(&slot().begin);
-        if (n == x.x) after = ptx::uniform(x.y) - 1;
-        hides = n < x.z || n >= x.w;
-      }
-    };
-    // The rule for numbers that are not finite (csrc/README.md), where a tile hides something: O += P V by mma.sync.
-    auto leaks = [&] {
-      if (!S::kRanged || !hides) return false;
-      wait_v(c);
-      return !Guard::finite(base + S::kValueAt + c % S::kStages * S::kValueBytes, base + S::kFlagsAt, turn);
-    };
-    auto guarded_pv = [&] {
-      Guard::product(o, pr, smem + S::kValueAt + c % S::kStages * S::kValueBytes);
-      if constexpr (S::kTight) {  // or they would be held beside what the product needs
-#pragma unroll
-        for (int e = 0; e < S::kKeys / 2; e++) s[e] = 0.f;
-      }
-      __syncwarp();
-      release_v(c);
-    };
-    auto clear = [&] {
-#pragma unroll
-      for (int e = 0; e < S::kDv / 2; e++) o[e] = 0.f;
-    };
-    int2 next;         // start, first
-    auto peek = [&] {  // where the next tile starts; less than 0: there is none
-      ptx::mbarrier_wait(b.q_full + 8 * query_stage(), round / S::kQueryStages & 1);
-      next = *reinterpret_cast<const int2*>(&slot());
-      return ptx::uniform(next.x);
-    };
-    auto release_q = [&] {
-      __syncwarp();
-      release(b.q_empty + 8 * query_stage());
-      round++;
-    };
-    auto enter = [&] {
-      n = ptx::uniform(next.y);
-      soft.start();
-    };
+  // ---- what the warpgroups and the producer wait for ----
 
+  __device__ __forceinline__ void release(uint32_t bar) const {
+    if (lane == 0) ptx::mbarrier_arrive(bar);
+  }
+  __device__ __forceinline__ void token_wait() const {
+    if (S::kPingPong) ptx::bar_sync(1 + group, 256);
+  }
+  __device__ __forceinline__ void token_pass() const {
+    if (S::kPingPong) ptx::bar_arrive(1 + (group + 1 == S::kGroups ? 0 : group + 1), 256);
+  }
+  __device__ __forceinline__ void wait_k(int number) const {
+    ptx::mbarrier_wait(barriers.k_full + 8 * (number % S::kStages), number / S::kStages & 1);
+  }
+  __device__ __forceinline__ void wait_v(int number) const {
+    ptx::mbarrier_wait(barriers.v_full + 8 * (number % S::kStages), number / S::kStages & 1);
+  }
+  __device__ __forceinline__ void release_k(int number) const { release(barriers.k_empty + 8 * (number % S::kStages)); }
+  __device__ __forceinline__ void release_v(int number) const { release(barriers.v_empty + 8 * (number % S::kStages)); }
+
+  // ---- the tile of rows ----
+
+  // where registers are few, what follows from `round` is not held
+  __device__ __forceinline__ int rounds() const { return S::kTight ? int(ptx::opaque(round)) : round; }
+  __device__ __forceinline__ int query_stage() const { return group * S::kQueryStages + rounds() % S::kQueryStages; }
+  __device__ __forceinline__ const Slot& slot(int before = 0) const {
+    return slots[group * 4 + (rounds() - before) % 4];
+  }
+  __device__ __forceinline__ int peek() {  // where the next tile starts; less than 0: there is none
+    ptx::mbarrier_wait(barriers.q_full + 8 * query_stage(), round / S::kQueryStages & 1);
+    next = *reinterpret_cast<const int2*>(&slot());
+    return ptx::uniform(next.x);
+  }
+  __device__ __forceinline__ void enter() {
+    key_tile = ptx::uniform(next.y);
+    soft.start();
+  }
+  __device__ __forceinline__ void release_q() {
+    __syncwarp();  // @slot_read: by every lane
+    release(barriers.q_empty + 8 * query_stage());
+    round++;
+  }
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int e = 0; e < S::kDv / 2; e++) out[e] = 0.f;
+  }
+
+  // ---- one key tile ----
+
+  __device__ __forceinline__ uint32_t value_of(int number) const {
+    return smem + S::kValueAt + number % S::kStages * S::kValueBytes;
+  }
+  __device__ __forceinline__ void issue_scores(int number) {
+    Products::scores(scores, smem + query_stage() * S::kQueryBytes,
+                     smem + S::kKeyAt + number % S::kStages * S::kKeyBytes);
+  }
+  __device__ __forceinline__ void issue_output(int number) { Products::output(out, weights, value_of(number)); }
+  __device__ __forceinline__ void pack() {
+#pragma unroll
+    for (int kk = 0; kk < S::kKeys / 16; kk++)
+#pragma unroll
+      for (int q = 0; q < 4; q++)
+        weights[kk][q] = 2 * kk + q / 2 < S::kAhead ? soft.early[4 * kk + q] ^ zero
+                                                    : ptx::pack2<T>(scores[8 * kk + 2 * q], scores[8 * kk + 2 * q + 1]);
+  }
+  __device__ __forceinline__ void rescale() {
+#pragma unroll
+    for (int e = 0; e < S::kDv / 2; e++) out[e] *= soft.alpha[e >> 1 & 1];
+  }
+  __device__ __forceinline__ bool softmax() {
+    if (hides) {
+      const Slot& x = slot();
+      soft.hide(scores, task, x.sequence(task), x.row + own_row, key_tile * S::kKeys + 2 * (lane % 4));
+    }
+    return soft.run(scores, task.scale_log2);
+  }
+  // under the products: does the key tile hide anything, and which one follows?
+  __device__ __forceinline__ void look() {
+    next_tile = key_tile - 1;
+    hides = key_tile >= task.kv_len / S::kKeys;
+    if constexpr (S::kRanged) {
+      const typename Slot::TileRange tiles = slot().tiles;
+      if (key_tile == tiles.begin) next_tile = ptx::uniform(tiles.prefix) - 1;
+      hides = key_tile < tiles.whole_begin || key_tile >= tiles.whole_end;
+    }
+  }
+  // Scores of the key tile that is the `number`th, to weights but for packing; WithOutput: under the products and the
+  // softmax runs O += P V of the one before. Returns whether the reference moved.
+  template <bool WithOutput>
+  __device__ __forceinline__ bool step(int number) {
+    wait_k(number);
+    token_wait();
+    issue_scores(number);
+    if (WithOutput) {
+      wait_v(number - 1);
+      issue_output(number - 1);
+    }
+    token_pass();
+    look();
+    ptx::wgmma_wait<WithOutput ? 1 : 0>();
+    ptx::keep(scores);
+    release_k(number);
+    const bool moved = softmax();
+    if (WithOutput) finish_output(number - 1);
+    return moved;
+  }
+  __device__ __forceinline__ void finish_output(int number) {
+    ptx::wgmma_wait<0>();  // @output_done
+    ptx::keep(out);
+    release_v(number);
+  }
+  // key tiles that only other warpgroups see
+  __device__ __forceinline__ void pass_over(int number) {
+    token_wait();
+    token_pass();
+    wait_k(number);
+    wait_v(number);
+    __syncwarp();  // @lanes_met: none may still wait when the next phase but one begins
+    release_k(number);
+    release_v(number);
+  }
+
+  // Where a tile hides something and a value is not finite, O += P V is left to mma.sync (forward_guard.cuh).
+  __device__ __forceinline__ bool needs_fallback() {
+    if (!S::kRanged || !hides) return false;
+    wait_v(count);  // @value_landed
+    return !Guard::finite(base + S::kValueAt + count % S::kStages * S::kValueBytes, base + S::kFlagsAt, turn);
+  }
+  __device__ __forceinline__ void guarded_output() {
+    Guard::product(out, weights, value_of(count));
+    if constexpr (S::kTight) {  // or they would be held besides what the product needs
+#pragma unroll
+      for (int e = 0; e < S::kKeys / 2; e++) scores[e] = 0.f;
+    }
+    __syncwarp();
+    release_v(count);  // @value_released
+  }
+
+  __device__ __forceinline__ void run() {
+    if (S::kPingPong && group == S::kGroups - 1) ptx::bar_arrive(1, 256);
     int start = peek();
     for (bool started = false;;) {
       if (!started) {
         for (; start == 0; start = peek()) {
-          Output::write_zeros(r0, t, slot(), p);
+          Output::write_zeros(own_row, lane % 4, slot(), task);
           release_q();
         }
         if (start < 0) break;
         enter();
-        for (int k = 1; k < start; k++, c++) {  // key tiles that only other warpgroups see
-          token_wait();
-          token_pass();
-          wait_k(c);
-          wait_v(c);
-          __syncwarp();  // @lanes_met: none may still wait when the next phase but one begins
-          release_k(c);
-          release_v(c);
-        }
-        wait_k(c);
-        token_wait();
-        qk(c % S::kStages);
-        token_pass();
-        look();
-        ptx::wgmma_wait<0>();
-        ptx::keep(s);
-        release_k(c);
-        softmax();
+        for (int k = 1; k < start; k++, count++) pass_over(count);
+        step<false>(count);
         pack();
         clear();
       }
-      while (after >= 0) {
-        if (leaks()) {
-          guarded_pv();
-          n = after;
-          wait_k(c + 1);
-          token_wait();
-          qk((c + 1) % S::kStages);
-          token_pass();
-          look();
-          ptx::wgmma_wait<0>();
-          ptx::keep(s);
-          release_k(c + 1);
-          const bool moved = softmax();
-          pack();
-          if (moved) {
-#pragma unroll
-            for (int e = 0; e < S::kDv / 2; e++) o[e] *= soft.alpha[e >> 1 & 1];
-          }
-          c++;
-          continue;
+      while (next_tile >= 0) {
+        bool moved;
+        if (needs_fallback()) {
+          guarded_output();
+          key_tile = next_tile;
+          moved = step<false>(count + 1);
+        } else {
+          key_tile = next_tile;
+          moved = step<true>(count + 1);
         }
-        n = after;
-        wait_k(c + 1);
-        token_wait();
-        qk((c + 1) % S::kStages);
-        wait_v(c);
-        pv(c % S::kStages);
-        token_pass();
-        look();
-        ptx::wgmma_wait<1>();
-        ptx::keep(s);
-        release_k(c + 1);
-        const bool moved = softmax();
-        ptx::wgmma_wait<0>();
-        ptx::keep(o);
-        release_v(c);
         pack();
-        if (moved) {
-#pragma unroll
-          for (int e = 0; e < S::kDv / 2; e++) o[e] *= soft.alpha[e >> 1 & 1];
-        }
-        c++;
+        if (moved) rescale();
+        count++;
       }
       release_q();  // first: the last values come after the next tile's queries
-      const bool rare = leaks();
-      if (rare) guarded_pv();
+      const bool fallback = needs_fallback();
+      if (fallback) guarded_output();
       const float last_max[2] = {soft.max[0], soft.max[1]}, last_sum[2] = {soft.sum[0], soft.sum[1]};
       start = peek();
-      started = start == 1 && !rare;
+      started = start == 1 && !fallback;
       if (started) {  // as above, across two tiles
         enter();
-        wait_k(c + 1);
-        token_wait();
-        qk((c + 1) % S::kStages);
-        wait_v(c);
-        pv(c % S::kStages);
-        token_pass();
-        look();
-        ptx::wgmma_wait<1>();
-        ptx::keep(s);
-        release_k(c + 1);
-        softmax();
-        ptx::wgmma_wait<0>();
-        ptx::keep(o);
-        release_v(c);
-      } else if (!rare) {
-        wait_v(c);
-        pv(c % S::kStages);
-        ptx::wgmma_wait<0>();
-        ptx::keep(o);
-        release_v(c);
+        step<true>(count + 1);
+      } else if (!fallback) {
+        wait_v(count);
+        issue_output(count);
+        finish_output(count);
       }
       if (started) pack();
-      c++;
+      count++;
       if (S::kStore)
-        Output::store(o, last_max, last_sum, r0, lane, smem, base, slot(1), out_map, p);
+        Output::store(out, last_max, last_sum, own_row, lane, smem, base, slot(1), out_map, task);
       else
-        Output::write(o, last_max, last_sum, scale, r0, t, slot(1), p);
+        Output::write(out, last_max, last_sum, task.scale_log2, own_row, lane % 4, slot(1), task);
       clear();
     }
     if (S::kStore && lane == 0) ptx::bulk_wait_read<0>();
   }
+};
 
-  static __device__ __forceinline__ void run(const Sm90ForwardMaps& maps, const ForwardTask& p) {
+template <class S>
+struct Sm90Forward {
+  static __device__ __forceinline__ void run(const Sm90ForwardMaps& maps, const ForwardTask& task) {
+    using Barriers = Sm90ForwardBarriers<S>;
     sm90_forward_roles<S>(
-        [&](uint32_t smem, unsigned char* base, const Barriers& b) {
-          Sm90ForwardProducer<S>{{smem, b, maps, p}, reinterpret_cast<Slot*>(base + S::kSlotsAt)}.run();
+        [&](uint32_t smem, unsigned char* base, const Barriers& barriers) {
+          auto* const slots = reinterpret_cast<Sm90ForwardSlot*>(base + S::kSlotsAt);
+          Sm90ForwardProducer<S>{{smem, barriers, maps, task}, slots}.run();
         },
-        [&](uint32_t smem, unsigned char* base, const Barriers& b) {
-          consume(smem, base, b, reinterpret_cast<const Slot*>(base + S::kSlotsAt), maps.out, p);
+        [&](uint32_t smem, unsigned char* base, const Barriers& barriers) {
+          Sm90ForwardConsumer<S>(smem, base, barriers, maps.out, task).run();
         });
   }
 };
@@ -250,8 +268,8 @@ struct Sm90Forward {
 // grid: at most the number of tiles
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
-    sm90_forward(const __grid_constant__ Sm90ForwardMaps maps, const __grid_constant__ ForwardTask p) {
-  Sm90Forward<Shape>::run(maps, p);
+    sm90_forward(const __grid_constant__ Sm90ForwardMaps maps, const __grid_constant__ ForwardTask task) {
+  Sm90Forward<Shape>::run(maps, task);
 }
 
 }  // namespace attnjourney

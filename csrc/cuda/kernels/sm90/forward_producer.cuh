@@ -97,10 +97,10 @@ struct Sm90ForwardProducer : Sm90ForwardLoads<S> {
     const int last =
         x.first >= tiles.begin ? x.first - tiles.begin + tiles.prefix : x.first;  // how many come before it
     x.start = !more ? -1 : count ? count - last : 0;
-    x.begin = tiles.begin;
-    x.prefix = tiles.prefix;
-    x.whole_begin = own.whole_begin;
-    x.whole_end = own.whole_end;
+    x.tiles.begin = tiles.begin;
+    x.tiles.prefix = tiles.prefix;
+    x.tiles.whole_begin = own.whole_begin;
+    x.tiles.whole_end = own.whole_end;
     x.row = t.row;
     x.head = t.head;
     x.batch = t.batch;
@@ -127,12 +127,13 @@ struct Sm90ForwardProducer : Sm90ForwardLoads<S> {
       for (int w = 0; w < S::kGroups; w++) feed_group(w, round, i);
       const Slot& now = slots[round % 4];  // what was found out once is read there: registers are few
       if (const Slot& x = slots[(round + 3) % 4]; round > 0 && x.start > 0) {  // the last V tile of the round before
-        load_v(k_count - (now.start > 0 ? 2 : 1), x.head / p.group, x.batch, x.prefix > 0 ? 0 : x.begin, x.key_end);
+        load_v(k_count - (now.start > 0 ? 2 : 1), x.head / p.group, x.batch, x.tiles.prefix > 0 ? 0 : x.tiles.begin,
+               x.key_end);
       }
       if (now.start < 0) break;
       i = Loads::next_tile(i);
       if (now.start > 0) {
-        const int head = now.head / p.group, batch = now.batch, begin = now.begin, prefix = now.prefix;
+        const int head = now.head / p.group, batch = now.batch, begin = now.tiles.begin, prefix = now.tiles.prefix;
         const auto below = [&](int n) { return n == begin ? prefix - 1 : n - 1; };
         int n = now.last;
         for (int next = below(n); next >= 0; n = next, next = below(n)) {

@@ -39,11 +39,13 @@ struct __align__(16) Sm90ForwardSlot {
   // 1 + the number of key tiles that only other warpgroups see before this one's first; 0: nobody sees a key; -1: there
   // are no more tiles
   int start;
-  int first, row, head;  // first: the last key tile that this warpgroup sees, which works downwards
-  int begin, prefix, whole_begin, whole_end;  // see KeyTiles
-  int batch, q_len, key_length, offset;       // of the sequence
-  int key_end, last;                          // the end of the keys that the block sees, its last tile
-  int rows, q_begin;                          // with options: see Sequence
+  int first, row, head;             // first: the last key tile that this warpgroup sees, which works downwards
+  struct __align__(16) TileRange {  // see KeyTiles; read in one load
+    int begin, prefix, whole_begin, whole_end;
+  } tiles;
+  int batch, q_len, key_length, offset;  // of the sequence
+  int key_end, last;                     // the end of the keys that the block sees, its last tile
+  int rows, q_begin;                     // with options: see Sequence
   __device__ __forceinline__ Sequence sequence(const ForwardTask& p) const {
     Sequence s{q_len, p.keys};
     s.keys.key_length = key_length;

@@ -198,7 +198,7 @@ struct Sm90Fp16x2Forward {
         scores(slices, smem + query * S::kQueryBytes, smem + S::kKeyAt + stage * S::kKeyBytes);
         token_pass();
         const float4 scale = key_scale[n];
-        after = n == x.begin ? ptx::uniform(x.prefix) - 1 : n - 1;
+        after = n == x.tiles.begin ? ptx::uniform(x.tiles.prefix) - 1 : n - 1;
         ptx::wgmma_wait<0>();
 #pragma unroll
         for (int i = 0; i < kSlices; i++) ptx::keep(slices[i]);
@@ -208,7 +208,7 @@ struct Sm90Fp16x2Forward {
         for (int i = 1; i < kSlices; i++)
 #pragma unroll
           for (int e = 0; e < kKeys / 2; e++) s[e] += slices[i][e];
-        if (n < x.whole_begin || n >= x.whole_end)
+        if (n < x.tiles.whole_begin || n >= x.tiles.whole_end)
           Sm90ForwardSoftmax<S>::hide(s, p, x.sequence(p), x.row + r0, n * kKeys + 2 * t);
         soft.run(s, query_scale * scale.x);
         split(s, high, low, shifted);

@@ -29,8 +29,8 @@ struct Sm90FullProducer : Sm90ForwardLoads<S> {
     x.key_end = sequence.k_begin + tiles.key_end, x.k_begin = sequence.k_begin;
     const int row = t.row + 64 * w;
     const KeyTiles own = key_tiles_of<S::kKeys, true>(p, sequence, row, row + 63);
-    x.begin = own.begin, x.prefix = own.prefix, x.last = own.end - 1;
-    x.whole_begin = own.whole_begin, x.whole_end = own.whole_end;
+    x.tiles.begin = own.begin, x.tiles.prefix = own.prefix, x.last = own.end - 1;
+    x.tiles.whole_begin = own.whole_begin, x.tiles.whole_end = own.whole_end;
     x.row = t.row, x.head = t.head, x.batch = t.batch;
     x.q_len = sequence.q_len, x.key_length = sequence.keys.key_length, x.offset = sequence.keys.offset;
     x.rows = sequence.rows, x.q_begin = sequence.q_begin;

@@ -5,7 +5,7 @@
 
 namespace attnjourney {
 
-// begin, prefix, last are those of the warpgroup's own rows here, first is the block's last tile; block_begin and
+// tiles and last are those of the warpgroup's own rows here, first is the block's last tile; block_begin and
 // block_prefix are the block's, k_begin is the sequence's.
 struct Sm90FullSlot : Sm90ForwardSlot {
   alignas(HeadScores) unsigned char scores_[sizeof(HeadScores)];
@@ -13,9 +13,9 @@ struct Sm90FullSlot : Sm90ForwardSlot {
   int block_begin, block_prefix, k_begin, unused;
   __device__ __forceinline__ const HeadScores& scores() const { return *reinterpret_cast<const HeadScores*>(scores_); }
   __device__ __forceinline__ TileKind kind(int n) const {
-    if (n >= prefix && (n < begin || n > last)) return TileKind::hidden;
+    if (n >= tiles.prefix && (n < tiles.begin || n > last)) return TileKind::hidden;
     const TileKind masked = kinds ? TileKinds::kind(kinds, n) : TileKind::whole;
-    return masked == TileKind::whole && (n < whole_begin || n >= whole_end) ? TileKind::partial : masked;
+    return masked == TileKind::whole && (n < tiles.whole_begin || n >= tiles.whole_end) ? TileKind::partial : masked;
   }
 };
 
