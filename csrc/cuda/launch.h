@@ -32,7 +32,7 @@ void sm90_full_forward_fp16(ForwardTask, const TileKinds& kinds, const Device&, 
 void sm80_tile_kinds(const SequenceTask&, const TileKinds&, int keys, cudaStream_t);
 
 // float on Hopper without options, head_dim up to 128: planes first, then the products. Does nothing where numbers do
-// not split (Fp16x2Planes::rare), and then the other one does all.
+// not split (Fp16x2Planes::rare), and then the fallback does all.
 void sm90_fp16x2_forward_float(ForwardTask, const Fp16x2Planes&, const Device&, cudaStream_t);
 void fp32_forward_fallback_float(ForwardTask, const uint32_t* rare, const Device&, cudaStream_t);
 

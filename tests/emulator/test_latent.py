@@ -53,8 +53,8 @@ MMA = [
     ("maxima of their own", "fmaxf(tops[row + 8 * h], tops[kRows + row + 8 * h])", "tops[half * kRows + row + 8 * h]"),
     ("weights read before they are written", "@weights_complete", ""),
     ("the other half's columns", "column / 8 + lane / 16", "j * 2 + lane / 16"),
-    ("rows past the end are written", "      if (i >= p.rows) continue;\n", ""),
-    ("blocks of another sequence", "place_of(p, s, part.batch, tile", "place_of(p, s, 0, tile"),
+    ("rows past the end are written", "      if (i >= task.rows) continue;\n", ""),
+    ("blocks of another sequence", "place_of(task, sequence, part.batch, tile", "place_of(task, sequence, 0, tile"),
     ("a hidden value leaks", "guarded_mma<T>(", "pair_mma<T>("),
 ]
 FMA = [
@@ -94,7 +94,7 @@ SM90 = [
         "ptx::fence_proxy_async();\n    ptx::bar_sync(2 + own, 128);",
         "ptx::bar_sync(2 + own, 128);",
     ),
-    ("the next part's tile counts twice", "item, n + own < part.last ? s.total : 0)", "item, s.total)"),
+    ("the next part's tile counts twice", "item, n + own < part.last ? sequence.total : 0)", "item, sequence.total)"),
 ]
 FAULTS = [("mma-fp16", "decode/latent_mma.cuh", *fault) for fault in MMA]
 FAULTS += [("fma-fp32", "decode/latent_fma.cuh", *fault) for fault in FMA]

@@ -24,28 +24,28 @@ FAULTS = [
     (
         "rows past the end are turned",
         "rows/rotary.cuh",
-        "slot >= at_once || position >= p.positions",
+        "slot >= at_once || position >= task.positions",
         "slot >= at_once",
     ),
-    ("the first sequence's table for all", "rows/rotary.cuh", "every  + batch * p.table_batch", ""),
+    ("the first sequence's table for all", "rows/rotary.cuh", "every  + batch * task.table_batch", ""),
     ("what does not turn is left out", "rows/rotary.cuh", "(dim - 2 * half) / v : 0", "0 : 0"),
-    ("always forward", "rows/rotary.cuh", "p.inverse ? -s[i] : s[i]", "s[i]"),
+    ("always forward", "rows/rotary.cuh", "task.inverse ? -s[i] : s[i]", "s[i]"),
     (
         "a lane's own sum",
         "common/numbers.cuh",
         "x += ptx::shfl_xor(x, mask)",
         "x += mask > 8 ? C(0) : ptx::shfl_xor(x, mask)",
     ),
-    ("rstd that is given left aside", "rows/rms_norm.cuh", "if (p.given) {", "if (false) {"),
-    ("rows past the end", "rows/rms_norm.cuh", "every   if (row >= p.rows) return;\n", ""),
+    ("rstd that is given left aside", "rows/rms_norm.cuh", "if (task.given) {", "if (false) {"),
+    ("rows past the end", "rows/rms_norm.cuh", "every   if (row >= task.rows) return;\n", ""),
     (
         "the sum in place of the mean",
         "rows/rms_norm.cuh",
-        "warp_sum(sum) * static_cast<C>(p.inverse_width)",
+        "warp_sum(sum) * static_cast<C>(task.inverse_width)",
         "warp_sum(sum)",
     ),
-    ("the mean left out", "rows/rms_norm.cuh", "g[i] - v[i] * mean", "g[i]"),
-    ("the last part forgotten", "rows/rms_norm.cuh", "s < p.spans", "s + 1 < p.spans"),
+    ("the mean left out", "rows/rms_norm.cuh", "grads[i] - values[i] * mean", "grads[i]"),
+    ("the last part forgotten", "rows/rms_norm.cuh", "s < task.spans", "s + 1 < task.spans"),
 ]
 
 

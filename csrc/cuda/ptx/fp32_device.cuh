@@ -1,4 +1,4 @@
-// What kernels for float and double need beside sm80_device.cuh.
+// What kernels for float and double need besides sm80_device.cuh.
 #pragma once
 #include "sm80_device.cuh"
 

@@ -48,9 +48,24 @@ SM80_FORWARD = [
 ]
 
 SM90_FORWARD = [
-    ("K refilled without waiting", "sm90/forward_producer.cuh", "ptx::mbarrier_wait(b.k_empty", "(void)(b.k_empty"),
-    ("V refilled without waiting", "sm90/forward_producer.cuh", "ptx::mbarrier_wait(b.v_empty", "(void)(b.v_empty"),
-    ("Q refilled without waiting", "sm90/forward_producer.cuh", "ptx::mbarrier_wait(b.q_empty", "(void)(b.q_empty"),
+    (
+        "K refilled without waiting",
+        "sm90/forward_producer.cuh",
+        "ptx::mbarrier_wait(barriers.k_empty",
+        "(void)(barriers.k_empty",
+    ),
+    (
+        "V refilled without waiting",
+        "sm90/forward_producer.cuh",
+        "ptx::mbarrier_wait(barriers.v_empty",
+        "(void)(barriers.v_empty",
+    ),
+    (
+        "Q refilled without waiting",
+        "sm90/forward_producer.cuh",
+        "ptx::mbarrier_wait(barriers.q_empty",
+        "(void)(barriers.q_empty",
+    ),
     ("K used before it landed", "sm90/forward.cuh", "ptx::mbarrier_wait(barriers.k_full", "(void)(barriers.k_full"),
     ("V used before it landed", "sm90/forward.cuh", "ptx::mbarrier_wait(barriers.v_full", "(void)(barriers.v_full"),
     ("output read before its products are done", "sm90/forward.cuh", "@output_done", ""),
@@ -68,8 +83,8 @@ SM90_FORWARD = [
     (
         "border tile not masked",
         "sm90/forward_producer.cuh",
-        "x.tiles.whole_end = own.whole_end;",
-        "x.tiles.whole_end = own.whole_end + 1;",
+        "slot.tiles.whole_end = own.whole_end;",
+        "slot.tiles.whole_end = own.whole_end + 1;",
     ),
     (
         "probabilities of the last reference",
@@ -80,13 +95,13 @@ SM90_FORWARD = [
     (
         "transaction count too small",
         "sm90/forward_producer.cuh",
-        "(b.v_full + 8 * s, S::kValueBytes)",
-        "(b.v_full + 8 * s, S::kValueBytes - 128)",
+        "(barriers.v_full + 8 * stage, S::kValueBytes)",
+        "(barriers.v_full + 8 * stage, S::kValueBytes - 128)",
     ),
     (
         "the counter stays as it is",
         "sm90/forward_producer.cuh",
-        "ptx::atomic_add(p.counter, 0u - uint32_t(p.total));",
+        "ptx::atomic_add(task.counter, 0u - uint32_t(task.total));",
         "",
     ),
     ("window not masked on the left", "sm90/forward_softmax.cuh", "x < begin && x >= prefix", "false"),
@@ -100,8 +115,8 @@ SM90_FORWARD = [
     (
         "key heads by remainder instead of quotient",
         "sm90/forward_producer.cuh",
-        "head_k = t.head / p.group",
-        "head_k = t.head % (p.q_heads / p.group)",
+        "head_k = t.head / task.group",
+        "head_k = t.head % (task.q_heads / task.group)",
     ),
 ]
 
@@ -115,17 +130,17 @@ SM90_BACKWARD = [
         "",
     ),
     ("one pair of barriers for dS", "sm90/backward.cuh", "every 4 + 2 * (it & 1)", "4"),
-    ("dO refilled without waiting", "sm90/backward.cuh", "ptx::mbarrier_wait(m.do_empty + 8 * ds, dop);", ""),
+    ("dO refilled without waiting", "sm90/backward.cuh", "ptx::mbarrier_wait(memory.do_empty + 8 * ds, dop);", ""),
     ("dO released before its products are done", "sm90/backward.cuh", "@products_done", "ptx::wgmma_wait<2>();"),
     (
         "dO always waited for in phase 0",
         "sm90/backward.cuh",
-        "ptx::mbarrier_wait(m.do_full + 8 * ds, dop);",
-        "ptx::mbarrier_wait(m.do_full + 8 * ds, 0);",
+        "ptx::mbarrier_wait(memory.do_full + 8 * ds, dop);",
+        "ptx::mbarrier_wait(memory.do_full + 8 * ds, 0);",
     ),
-    ("one dS tile instead of two", "sm90/backward.cuh", "m.ds + (it & 1) * S::kScoreBytes", "m.ds"),
+    ("one dS tile instead of two", "sm90/backward.cuh", "memory.ds + (it & 1) * S::kScoreBytes", "memory.ds"),
     ("mask off by one", "sm90/backward.cuh", "if (x < begin ||", "if (x + 1 < begin ||"),
-    ("K and V used before they landed", "sm90/backward.cuh", "ptx::mbarrier_wait(m.kv_full, 0);", ""),
+    ("K and V used before they landed", "sm90/backward.cuh", "ptx::mbarrier_wait(memory.kv_full, 0);", ""),
     ("rows without a key not marked", "common/backward_passes.cuh", "lse == -INFINITY ? INFINITY", "false ? INFINITY"),
     (
         "transaction count without the statistics",
@@ -149,13 +164,13 @@ SM90_BACKWARD = [
 SM90_BACKWARD += [
     (what, "sm90/backward_finish.cuh", old, new)
     for what, old, new in [
-        ("dQ made one block early", "(p.key_tiles) - 1", "(p.key_tiles) - 2"),
+        ("dQ made one block early", "(task.key_tiles) - 1", "(task.key_tiles) - 2"),
         ("counted before the other threads have added", "ptx::bar_sync(1, 256);\n    if (tid", "if (tid"),
         ("counted without a fence before", "@counted_after", ""),
         ("sums read without a fence after the count", "ptx::thread_fence();\n    }", "}"),
         ("the count read before it is there", "}\n    ptx::bar_sync(1, 256);", "}"),
-        ("the last rows of dQ left out", "(p.q_len + 7) / 8", "p.q_len / 8"),
-        ("columns beyond head_dim written", " || at.chunk * 8 >= p.head_dim", ""),
+        ("the last rows of dQ left out", "(task.q_len + 7) / 8", "task.q_len / 8"),
+        ("columns beyond head_dim written", " || at.chunk * 8 >= task.head_dim", ""),
     ]
 ]
 SM90_BACKWARD += [("counters of blocks not cleared", "common/backward_passes.cuh", "p.query_blocks[pair] = 0;", ";")]
@@ -444,14 +459,14 @@ FP32_BACKWARD_BLOCKS = [
     ("a turn is not passed on", "fp32/backward.cuh", "it++, at.next()) pass_turn();", "it++, at.next());"),
 ]
 NAN_SM90_BACKWARD = [
-    ("keys stay as they are", "sm90/backward.cuh", "if (Ranged) bad_keys = Guard::clean_keys(m, smem);", ""),
+    ("keys stay as they are", "sm90/backward.cuh", "if (Ranged) bad_keys = Guard::clean_keys(memory, smem);", ""),
     (
         "bad keys do not show",
         "sm90/backward.cuh",
         "if (Ranged && bad_keys) Guard::poison_scores",
         "if (false) Guard::poison_scores",
     ),
-    ("queries and dO stay as they are", "sm90/backward.cuh", "Guard::clean_queries(pf, m, smem, qs, ds);", ";"),
+    ("queries and dO stay as they are", "sm90/backward.cuh", "Guard::clean_queries(pf, memory, smem, qs, ds);", ";"),
     ("a hidden dS", "sm90/backward.cuh", "&= not_zero(pf[i / 4][i % 4]);", "|= 0;"),
     ("a bad row of dO does not show", "sm90/backward_guard.cuh", "x |= mask & not_zero(x);", ""),
     ("hidden weights are poisoned too", "sm90/backward_guard.cuh", "mask & not_zero(x)", "mask"),

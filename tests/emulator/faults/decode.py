@@ -19,8 +19,8 @@ DECODE = {
         (
             "heads of a group in the wrong order",
             _MMA,
-            "head * p.group + i / p.q_len) * p.q_head",
-            "head * p.group + i % p.group) * p.q_head",
+            "head * task.group + i / task.q_len) * task.q_head",
+            "head * task.group + i % task.group) * task.q_head",
         ),
         (
             "a value that is hidden leaks",
@@ -33,17 +33,17 @@ DECODE = {
         (
             "a ring that does not turn",
             "decode/decode_task.cuh",
-            "p.ring && slot >= p.capacity ? slot - p.capacity : slot",
+            "task.ring && slot >= task.capacity ? slot - task.capacity : slot",
             "slot",
         ),
-        ("lengths past the cache", "decode/decode_task.cuh", "length < p.longest ? length : p.longest", "length"),
+        ("lengths past the cache", "decode/decode_task.cuh", "length < task.longest ? length : task.longest", "length"),
         (
             "a window over the prefix again",
             "decode/decode_task.cuh",
-            "s.begin = max(any.begin, s.keys.prefix)",
-            "s.begin = any.begin",
+            "sequence.begin = max(any.begin, sequence.keys.prefix)",
+            "sequence.begin = any.begin",
         ),
-        ("a mask from the first key of a ring", "decode/decode_scores.cuh", " + origin * p.mask_col", ""),
+        ("a mask from the first key of a ring", "decode/decode_scores.cuh", " + origin * task.mask_col", ""),
         (
             "keys before those that all rows see",
             "decode/decode_task.cuh",
@@ -56,7 +56,7 @@ DECODE = {
             "if (item + count <= keys.prefix)",
             "if (item < keys.prefix)",
         ),
-        ("outputs that nobody wrote", "decode/decode_merge.cuh", "if (!(weights[s] < C(0))) x", "x"),
+        ("outputs that nobody wrote", "decode/decode_merge.cuh", "if (!(weights[split] < C(0))) x", "x"),
         (
             "weights read too early",
             "decode/decode_merge.cuh",
@@ -83,11 +83,11 @@ DECODE = {
         (
             "a ring without its oldest key",
             "decode/decode_task.cuh",
-            "length - p.capacity : 0",
-            "length - p.capacity + 1 : 0",
+            "length - task.capacity : 0",
+            "length - task.capacity + 1 : 0",
         ),
-        ("a ring's first slot", "decode/decode_task.cuh", "slot >= p.capacity ?", "slot > p.capacity ?"),
-        ("a block that is not there", "decode/decode_task.cuh", "block < p.blocks ?", "block <= p.blocks ?"),
+        ("a ring's first slot", "decode/decode_task.cuh", "slot >= task.capacity ?", "slot > task.capacity ?"),
+        ("a block that is not there", "decode/decode_task.cuh", "block < task.blocks ?", "block <= task.blocks ?"),
         ("a sink alone", "decode/decode_scores.cuh", "lse = C(sink);", "lse = -C(INFINITY);"),
         ("a large sink", "decode/decode_scores.cuh", "inverse = C(weight / whole);", "inverse = C(1 / whole);"),
         ("-inf of a mask counts", "decode/decode_scores.cuh", "if (bias == -C(INFINITY)) return bias;", ""),
@@ -101,12 +101,12 @@ DECODE = {
 _ROWS = "cache/rows.cuh"
 _PAGED = "cache/paged.cuh"
 CACHES = [  # of emulator/test_caches.py
-    ("tokens of the padding", _ROWS, "at(batch, h, p.tokens - count + t)", "at(batch, h, t)"),
+    ("tokens of the padding", _ROWS, "at(batch, h, task.tokens - count + t)", "at(batch, h, t)"),
     (
         "a length that moves on before all have read it",
         _ROWS,
-        "  __syncthreads();\n  if (threadIdx.x == 0) p.lengths",
-        "  if (threadIdx.x == 0) p.lengths",
+        "  __syncthreads();\n  if (threadIdx.x == 0) task.lengths",
+        "  if (threadIdx.x == 0) task.lengths",
     ),
     ("tokens past the capacity", _ROWS, "t < oldest || at >= limit", "t < oldest"),
     (
@@ -116,24 +116,29 @@ CACHES = [  # of emulator/test_caches.py
         "  each([](const Unit*, Unit* to",
     ),
     ("every holder copies", _PAGED, "== block) holders--", "== -2) holders--"),
-    ("free blocks taken twice", _PAGED, "p.takes[4 * b + 1] = wanted + before", "p.takes[4 * b + 1] = wanted"),
+    (
+        "free blocks taken twice",
+        _PAGED,
+        "task.takes[4 * item + 1] = wanted + before",
+        "task.takes[4 * item + 1] = wanted",
+    ),
     (
         "a shared block kept where none is free",
         _PAGED,
-        "to = row[g.have / p.block_size] = take();",
-        "to = take(); if (to >= 0) row[g.have / p.block_size] = to;",
+        "to = row[growth.have / task.block_size] = take();",
+        "to = take(); if (to >= 0) row[growth.have / task.block_size] = to;",
     ),
     ("counts read while others change them", _PAGED, "@counts_read", ""),
-    ("new holders not counted", _PAGED, "if (here >= 0) ptx::atomic_add(p.refs + here, 1);", ""),
+    ("new holders not counted", _PAGED, "if (here >= 0) ptx::atomic_add(task.refs + here, 1);", ""),
     ("a length below 0 moves on", _ROWS, "(have < 0 ? 0 : have) + new_tokens", "have + new_tokens"),
-    ("a source behind the last", _ROWS, "index[b] < batch ?", "index[b] <= batch ?"),
+    ("a source behind the last", _ROWS, "index[item] < batch ?", "index[item] <= batch ?"),
     ("keys beside the window left out", _ROWS, "key < s.begin - kNear", "key < s.begin"),
     ("keys beside the prefix left out", _ROWS, "key >= s.keys.prefix + kNear", "key >= s.keys.prefix"),
-    ("blocks that are not there", _PAGED, "return block < p.blocks ? block : -1;", "return block;"),
+    ("blocks that are not there", _PAGED, "return block < task.blocks ? block : -1;", "return block;"),
     (
         "tokens into blocks that are not there",
         _ROWS,
-        "if (outer < 0 || outer >= p.blocks) return;",
+        "if (outer < 0 || outer >= task.blocks) return;",
         "if (outer < 0) return;",
     ),
 ]

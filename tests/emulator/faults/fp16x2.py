@@ -14,9 +14,9 @@ PREPARE = [
 ]
 
 FORWARD = [
-    ("K used before it landed", SPLIT, "ptx::mbarrier_wait(b.k_full + 8 * stage, phase);", ""),
-    ("V used before it landed", SPLIT, "ptx::mbarrier_wait(b.v_full + 8 * stage, phase);", ""),
-    ("K never released", SPLIT, "release(b.k_empty + 8 * stage);", ""),
+    ("K used before it landed", SPLIT, "ptx::mbarrier_wait(barriers.k_full + 8 * stage, phase);", ""),
+    ("V used before it landed", SPLIT, "ptx::mbarrier_wait(barriers.v_full + 8 * stage, phase);", ""),
+    ("K never released", SPLIT, "release(barriers.k_empty + 8 * stage);", ""),
     ("Q never released", SPLIT, "if (after < 0) release_q();", ""),
     (
         "K and Q released before they are read",
@@ -24,10 +24,10 @@ FORWARD = [
         """        ptx::wgmma_wait<0>();
 #pragma unroll
         for (int i = 0; i < kSlices; i++) ptx::keep(slices[i]);
-        release(b.k_empty + 8 * stage);
+        release(barriers.k_empty + 8 * stage);
         if (after < 0) release_q();
 """,
-        """        release(b.k_empty + 8 * stage);
+        """        release(barriers.k_empty + 8 * stage);
         if (after < 0) release_q();
         ptx::wgmma_wait<0>();
 """,
@@ -38,11 +38,9 @@ FORWARD = [
         """        ptx::wgmma_wait<0>();
 #pragma unroll
         for (int i = 0; i < kParts; i++) ptx::keep(sum[i]);
-        release(b.v_empty + 8 * stage);
+        release(barriers.v_empty + 8 * stage);
 """,
-        """        release(b.v_empty + 8 * stage);
-        ptx::wgmma_wait<0>();
-""",
+        "        release(barriers.v_empty + 8 * stage);\n        ptx::wgmma_wait<0>();\n",
     ),
     (
         "scores read before they are there",
@@ -56,14 +54,19 @@ FORWARD = [
     ("low half of P forgotten", SPLIT, "low[kk][q] = x.low;", "low[kk][q] = 0u;"),
     ("low half of V forgotten", SPLIT, "v + kLow + kk * kStep, true", "v + kk * kStep, true"),
     ("sums of the last tile go on", SPLIT, "v + kk * kStep, kk > 4 * i", "v + kk * kStep, true"),
-    ("second slice left out", SPLIT, "s[e] += slices[i][e];", ";"),
+    ("second slice left out", SPLIT, "scores_[e] += slices[i][e];", ";"),
     ("change of the values' scale forgotten", SPLIT, "soft.alpha[1] *= unit * scale.y;", ""),
-    ("scale of the first rows for all", SPLIT, "(x.row + 64 * group) / Fp16x2Size<D>", "x.row / Fp16x2Size<D>"),
-    ("key heads by remainder", SPLIT, "x.head / p.group)", "x.head % w.kv_heads)"),
-    ("mask off by one tile", SPLIT, "n < x.tiles.whole_begin || n >= x.tiles.whole_end", "n > x.tiles.whole_end"),
-    ("output not rescaled", SPLIT, "o[e] * soft.alpha[e >> 1 & 1] +", "o[e] +"),
-    ("rows past the end are written", SPLIT, "if (r >= p.q_len) continue;", ""),
-    ("rows that see nothing not written", SPLIT, "write_zeros(r0, t, x, p);", ""),
-    ("tiles of others not passed over", SPLIT, "k < start; k++, c++", "k < start; k++"),
+    ("scale of the first rows for all", SPLIT, "(slot.row + 64 * group) / Fp16x2Size<D>", "slot.row / Fp16x2Size<D>"),
+    ("key heads by remainder", SPLIT, "slot.head / task.group)", "slot.head % planes.kv_heads)"),
+    (
+        "mask off by one tile",
+        SPLIT,
+        "n < slot.tiles.whole_begin || n >= slot.tiles.whole_end",
+        "n > slot.tiles.whole_end",
+    ),
+    ("output not rescaled", SPLIT, "out[e] * soft.alpha[e >> 1 & 1] +", "out[e] +"),
+    ("rows past the end are written", SPLIT, "if (r >= task.q_len) continue;", ""),
+    ("rows that see nothing not written", SPLIT, "write_zeros(r0, t, slot, task);", ""),
+    ("tiles of others not passed over", SPLIT, "k < start; k++, count++", "k < start; k++"),
     ("left to Fp32Forward never", "fp32/forward.cuh", "if (*rare == 0) return;", "return;"),
 ]

@@ -4,7 +4,12 @@ _KERNEL = "sm90/full_backward.cuh"
 _RING = "sm90/full_backward_ring.cuh"
 _SCORES = "sm90/full_backward_scores.cuh"
 BACKWARD = [  # found by values, or as races
-    ("a slot of the ring taken while others read it", _RING, "ptx::mbarrier_wait(m.ring_empty", "(void)(m.ring_empty"),
+    (
+        "a slot of the ring taken while others read it",
+        _RING,
+        "ptx::mbarrier_wait(memory.ring_empty",
+        "(void)(memory.ring_empty",
+    ),
     (
         "dS overwritten while the other warpgroup reads it",
         _KERNEL,
@@ -26,8 +31,8 @@ BACKWARD = [  # found by values, or as races
     (
         "a mask's tile read before it landed",
         _KERNEL,
-        "if (maps.mask_tiles) ptx::mbarrier_wait(m.mask_full",
-        "if (false) ptx::mbarrier_wait(m.mask_full",
+        "if (maps.mask_tiles) ptx::mbarrier_wait(memory.mask_full",
+        "if (false) ptx::mbarrier_wait(memory.mask_full",
     ),
     (
         "a stage released before its products are done",
@@ -35,19 +40,24 @@ BACKWARD = [  # found by values, or as races
         "ptx::wgmma_wait<0>();\n      ptx::keep(dq);\n      Base",
         "ptx::wgmma_wait<2>();\n      ptx::keep(dq);\n      Base",
     ),
-    ("one head's slope goes on in the next", _KERNEL, "    own_slope(m) = 0.f;\n#pragma", "#pragma"),
+    ("one head's slope goes on in the next", _KERNEL, "    own_slope(memory) = 0.f;\n#pragma", "#pragma"),
     (
         "the second part of a tile with the mask of the first",
         _KERNEL,
-        "panel_of(m, it) + row * 128,",
-        "panel_of(m, it),",
+        "panel_of(memory, it) + row * 128,",
+        "panel_of(memory, it),",
     ),
     ("dropped weights count", _SCORES, "keep ? w.weight : 0.f", "w.weight"),
     ("a hidden key leaks", _KERNEL, "if (hides(", "if (false && hides("),
     ("both parts of a tile vote in one place", _KERNEL, "again, again, row / 64);", "again, again, 0);"),
 ]
 DETERMINISTIC = [  # there is one stage for a mask's tile
-    ("a mask's tile refilled while others read it", _KERNEL, "ptx::mbarrier_wait(m.mask_empty", "(void)(m.mask_empty"),
+    (
+        "a mask's tile refilled while others read it",
+        _KERNEL,
+        "ptx::mbarrier_wait(memory.mask_empty",
+        "(void)(memory.mask_empty",
+    ),
     (
         "a turn is not passed on",
         _KERNEL,

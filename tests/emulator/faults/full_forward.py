@@ -4,7 +4,7 @@ FORWARD, PRODUCER = "sm90/full_forward.cuh", "sm90/full_producer.cuh"
 SCORES, SHAPE, OUTPUT = "sm90/full_scores.cuh", "sm90/full_shape.cuh", "sm90/forward_output.cuh"
 
 PLAIN = [  # without a floating mask
-    ("V used before it landed", FORWARD, "ptx::mbarrier_wait(b.v_full", "(void)(b.v_full"),
+    ("V used before it landed", FORWARD, "ptx::mbarrier_wait(barriers.v_full", "(void)(barriers.v_full"),
     (
         "output read before its products are done",
         FORWARD,
@@ -12,7 +12,12 @@ PLAIN = [  # without a floating mask
         "const bool moved = softmax(options);",
     ),
     ("a tile's number read after it was released", FORWARD, "@tile_read", ""),
-    ("a slot read after it was released", FORWARD, "__syncwarp();\n      release(b.q_empty", "release(b.q_empty"),
+    (
+        "a slot read after it was released",
+        FORWARD,
+        "__syncwarp();\n      release(barriers.q_empty",
+        "release(barriers.q_empty",
+    ),
     (
         "kinds of the other warpgroup",
         FORWARD,
@@ -21,33 +26,43 @@ PLAIN = [  # without a floating mask
     ),
     ("no look at the values", FORWARD, "if (!border) return false;", "return false;"),
     ("the sink counts in every thread of a row", FORWARD, "t == 0 ? 1.f : 0.f", "1.f"),
-    ("rows past the length have a sink", FORWARD, "row + 8 * h < x.q_len && sink", "sink"),
+    ("rows past the length have a sink", FORWARD, "row + 8 * h < slot.q_len && sink", "sink"),
     ("kinds of the first rows for all", PRODUCER, "t.head, row / 64)", "t.head, t.row / 64)"),
-    ("a word passed over too far", PRODUCER, "(none ? n & ~31 : n) - 1", "(none ? n & ~63 : n) - 1"),
+    (
+        "a word passed over too far",
+        PRODUCER,
+        "(none ? key_tile & ~31 : key_tile) - 1",
+        "(none ? key_tile & ~63 : key_tile) - 1",
+    ),
     ("queries of the first sequence for all", PRODUCER, "first.q_begin + first.row", "first.row"),
-    ("values of the next sequence leak", PRODUCER, "sequence.k_begin + tiles.key_end", "p.kv_len"),
-    ("what the mask hides in part taken for whole", SHAPE, "kinds ? TileKinds::kind(kinds, n) :", ""),
+    ("values of the next sequence leak", PRODUCER, "sequence.k_begin + tiles.key_end", "task.kv_len"),
+    ("what the mask hides in part taken for whole", SHAPE, "kinds ? TileKinds::kind(kinds, key_tile) :", ""),
     (
         "what ranges hide in part taken for whole",
         SHAPE,
-        "(n < tiles.whole_begin || n >= tiles.whole_end)",
-        "n < tiles.whole_begin",
+        "(key_tile < tiles.whole_begin || key_tile >= tiles.whole_end)",
+        "key_tile < tiles.whole_begin",
     ),
     (
         "the mask's rows exchanged",
         SCORES,
-        "*b = row_at<unsigned char>(x, row + 8,",
-        "*b = row_at<unsigned char>(x, row,",
+        "*b = row_at<unsigned char>(slot, row + 8,",
+        "*b = row_at<unsigned char>(slot, row,",
     ),
     ("halves of a boolean mask exchanged", SCORES, "pair[16 * i + j]", "pair[16 * (1 - i) + j]"),
-    ("pairs read where rows are odd", SCORES, "o.mask_row % 2 == 0 && ", ""),
-    ("keys of a mask past the end are read", SCORES, "min(key + step, p.kv_len - 1) - key", "step"),
+    ("pairs read where rows are odd", SCORES, "options.mask_row % 2 == 0 && ", ""),
+    ("keys of a mask past the end are read", SCORES, "min(key + step, task.kv_len - 1) - key", "step"),
     ("dropout of the first half for both", SCORES, "of(key + 64 * i)", "of(key)"),
-    ("distances of the other alignment", SCORES, "row + x.offset - key", "row - key"),
-    ("sinks beside scores that are not scaled", SCORES, "o.slopes || o.sinks ||", "o.slopes ||"),
-    ("kept weights not scaled", OUTPUT, "inverse * p.scores.keep_scale", "inverse"),
-    ("rows of the next sequence are written", OUTPUT, "S::kOptions ? x.rows : p.q_len", "p.q_len"),
-    ("lse of the first sequence", OUTPUT, "int64_t(x.head) * p.q_len + x.q_begin", "int64_t(x.head) * p.q_len"),
+    ("distances of the other alignment", SCORES, "row + slot.offset - key", "row - key"),
+    ("sinks beside scores that are not scaled", SCORES, "options.slopes || options.sinks ||", "options.slopes ||"),
+    ("kept weights not scaled", OUTPUT, "inverse * task.scores.keep_scale", "inverse"),
+    ("rows of the next sequence are written", OUTPUT, "S::kOptions ? slot.rows : task.q_len", "task.q_len"),
+    (
+        "lse of the first sequence",
+        OUTPUT,
+        "int64_t(slot.head) * task.q_len + slot.q_begin",
+        "int64_t(slot.head) * task.q_len",
+    ),
 ]
 BIAS = [  # with one
     (
@@ -60,10 +75,10 @@ BIAS = [  # with one
     (
         "second half of a float32 bias is the first",
         SCORES,
-        "if (half > 0) read_bias<uint32_t>(x, n, row, key, half);",
+        "if (half > 0) read_bias<uint32_t>(slot, key_tile, row, key, half);",
         "",
     ),
-    ("a key that a bias hides leaks", SCORES, "bias == -INFINITY ? bias : s[i]", "s[i]"),
+    ("a key that a bias hides leaks", SCORES, "bias == -INFINITY ? bias : scores[i]", "scores[i]"),
     ("words of a bias move too little", SCORES, "raw[i] = raw[i + 2 * kWords]", "raw[i] = raw[i + kWords]"),
-    ("the mask's rows exchanged", SCORES, "*b = row_at<X>(x, row + 8, key);", "*b = row_at<X>(x, row, key);"),
+    ("the mask's rows exchanged", SCORES, "*b = row_at<X>(slot, row + 8, key);", "*b = row_at<X>(slot, row, key);"),
 ]

@@ -8,15 +8,15 @@ _SIXTEEN_BITS = [
     (
         "A and B read before all have put them",
         _WALK,
-        "        __syncthreads();\n        listen();\n        if (kAhead",
-        "if (kAhead",
+        "        __syncthreads();\n        read_flags();\n        if (kPrefetch",
+        "if (kPrefetch",
     ),
     ("the state moves while it is read", _WALK, "@state_read", ""),
     ("C is put while the chunk before reads it", _WALK, "@chunk_read", ""),
     (
         "P read before all have put it",
         _WALK,
-        "        tell();\n        __syncthreads();\n        listen();\n        add",
+        "        write_flag();\n        __syncthreads();\n        read_flags();\n        add",
         "add",
     ),
     (
@@ -29,15 +29,15 @@ _SIXTEEN_BITS = [
     ("a row does not see its own key", _PRODUCTS, "col >= row : col <= row);", "col > row : col < row);"),
     ("the state moves before the last head of a group has read it", _WALK, "@state_moves", "const bool moves = joins;"),
     ("rows past the end are written", _WALK, "if (at >= end || left <= 0)", "if (left <= 0)"),
-    ("every slice writes the one vector", _WALK, "(p.extra == LinearExtra::value_column && first_col)", "false"),
-    ("the gradient without scale", _WALK, " * C(p.slope_of.factor)", ""),
-    ("rows past the end are read", _ROWS, "row < end && col < r.cols", "col < r.cols"),
+    ("every slice writes the one vector", _WALK, "(task.extra == LinearExtra::value_column && first_col)", "false"),
+    ("the gradient without scale", _WALK, " * C(task.slope_of.factor)", ""),
+    ("rows past the end are read", _ROWS, "row < end && col < rows.cols", "col < rows.cols"),
     ("keys that do not exist count", _ROWS, "&& !(head.blocked && head.blocked[row])", ""),
     (
         "phi of columns that are not there",
         _ROWS,
-        "j < left ? feature(r.map, x[j]) * factor : C(0)",
-        "feature(r.map, x[j]) * factor",
+        "j < left ? feature(rows.map, x[j]) * factor : C(0)",
+        "feature(rows.map, x[j]) * factor",
     ),
     ("the state is not rounded", _PRODUCTS, "if constexpr (RoundB)", "if constexpr (false)"),
     (
@@ -50,10 +50,10 @@ _SIXTEEN_BITS = [
     (
         "a piece begins with its own sum",
         _PASSES,
-        "if (!p.total) s = sum;\n    sum += own;",
-        "sum += own;\n    if (!p.total) s = sum;",
+        "if (!task.total) s = sum;\n    sum += own;",
+        "sum += own;\n    if (!task.total) s = sum;",
     ),
-    ("pieces from the wrong end", _PASSES, "p.reverse ? p.pieces - 1 - k : k", "k"),
+    ("pieces from the wrong end", _PASSES, "task.reverse ? task.pieces - 1 - k : k", "k"),
     ("no denominator, no zero", _PASSES, "denominator == C(0) ? C(0) : ", ""),
 ]
 LINEAR = [(torch.bfloat16, *fault) for fault in _SIXTEEN_BITS]

@@ -27,13 +27,13 @@ int reorder_width(int batch, int bytes) {
 
 }  // namespace
 
-void launch_cache_append(const AppendTask& p, int unit, cudaStream_t stream) {
+void launch_cache_append(const AppendTask& task, int unit, cudaStream_t stream) {
   with_unit(unit, [&]<class Unit>() {
-    launch_kernel(cache_append<Unit>, int64_t{p.batch} * p.parts, kCacheThreads, 0, stream, p);
+    launch_kernel(cache_append<Unit>, int64_t{task.batch} * task.parts, kCacheThreads, 0, stream, task);
   });
-  if (p.parts > 1 && !p.plan)
-    launch_kernel(cache_advance, sequence_blocks(p.batch), kCacheThreads, 0, stream, p.lengths, p.counts, p.batch,
-                  p.tokens);
+  if (task.parts > 1 && !task.plan)
+    launch_kernel(cache_advance, sequence_blocks(task.batch), kCacheThreads, 0, stream, task.lengths, task.counts,
+                  task.batch, task.tokens);
 }
 
 void launch_cache_truncate(int64_t* lengths, const int64_t* new_lengths, const int64_t* lowest, int batch,
@@ -41,41 +41,43 @@ void launch_cache_truncate(int64_t* lengths, const int64_t* new_lengths, const i
   launch_kernel(cache_truncate, sequence_blocks(batch), kCacheThreads, 0, stream, lengths, new_lengths, lowest, batch);
 }
 
-void launch_cache_reorder(const CacheTensors& tensors, ReorderTask p, int64_t* lengths, int unit, cudaStream_t stream) {
+void launch_cache_reorder(const CacheTensors& tensors, ReorderTask task, int64_t* lengths, int unit,
+                          cudaStream_t stream) {
   with_unit(unit, [&]<class Unit>() {
-    p.width = reorder_width(p.batch, sizeof(Unit));
+    task.width = reorder_width(task.batch, sizeof(Unit));
     for (int i = 0; i < tensors.count; i++) {
-      p.rows = tensors.cache[i], p.units = tensors.units[i];
-      const int64_t blocks = (int64_t{p.capacity} * p.units + p.width - 1) / p.width * p.heads;
-      launch_kernel(cache_reorder<Unit>, blocks, kCacheThreads, p.batch * p.width * int(sizeof(Unit)), stream, p);
+      task.rows = tensors.cache[i], task.units = tensors.units[i];
+      const int64_t blocks = (int64_t{task.capacity} * task.units + task.width - 1) / task.width * task.heads;
+      launch_kernel(cache_reorder<Unit>, blocks, kCacheThreads, task.batch * task.width * int(sizeof(Unit)), stream,
+                    task);
     }
   });
-  reorder_lengths(lengths, p.index, p.batch, stream);
+  reorder_lengths(lengths, task.index, task.batch, stream);
 }
 
-void launch_cache_gather(const GatherTask& p, int sequences, int unit, cudaStream_t stream) {
+void launch_cache_gather(const GatherTask& task, int sequences, int unit, cudaStream_t stream) {
   with_unit(unit, [&]<class Unit>() {
-    launch_kernel(cache_gather<Unit>, int64_t{sequences} * p.parts, kCacheThreads, 0, stream, p);
+    launch_kernel(cache_gather<Unit>, int64_t{sequences} * task.parts, kCacheThreads, 0, stream, task);
   });
 }
 
-void launch_paged_append(const PagedTask& p, const AppendTask& tokens, int unit, cudaStream_t stream) {
-  launch_kernel(paged_plan, 1, kCacheThreads, kCacheThreads / 32 * 4, stream, p);
+void launch_paged_append(const PagedTask& task, const AppendTask& tokens, int unit, cudaStream_t stream) {
+  launch_kernel(paged_plan, 1, kCacheThreads, kCacheThreads / 32 * 4, stream, task);
   with_unit(unit, [&]<class Unit>() {
-    launch_kernel(paged_copy<Unit>, int64_t{p.batch} * p.heads, kCacheThreads, 0, stream, p);
+    launch_kernel(paged_copy<Unit>, int64_t{task.batch} * task.heads, kCacheThreads, 0, stream, task);
   });
   launch_cache_append(tokens, unit, stream);
 }
 
-void launch_paged_truncate(const PagedTask& p, cudaStream_t stream) {
-  launch_kernel(paged_truncate, p.batch, kCacheThreads, 0, stream, p);
+void launch_paged_truncate(const PagedTask& task, cudaStream_t stream) {
+  launch_kernel(paged_truncate, task.batch, kCacheThreads, 0, stream, task);
 }
 
-void launch_paged_reorder(const PagedTask& p, int64_t* lengths, cudaStream_t stream) {
-  const int width = reorder_width(p.batch, 4);
-  launch_kernel(paged_reorder, (p.max_blocks + width - 1) / width, kCacheThreads, p.batch * width * 4, stream, p,
-                width);
-  reorder_lengths(lengths, p.index, p.batch, stream);
+void launch_paged_reorder(const PagedTask& task, int64_t* lengths, cudaStream_t stream) {
+  const int width = reorder_width(task.batch, 4);
+  launch_kernel(paged_reorder, (task.max_blocks + width - 1) / width, kCacheThreads, task.batch * width * 4, stream,
+                task, width);
+  reorder_lengths(lengths, task.index, task.batch, stream);
 }
 
 }  // namespace attnjourney

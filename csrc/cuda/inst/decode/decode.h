@@ -33,23 +33,23 @@ DecodeTiling decode_tiling(int head_dim, int v_head_dim, int rows, bool chunked)
 }
 
 template <class T>
-void launch_sm80_decode(const DecodeTask& p, bool chunked, cudaStream_t stream) {
-  const DecodeTiling tiling = decode_tiling<T>(p.head_dim, p.v_head_dim, p.rows, chunked);
-  const int64_t pairs = int64_t{p.batch} * p.kv_heads, blocks = pairs * p.row_tiles * p.splits;
+void launch_sm80_decode(const DecodeTask& task, bool chunked, cudaStream_t stream) {
+  const DecodeTiling tiling = decode_tiling<T>(task.head_dim, task.v_head_dim, task.rows, chunked);
+  const int64_t pairs = int64_t{task.batch} * task.kv_heads, blocks = pairs * task.row_tiles * task.splits;
   bool done = false;
   if constexpr (sizeof(T) == 2)
     if (chunked) {
-      with_decode_mma<T>(p.head_dim, p.v_head_dim, p.rows, [&]<class K>() {
+      with_decode_mma<T>(task.head_dim, task.v_head_dim, task.rows, [&]<class K>() {
         static_assert(fits(K::kSmemBytes, true));
-        launch_kernel(decode_mma<K>, blocks, K::kThreads, K::kSmemBytes, stream, p);
+        launch_kernel(decode_mma<K>, blocks, K::kThreads, K::kSmemBytes, stream, task);
       });
       done = true;
     }
   static_assert(fits(DecodeFmaShape<T>(256, 256).bytes(), true));
-  if (!done) launch_kernel(decode_fma<T>, blocks, DecodeFma<T>::kThreads, tiling.smem_bytes, stream, p, chunked);
-  if (p.splits > 1)
-    launch_kernel(decode_merge<T>, pairs * p.rows, kMergeThreads, merge_smem<Compute<T>>(p.splits, p.v_head_dim),
-                  stream, p, tiling.rows);
+  if (!done) launch_kernel(decode_fma<T>, blocks, DecodeFma<T>::kThreads, tiling.smem_bytes, stream, task, chunked);
+  if (task.splits > 1)
+    launch_kernel(decode_merge<T>, pairs * task.rows, kMergeThreads,
+                  merge_smem<Compute<T>>(task.splits, task.v_head_dim), stream, task, tiling.rows);
 }
 
 }  // namespace attnjourney

@@ -7,24 +7,24 @@
 
 namespace attnjourney {
 
-constexpr int kRoundKeys = 8192;  // a part of 64 rows weighs as much as the keys of a thousand: few of them
+constexpr int kRoundKeys = 8192;  // a part of 64 rows costs as much as a thousand keys: few of them
 
 // kernel over all parts, and what joins them; tile_rows: of the kernel
 template <class T, class Kernel>
-void launch_latent(Kernel kernel, const DecodeTask& p, int threads, int smem_bytes, int tile_rows,
+void launch_latent(Kernel kernel, const DecodeTask& task, int threads, int smem_bytes, int tile_rows,
                    cudaStream_t stream) {
-  const int64_t items = int64_t{p.batch} * p.kv_heads;
-  launch_kernel(kernel, items * p.row_tiles * p.splits, threads, smem_bytes, stream, p);
-  if (p.splits > 1)
-    launch_kernel(decode_merge<T>, items * p.rows, kMergeThreads, merge_smem<Compute<T>>(p.splits, p.v_head_dim),
-                  stream, p, tile_rows);
+  const int64_t items = int64_t{task.batch} * task.kv_heads;
+  launch_kernel(kernel, items * task.row_tiles * task.splits, threads, smem_bytes, stream, task);
+  if (task.splits > 1)
+    launch_kernel(decode_merge<T>, items * task.rows, kMergeThreads,
+                  merge_smem<Compute<T>>(task.splits, task.v_head_dim), stream, task, tile_rows);
 }
 
 template <class K>
 constexpr CudaDecode latent_mma_decode{
     [](int, int, int, bool) { return DecodeTiling{K::kRows, K::kKeys, K::kSmemBytes, K::kBlocks, kRoundKeys}; },
-    [](const DecodeTask& p, bool, cudaStream_t stream) {
-      launch_latent<typename K::T>(latent_mma<K>, p, K::kThreads, K::kSmemBytes, K::kRows, stream);
+    [](const DecodeTask& task, bool, cudaStream_t stream) {
+      launch_latent<typename K::T>(latent_mma<K>, task, K::kThreads, K::kSmemBytes, K::kRows, stream);
     }};
 
 template <class T>
@@ -33,10 +33,10 @@ constexpr CudaDecode latent_fma_decode{
       using K = LatentFma<T>;
       return DecodeTiling{K::kRows, K::kKeys, K::smem_bytes(head_dim), K::kBlocks, kRoundKeys};
     },
-    [](const DecodeTask& p, bool, cudaStream_t stream) {
+    [](const DecodeTask& task, bool, cudaStream_t stream) {
       using K = LatentFma<T>;
       static_assert(fits(K::smem_bytes(kLatentDim), true));
-      launch_latent<T>(latent_fma<K>, p, K::kThreads, K::smem_bytes(p.head_dim), K::kRows, stream);
+      launch_latent<T>(latent_fma<K>, task, K::kThreads, K::smem_bytes(task.head_dim), K::kRows, stream);
     }};
 
 template <class T>

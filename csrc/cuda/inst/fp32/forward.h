@@ -8,12 +8,12 @@
 namespace attnjourney {
 
 template <class Real>
-void launch_fp32_forward(ForwardTaskOf<Real> p, const Device& device, cudaStream_t stream) {
+void launch_fp32_forward(ForwardTaskOf<Real> task, const Device& device, cudaStream_t stream) {
   const auto go = [&]<class K>() {
-    plan_forward(p, K::kRows, sizeof(Real));
-    launch_kernel(fp32_forward<K>, p.total, K::kThreads, K::kSmemBytes, stream, p);
+    plan_forward(task, K::kRows, sizeof(Real));
+    launch_kernel(fp32_forward<K>, task.total, K::kThreads, K::kSmemBytes, stream, task);
   };
-  with_size(backward_size(p.head_dim, p.v_head_dim), [&]<int D>() {
+  with_size(backward_size(task.head_dim, task.v_head_dim), [&]<int D>() {
     using Usual = Fp32ForwardOf<Real, D>;
     using Small = std::conditional_t<fits(Usual::kSmemBytes, true), Usual, Fp32ForwardSmall<Real, D>>;
     static_assert(fits(Usual::kSmemBytes, false) && fits(Small::kSmemBytes, true));

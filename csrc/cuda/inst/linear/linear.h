@@ -24,17 +24,17 @@ struct Sm80Linear {
 };
 
 template <class T>
-void launch_sm80_linear(const LinearProblem& p, bool backward, cudaStream_t stream) {
+void launch_sm80_linear(const LinearProblem& task, bool backward, cudaStream_t stream) {
   constexpr int kNumber = sizeof(typename LinearElement<T>::C);
   using Large = LinearWalk<T, linear_chunk(kNumber, false, kLinearDepth)>;
   using Small = LinearWalk<T, linear_chunk(kNumber, true, kLinearDepth)>;
   static_assert(fits(Large::smem_bytes(kLinearDepth), false) && fits(Small::smem_bytes(kLinearDepth), true));
   static_assert(fits(Large::smem_bytes(kLinearSmallDepth), true));
   const auto run = [&]<class Walk>() {
-    const LinearPlan plan(p);
+    const LinearPlan plan(task);
     backward ? plan.backward(Sm80Linear<Walk>{stream}) : plan.forward(Sm80Linear<Walk>{stream});
   };
-  p.chunk == Small::kRows ? run.template operator()<Small>() : run.template operator()<Large>();
+  task.chunk == Small::kRows ? run.template operator()<Small>() : run.template operator()<Large>();
 }
 
 }  // namespace attnjourney

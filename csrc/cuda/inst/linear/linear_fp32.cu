@@ -1,5 +1,5 @@
 #include "linear.h"
 
-void attnjourney::sm80_linear_fp32(const LinearProblem& p, bool backward, cudaStream_t stream) {
-  launch_sm80_linear<float>(p, backward, stream);
+void attnjourney::sm80_linear_fp32(const LinearProblem& task, bool backward, cudaStream_t stream) {
+  launch_sm80_linear<float>(task, backward, stream);
 }

@@ -20,11 +20,11 @@ void with_sm80_forward(HeadSize size, F&& f) {
 }
 
 template <class T>
-void launch_sm80_forward(ForwardTask p, bool ranged, cudaStream_t stream) {
-  with_sm80_forward<T, false>(forward_size(p.head_dim, p.v_head_dim), [&]<class K>() {
-    plan_forward(p, K::kRows);
-    launch_kernel(ranged ? sm80_forward<K, true> : sm80_forward<K, false>, p.total, K::kThreads, K::kSmemBytes, stream,
-                  p);
+void launch_sm80_forward(ForwardTask task, bool ranged, cudaStream_t stream) {
+  with_sm80_forward<T, false>(forward_size(task.head_dim, task.v_head_dim), [&]<class K>() {
+    plan_forward(task, K::kRows);
+    launch_kernel(ranged ? sm80_forward<K, true> : sm80_forward<K, false>, task.total, K::kThreads, K::kSmemBytes,
+                  stream, task);
   });
 }
 

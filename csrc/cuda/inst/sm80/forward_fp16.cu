@@ -1,5 +1,5 @@
 #include "forward.h"
 
-void attnjourney::sm80_forward_fp16(ForwardTask p, bool ranged, const Device&, cudaStream_t stream) {
-  launch_sm80_forward<Half>(p, ranged, stream);
+void attnjourney::sm80_forward_fp16(ForwardTask task, bool ranged, const Device&, cudaStream_t stream) {
+  launch_sm80_forward<Half>(task, ranged, stream);
 }

@@ -23,34 +23,34 @@ void with_sm80_full_backward(int size, bool small, F&& f) {
 
 // The gradients of sinks, of slopes and of a floating mask, after the main kernel.
 template <class T>
-void launch_option_gradients(const BackwardTask& p, cudaStream_t stream) {
+void launch_option_gradients(const BackwardTask& task, cudaStream_t stream) {
   const auto per_head = [&](auto kernel, bool per_item) {
-    launch_kernel(kernel, int64_t{per_item ? p.batch : 1} * p.q_heads, kPassThreads, kHeadsBytes, stream, p);
+    launch_kernel(kernel, int64_t{per_item ? task.batch : 1} * task.q_heads, kPassThreads, kHeadsBytes, stream, task);
   };
-  if (p.grad_sinks) per_head(backward_per_head<true, float>, p.sinks_per_item);
-  if (p.grad_slopes) per_head(backward_per_head<false, float>, p.slopes_per_item);
-  if (!p.mask_gradient.sum) return;
-  with_size(backward_size(p.head_dim, p.v_head_dim), [&]<int D>() {
+  if (task.grad_sinks) per_head(backward_per_head<true, float>, task.sinks_per_item);
+  if (task.grad_slopes) per_head(backward_per_head<false, float>, task.slopes_per_item);
+  if (!task.mask_gradient.sum) return;
+  with_size(backward_size(task.head_dim, task.v_head_dim), [&]<int D>() {
     using Gradient = Sm80MaskGradient<T, D>;
     static_assert(fits(Gradient::kSmemBytes, true));
-    launch_kernel(mask_gradient<Gradient, float>, mask_gradient_blocks<Gradient>(p), Gradient::kThreads,
-                  Gradient::kSmemBytes, stream, p);
+    launch_kernel(mask_gradient<Gradient, float>, mask_gradient_blocks<Gradient>(task), Gradient::kThreads,
+                  Gradient::kSmemBytes, stream, task);
   });
 }
 
 template <class T>
-void launch_sm80_full_backward(const BackwardTask& p, const Device& device, cudaStream_t stream) {
+void launch_sm80_full_backward(const BackwardTask& task, const Device& device, cudaStream_t stream) {
   const auto go = [&]<class K>() {
-    launch_backward<K>(p, stream, [&] {
-      if (p.grad_query || p.grad_key || p.grad_value || p.slope_sum)
-        launch_kernel(sm80_backward<K, true>, int64_t{p.key_tiles} * p.kv_heads * (p.cu_q ? 1 : p.batch), K::kThreads,
-                      K::kSmemBytes, stream, p);
-      launch_option_gradients<T>(p, stream);
+    launch_backward<K>(task, stream, [&] {
+      if (task.grad_query || task.grad_key || task.grad_value || task.slope_sum)
+        launch_kernel(sm80_backward<K, true>, int64_t{task.key_tiles} * task.kv_heads * (task.cu_q ? 1 : task.batch),
+                      K::kThreads, K::kSmemBytes, stream, task);
+      launch_option_gradients<T>(task, stream);
     });
   };
-  const int size = backward_size(p.head_dim, p.v_head_dim);
-  p.turn ? with_sm80_full_backward<T, true>(size, device.small(), go)
-         : with_sm80_full_backward<T, false>(size, device.small(), go);
+  const int size = backward_size(task.head_dim, task.v_head_dim);
+  task.turn ? with_sm80_full_backward<T, true>(size, device.small(), go)
+            : with_sm80_full_backward<T, false>(size, device.small(), go);
 }
 
 }  // namespace attnjourney

@@ -5,10 +5,10 @@
 namespace attnjourney {
 
 template <class T>
-void launch_sm80_full_forward(ForwardTask p, cudaStream_t stream) {
-  with_sm80_forward<T, true>(forward_size(p.head_dim, p.v_head_dim), [&]<class K>() {
-    plan_forward(p, K::kRows);
-    launch_kernel(sm80_forward<K, true>, p.total, K::kThreads, K::kSmemBytes, stream, p);
+void launch_sm80_full_forward(ForwardTask task, cudaStream_t stream) {
+  with_sm80_forward<T, true>(forward_size(task.head_dim, task.v_head_dim), [&]<class K>() {
+    plan_forward(task, K::kRows);
+    launch_kernel(sm80_forward<K, true>, task.total, K::kThreads, K::kSmemBytes, stream, task);
   });
 }
 

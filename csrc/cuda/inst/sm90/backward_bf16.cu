@@ -1,5 +1,5 @@
 #include "backward.h"
 
-void attnjourney::sm90_backward_bf16(BackwardTask p, bool ranged, const Device&, cudaStream_t stream) {
-  launch_sm90_backward<Bf16>(p, ranged, stream);
+void attnjourney::sm90_backward_bf16(BackwardTask task, bool ranged, const Device&, cudaStream_t stream) {
+  launch_sm90_backward<Bf16>(task, ranged, stream);
 }

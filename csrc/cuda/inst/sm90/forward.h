@@ -7,30 +7,30 @@
 namespace attnjourney {
 
 template <class T>
-void launch_sm90_forward(ForwardTask p, bool ranged, const Device& device, cudaStream_t stream) {
+void launch_sm90_forward(ForwardTask task, bool ranged, const Device& device, cudaStream_t stream) {
   const auto go = [&]<class S>() {
     constexpr bool bf16 = ptx::is_bf16<T>;
-    plan_forward(p, S::kRows);
-    const int kv_heads = p.q_heads / p.group;
+    plan_forward(task, S::kRows);
+    const int kv_heads = task.q_heads / task.group;
     const Sm90ForwardMaps maps{
-        tensor_map(p.query, p.query_strides, p.batch, p.q_heads, p.q_len, p.head_dim, 64, bf16),
-        tensor_map(p.key, p.key_strides, p.batch, kv_heads, p.kv_len, p.head_dim, S::kKeys, bf16),
-        tensor_map(p.value, p.value_strides, p.batch, kv_heads, p.kv_len, p.v_head_dim, S::kKeys, bf16),
-        tensor_map(p.out, p.out_strides, p.batch, p.q_heads, p.q_len, p.v_head_dim, 16, bf16),
-        tensor_map(p.value, p.value_strides, p.batch, kv_heads, p.kv_len, p.v_head_dim, 8, bf16),
-        tensor_map(p.value, p.value_strides, p.batch, kv_heads, p.kv_len, p.v_head_dim, 1, bf16)};
-    launch_kernel(sm90_forward<S>, p.total < device.multiprocessors ? p.total : device.multiprocessors, S::kThreads,
-                  S::kSmemBytes, stream, maps, p);
+        tensor_map(task.query, task.query_strides, task.batch, task.q_heads, task.q_len, task.head_dim, 64, bf16),
+        tensor_map(task.key, task.key_strides, task.batch, kv_heads, task.kv_len, task.head_dim, S::kKeys, bf16),
+        tensor_map(task.value, task.value_strides, task.batch, kv_heads, task.kv_len, task.v_head_dim, S::kKeys, bf16),
+        tensor_map(task.out, task.out_strides, task.batch, task.q_heads, task.q_len, task.v_head_dim, 16, bf16),
+        tensor_map(task.value, task.value_strides, task.batch, kv_heads, task.kv_len, task.v_head_dim, 8, bf16),
+        tensor_map(task.value, task.value_strides, task.batch, kv_heads, task.kv_len, task.v_head_dim, 1, bf16)};
+    launch_kernel(sm90_forward<S>, task.total < device.multiprocessors ? task.total : device.multiprocessors,
+                  S::kThreads, S::kSmemBytes, stream, maps, task);
   };
-  // dtype, Dqk, Dv, warpgroups, keys, stages, Q stages, ranged, ping-pong, ahead, store
+  // dtype, Dqk, Dv, warpgroups, keys, stages, Q stages, ranged, ping-pong, early, store
   const auto pick = [&]<bool Ranged>() {
-    const HeadSize size = forward_size(p.head_dim, p.v_head_dim);
+    const HeadSize size = forward_size(task.head_dim, task.v_head_dim);
     if (size == HeadSize::d128)
       return go.template operator()<Sm90ForwardShape<T, 128, 128, 2, 128, 2, 2, Ranged, false, 4, true>>();
     if (size == HeadSize::d192v128)
       return go.template operator()<Sm90ForwardShape<T, 192, 128, 2, 128, 2, 1, Ranged, true, 4, false>>();
     if constexpr (Ranged)
-      if (p.kv_len <= 1024)
+      if (task.kv_len <= 1024)
         return go.template operator()<Sm90ForwardShape<T, 64, 64, 2, 128, 2, 2, true, true, 4, true>>();
     go.template operator()<Sm90ForwardShape<T, 64, 64, 3, 128, 2, 2, Ranged, true, 0, true>>();
   };

@@ -1,5 +1,5 @@
 #include "forward.h"
 
-void attnjourney::sm90_forward_bf16(ForwardTask p, bool ranged, const Device& device, cudaStream_t stream) {
-  launch_sm90_forward<Bf16>(p, ranged, device, stream);
+void attnjourney::sm90_forward_bf16(ForwardTask task, bool ranged, const Device& device, cudaStream_t stream) {
+  launch_sm90_forward<Bf16>(task, ranged, device, stream);
 }

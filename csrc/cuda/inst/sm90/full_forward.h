@@ -7,29 +7,31 @@
 namespace attnjourney {
 
 template <class T>
-void launch_sm90_full_forward(ForwardTask p, const TileKinds& kinds, const Device& device, cudaStream_t stream) {
+void launch_sm90_full_forward(ForwardTask task, const TileKinds& kinds, const Device& device, cudaStream_t stream) {
   const auto go = [&]<class S>() {
     constexpr bool bf16 = ptx::is_bf16<T>;
-    plan_forward(p, S::kRows);
-    const int kv_heads = p.q_heads / p.group, items = p.cu_q ? 1 : p.batch;
+    plan_forward(task, S::kRows);
+    const int kv_heads = task.q_heads / task.group, items = task.cu_q ? 1 : task.batch;
     const auto map = [&](const void* data, const Strides& s, int heads, int length, int dim, int rows) {
       return tensor_map(data, s, items, heads, length, dim, rows, bf16);
     };
-    const auto value = [&](int rows) { return map(p.value, p.value_strides, kv_heads, p.kv_len, p.v_head_dim, rows); };
+    const auto value = [&](int rows) {
+      return map(task.value, task.value_strides, kv_heads, task.kv_len, task.v_head_dim, rows);
+    };
     Sm90ForwardMaps maps{};
-    maps.query = map(p.query, p.query_strides, p.q_heads, p.q_len, p.head_dim, 64);
-    maps.key = map(p.key, p.key_strides, kv_heads, p.kv_len, p.head_dim, S::kKeys);
+    maps.query = map(task.query, task.query_strides, task.q_heads, task.q_len, task.head_dim, 64);
+    maps.key = map(task.key, task.key_strides, kv_heads, task.kv_len, task.head_dim, S::kKeys);
     maps.value = value(S::kKeys), maps.value8 = value(8), maps.value1 = value(1);
-    launch_kernel(sm90_full_forward<S>, p.total < device.multiprocessors ? p.total : device.multiprocessors,
-                  S::kThreads, S::kSmemBytes, stream, maps, p, kinds);
+    launch_kernel(sm90_full_forward<S>, task.total < device.multiprocessors ? task.total : device.multiprocessors,
+                  S::kThreads, S::kSmemBytes, stream, maps, task, kinds);
   };
   const auto pick = [&]<bool Bias>() {
-    const HeadSize size = forward_size(p.head_dim, p.v_head_dim);
+    const HeadSize size = forward_size(task.head_dim, task.v_head_dim);
     if (size == HeadSize::d128) return go.template operator()<Sm90FullShape<T, 128, 128, 2, Bias>>();
     if (size == HeadSize::d192v128) return go.template operator()<Sm90FullShape<T, 192, 128, 1, Bias>>();
     go.template operator()<Sm90FullShape<T, 64, 64, 2, Bias>>();
   };
-  if (p.scores.mask_kind > MaskElement::boolean)
+  if (task.scores.mask_kind > MaskElement::boolean)
     pick.template operator()<true>();
   else
     pick.template operator()<false>();

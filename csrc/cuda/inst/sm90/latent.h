@@ -10,9 +10,9 @@ constexpr CudaDecode sm90_latent_decode{
     [](int, int, int, bool) {
       return DecodeTiling{Sm90Latent<T>::kRows, Sm90Latent<T>::kKeys, Sm90Latent<T>::kSmemBytes, 1, kRoundKeys};
     },
-    [](const DecodeTask& p, bool, cudaStream_t stream) {
+    [](const DecodeTask& task, bool, cudaStream_t stream) {
       using K = Sm90Latent<T>;
-      launch_latent<T>(sm90_latent<K>, p, K::kThreads, K::kSmemBytes, K::kRows, stream);
+      launch_latent<T>(sm90_latent<K>, task, K::kThreads, K::kSmemBytes, K::kRows, stream);
     }};
 
 }  // namespace attnjourney

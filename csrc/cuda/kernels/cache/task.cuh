@@ -1,4 +1,4 @@
-// What the kernels of the caches are told (csrc/decode/kv_cache.h says what the operators mean).
+// The parameters of the kernels of the caches (csrc/decode/kv_cache.h says what the operators mean).
 #pragma once
 #include <cstdint>
 

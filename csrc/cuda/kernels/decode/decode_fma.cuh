@@ -39,7 +39,7 @@ struct DecodeFma {
   static_assert(kSlices == 8 || kSlices == 16);
 
   // Starts the copy of a tile of K or V. Rows that do not begin on chunks are copied number by number.
-  static __device__ __forceinline__ void load_tile(unsigned char* tile, const T* base, const CacheStrides& s,
+  static __device__ __forceinline__ void load_tile(unsigned char* tile, const T* base, const CacheStrides& strides,
                                                    const Place* places, int dim, int pitch, bool chunked) {
     const int chunks = pitch / 16;
     if (chunked) {
@@ -47,7 +47,7 @@ struct DecodeFma {
         const int row = i / chunks, chunk = i - row * chunks;
         const Place at = places[row];
         const T* from = base;
-        if (at.outer >= 0) from += at.outer * s.outer + at.slot * s.row + chunk * kChunk;
+        if (at.outer >= 0) from += at.outer * strides.outer + at.slot * strides.row + chunk * kChunk;
         ptx::cp_async_16(ptx::smem_addr(tile + row * pitch + chunk * 16), from, at.outer >= 0);
       }
       return;
@@ -58,7 +58,7 @@ struct DecodeFma {
       const Place at = places[row];
       T* to = reinterpret_cast<T*>(tile + row * pitch) + d;
       if (at.outer >= 0 && d < dim)
-        *to = base[at.outer * s.outer + at.slot * s.row + d];
+        *to = base[at.outer * strides.outer + at.slot * strides.row + d];
       else
         store_one<T>(to, C(0));
     }
@@ -68,7 +68,7 @@ struct DecodeFma {
   template <class X, int N>
   struct alignas(16) Together {
     X x[N];
-    static __device__ __forceinline__ Together at(const void* p) { return *static_cast<const Together*>(p); }
+    static __device__ __forceinline__ Together at(const void* from) { return *static_cast<const Together*>(from); }
   };
 
   // Products of the thread's key with all rows, over its slice; then that of row `slice` % 8, whole.
@@ -97,48 +97,49 @@ struct DecodeFma {
     return kSlices == 16 ? sum[0] + ptx::shfl_xor(sum[0], 8) : sum[0];
   }
 
-  static __device__ __forceinline__ void run(const DecodeTask& p, bool chunked) {
-    const Shape shape(p.head_dim, p.v_head_dim);
-    const DecodePart<kKeys> part(p, kRows);
-    const DecodeSequence& s = part.sequence;
-    const int tid = threadIdx.x, live = min(kRows, p.rows - part.row0);
+  static __device__ __forceinline__ void run(const DecodeTask& task, bool chunked) {
+    const Shape shape(task.head_dim, task.v_head_dim);
+    const DecodePart<kKeys> part(task, kRows);
+    const DecodeSequence& sequence = part.sequence;
+    const int tid = threadIdx.x, live = min(kRows, task.rows - part.row0);
     C* const q = reinterpret_cast<C*>(ptx::dynamic_smem());
     C *const scores = q + kRows * shape.q_pitch, *const weights = scores + kRows * kKeys;  // [row][key], [key][row]
     C *const shrink = weights + kRows * kKeys, *const stats = shrink + kRows;              // [row], [row][2]
     int* const flags = reinterpret_cast<int*>(stats + 2 * kRows);                          // of each warp
     Place* const places = reinterpret_cast<Place*>(flags + 4);                             // [tile % 8][key]
     unsigned char* const stages = reinterpret_cast<unsigned char*>(places + 8 * kKeys);
-    const T* const key = static_cast<const T*>(p.key) + part.head * p.k.head;
-    const T* const value = static_cast<const T*>(p.value) + part.head * p.v.head;
+    const T* const key = static_cast<const T*>(task.key) + part.head * task.k.head;
+    const T* const value = static_cast<const T*>(task.value) + part.head * task.v.head;
 
-    const int ahead = shape.stages - 1;
-    const auto look = [&](int tile) {
+    const int prefetched = shape.stages - 1;
+    const auto locate = [&](int tile) {
       if (tid < kKeys)
-        places[tile % 8 * kKeys + tid] = place_of(p, s, part.batch, tile * kKeys + tid, tile < part.last ? s.total : 0);
+        places[tile % 8 * kKeys + tid] =
+            place_of(task, sequence, part.batch, tile * kKeys + tid, tile < part.last ? sequence.total : 0);
     };
     const auto start = [&](int tile) {
       unsigned char* at = stages + tile % shape.stages * shape.stage_bytes();
-      load_tile(at, key, p.k, places + tile % 8 * kKeys, p.head_dim, shape.k_pitch, chunked);
-      load_tile(at + kKeys * shape.k_pitch, value, p.v, places + tile % 8 * kKeys, p.v_head_dim, shape.v_pitch,
+      load_tile(at, key, task.k, places + tile % 8 * kKeys, task.head_dim, shape.k_pitch, chunked);
+      load_tile(at + kKeys * shape.k_pitch, value, task.v, places + tile % 8 * kKeys, task.v_head_dim, shape.v_pitch,
                 chunked);
       ptx::cp_async_commit();
     };
-    for (int i = 0; i <= ahead; i++) look(part.first + i);
+    for (int i = 0; i <= prefetched; i++) locate(part.first + i);
     for (int i = tid; i < kRows * shape.q_pitch; i += kThreads) {
       const int r = i / shape.q_pitch, d = i - r * shape.q_pitch, row = part.row0 + r;
       C x = 0;
-      if (r < live && d < p.head_dim)
-        x = ptx::to_float(
-            static_cast<const T*>(p.query)[part.batch * p.q_batch + (part.head * p.group + row / p.q_len) * p.q_head +
-                                           row % p.q_len * p.q_row + d]);
+      if (r < live && d < task.head_dim)
+        x = ptx::to_float(static_cast<const T*>(
+            task.query)[part.batch * task.q_batch + (part.head * task.group + row / task.q_len) * task.q_head +
+                        row % task.q_len * task.q_row + d]);
       q[i] = x;
     }
     __syncthreads();
-    for (int i = 0; i < ahead; i++) start(part.first + i);
+    for (int i = 0; i < prefetched; i++) start(part.first + i);
 
     // a thread's score: row `slice`, key tid / kSlices; its weight: row tid / kKeys, key tid % kKeys
     const int slice = tid % kSlices, score_key = tid / kSlices, weight_row = tid / kKeys, weight_key = tid % kKeys;
-    const DecodeRow<C> own(p, part.batch, part.head, s.origin, part.row0 + (slice < live ? slice : 0));
+    const DecodeRow<C> own(task, part.batch, part.head, sequence.origin, part.row0 + (slice < live ? slice : 0));
     RowSum<C> row{-C(INFINITY), C(0)};  // of weight_row, this thread's share of the sum
     C acc[kColumns][kRows] = {};
     for (int tile = part.first; tile < part.last; tile++) {
@@ -147,14 +148,15 @@ struct DecodeFma {
       else
         ptx::cp_async_wait<0>();
       __syncthreads();  // @tile_landed: every thread is past the one before
-      start(tile + ahead);
-      look(tile + ahead + 1);
+      start(tile + prefetched);
+      locate(tile + prefetched + 1);
       const unsigned char* k_tile = stages + tile % shape.stages * shape.stage_bytes();
       const C dot = product(shape, q, k_tile + score_key * shape.k_pitch, live);
       if (slice < live) {
-        const int item = tile * kKeys + score_key, at = s.key(item);
-        const bool seen = places[tile % 8 * kKeys + score_key].outer >= 0 && s.keys.visible(own.row, at);
-        scores[slice * kKeys + score_key] = seen ? decode_score<T>(p, own, s.keys.offset, at, dot) : -C(INFINITY);
+        const int item = tile * kKeys + score_key, at = sequence.key(item);
+        const bool seen = places[tile % 8 * kKeys + score_key].outer >= 0 && sequence.keys.visible(own.row, at);
+        scores[slice * kKeys + score_key] =
+            seen ? decode_score<T>(task, own, sequence.keys.offset, at, dot) : -C(INFINITY);
       }
       __syncthreads();
       bool hides = false;
@@ -177,7 +179,7 @@ struct DecodeFma {
       if (tid % 32 == 0) flags[tid / 32] = hides;
       __syncthreads();
       const bool guarded = flags[0] | flags[1] | flags[2] | flags[3];
-      add_values(acc, p, k_tile + kKeys * shape.k_pitch, shape.v_pitch, weights, shrink, live, guarded);
+      add_values(acc, task, k_tile + kKeys * shape.k_pitch, shape.v_pitch, weights, shrink, live, guarded);
     }
     ptx::cp_async_wait<0>();
 
@@ -187,18 +189,18 @@ struct DecodeFma {
       if (weight_key == 0) stats[2 * weight_row] = row.top, stats[2 * weight_row + 1] = row.sum;
     }
     __syncthreads();
-    write(p, part, acc, stats, live);
+    write(task, part, acc, stats, live);
   }
 
   // The tile's weighted values are summed by themselves first: sums that start from the total would round every
   // product at its size. guarded: a weight of exactly 0 hides a value, whatever that is.
-  static __device__ __forceinline__ void add_values(C (&acc)[kColumns][kRows], const DecodeTask& p,
+  static __device__ __forceinline__ void add_values(C (&acc)[kColumns][kRows], const DecodeTask& task,
                                                     const unsigned char* v_tile, int pitch, const C* weights,
                                                     const C* shrink, int live, bool guarded) {
 #pragma unroll
     for (int c = 0; c < kColumns; c++) {
       const int column = c * kThreads + threadIdx.x;
-      if (column >= p.v_head_dim) break;
+      if (column >= task.v_head_dim) break;
       C part[kRows] = {};
 #pragma unroll 4
       for (int k = 0; k < kKeys; k++) {
@@ -213,33 +215,33 @@ struct DecodeFma {
     }
   }
 
-  static __device__ __forceinline__ void write(const DecodeTask& p, const DecodePart<kKeys>& part,
+  static __device__ __forceinline__ void write(const DecodeTask& task, const DecodePart<kKeys>& part,
                                                const C (&acc)[kColumns][kRows], const C* stats, int live) {
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
       if (r >= live) break;
       const RowSum<C> row{stats[2 * r], stats[2 * r + 1]};
-      if (p.splits > 1) {
-        const int64_t at = (part.unit * p.splits + part.split) * kRows + r;
-        if (threadIdx.x < 2) static_cast<C*>(p.part_stats)[2 * at + threadIdx.x] = stats[2 * r + threadIdx.x];
+      if (task.splits > 1) {
+        const int64_t at = (part.unit * task.splits + part.split) * kRows + r;
+        if (threadIdx.x < 2) static_cast<C*>(task.part_stats)[2 * at + threadIdx.x] = stats[2 * r + threadIdx.x];
 #pragma unroll
         for (int c = 0; c < kColumns; c++) {
           const int column = c * kThreads + threadIdx.x;
-          if (column < p.v_head_dim && row.sum != C(0))
-            static_cast<C*>(p.part_out)[at * p.v_head_dim + column] = acc[c][r];
+          if (column < task.v_head_dim && row.sum != C(0))
+            static_cast<C*>(task.part_out)[at * task.v_head_dim + column] = acc[c][r];
         }
         continue;
       }
-      const int i = part.row0 + r, head = part.head * p.group + i / p.q_len;
-      const int64_t to = (static_cast<int64_t>(part.batch) * p.kv_heads + part.head) * p.rows + i;
+      const int i = part.row0 + r, head = part.head * task.group + i / task.q_len;
+      const int64_t to = (static_cast<int64_t>(part.batch) * task.kv_heads + part.head) * task.rows + i;
       C lse;
-      const C factor = end_row(p, part.batch, head, row, lse);
-      if (threadIdx.x == 0) static_cast<C*>(p.lse)[to] = lse;
+      const C factor = end_row(task, part.batch, head, row, lse);
+      if (threadIdx.x == 0) static_cast<C*>(task.lse)[to] = lse;
 #pragma unroll
       for (int c = 0; c < kColumns; c++) {
         const int column = c * kThreads + threadIdx.x;
-        if (column < p.v_head_dim)
-          store_one<T>(static_cast<T*>(p.out) + to * p.v_head_dim + column, acc[c][r] * factor);
+        if (column < task.v_head_dim)
+          store_one<T>(static_cast<T*>(task.out) + to * task.v_head_dim + column, acc[c][r] * factor);
       }
     }
   }
@@ -247,8 +249,8 @@ struct DecodeFma {
 
 template <class T>
 __global__ void __launch_bounds__(DecodeFma<T>::kThreads, DecodeFma<T>::kBlocks)
-    decode_fma(const DecodeTask p, bool chunked) {
-  DecodeFma<T>::run(p, chunked);
+    decode_fma(const DecodeTask task, bool chunked) {
+  DecodeFma<T>::run(task, chunked);
 }
 
 }  // namespace attnjourney

@@ -13,20 +13,21 @@ constexpr int merge_smem(int splits, int v_head_dim) {
 
 // grid: batch * kv_heads * rows; tile_rows: those of the kernel before. Each warp adds up every kMergeWarps-th split.
 template <class T>
-__global__ void __launch_bounds__(kMergeThreads) decode_merge(const DecodeTask p, int tile_rows) {
+__global__ void __launch_bounds__(kMergeThreads) decode_merge(const DecodeTask task, int tile_rows) {
   using C = Compute<T>;
-  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, i = blockIdx.x % p.rows, pair = blockIdx.x / p.rows;
-  const int batch = pair / p.kv_heads, head = pair % p.kv_heads * p.group + i / p.q_len;
-  const int64_t unit = static_cast<int64_t>(pair) * p.row_tiles + i / tile_rows;
-  const int64_t first = unit * p.splits * tile_rows + i % tile_rows;  // the row's part of the first split
-  const auto part = [&](int s) { return first + static_cast<int64_t>(s) * tile_rows; };
-  const C *const stats = static_cast<const C*>(p.part_stats), *const parts = static_cast<const C*>(p.part_out);
-  C *const weights = reinterpret_cast<C*>(ptx::dynamic_smem()), *const tops = weights + p.splits,
+  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, i = blockIdx.x % task.rows,
+            pair = blockIdx.x / task.rows;
+  const int batch = pair / task.kv_heads, head = pair % task.kv_heads * task.group + i / task.q_len;
+  const int64_t unit = static_cast<int64_t>(pair) * task.row_tiles + i / tile_rows;
+  const int64_t first = unit * task.splits * tile_rows + i % tile_rows;  // the row's part of the first split
+  const auto part = [&](int split) { return first + static_cast<int64_t>(split) * tile_rows; };
+  const C *const stats = static_cast<const C*>(task.part_stats), *const parts = static_cast<const C*>(task.part_out);
+  C *const weights = reinterpret_cast<C*>(ptx::dynamic_smem()), *const tops = weights + task.splits,
            *const sums = tops + kMergeWarps, *const outputs = sums + kMergeWarps;  // outputs [warp][v_head_dim]
 
   C top = -C(INFINITY), sum = 0;
-  for (int s = tid; s < p.splits; s += kMergeThreads) {
-    const C own = stats[2 * part(s)];
+  for (int split = tid; split < task.splits; split += kMergeThreads) {
+    const C own = stats[2 * part(split)];
     top = own > top ? own : top;
   }
 #pragma unroll
@@ -38,36 +39,36 @@ __global__ void __launch_bounds__(kMergeThreads) decode_merge(const DecodeTask p
   __syncthreads();
 #pragma unroll
   for (int w = 0; w < kMergeWarps; w++) top = tops[w] > top ? tops[w] : top;
-  for (int s = tid; s < p.splits; s += kMergeThreads) {
-    const C own = stats[2 * part(s) + 1], weight = part_weight(stats[2 * part(s)], top);
+  for (int split = tid; split < task.splits; split += kMergeThreads) {
+    const C own = stats[2 * part(split) + 1], weight = part_weight(stats[2 * part(split)], top);
     sum += weight * own;
-    weights[s] = own == C(0) ? C(-1) : weight;  // -1: there is no output
+    weights[split] = own == C(0) ? C(-1) : weight;  // -1: there is no output
   }
 #pragma unroll
   for (int w = 16; w > 0; w /= 2) sum += ptx::shfl_xor(sum, w);
   if (lane == 0) sums[warp] = sum;
   __syncthreads();
 
-  for (int c = lane; c < p.v_head_dim; c += 32) {
+  for (int column = lane; column < task.v_head_dim; column += 32) {
     C x = 0;
 #pragma unroll 4
-    for (int s = warp; s < p.splits; s += kMergeWarps)
-      if (!(weights[s] < C(0))) x += weights[s] * parts[part(s) * p.v_head_dim + c];
-    outputs[warp * p.v_head_dim + c] = x;
+    for (int split = warp; split < task.splits; split += kMergeWarps)
+      if (!(weights[split] < C(0))) x += weights[split] * parts[part(split) * task.v_head_dim + column];
+    outputs[warp * task.v_head_dim + column] = x;
   }
   sum = sums[0];
 #pragma unroll
   for (int w = 1; w < kMergeWarps; w++) sum += sums[w];
   C lse;
-  const C factor = end_row(p, batch, head, RowSum<C>{top, sum}, lse);
-  if (tid == 0) static_cast<C*>(p.lse)[blockIdx.x] = lse;
+  const C factor = end_row(task, batch, head, RowSum<C>{top, sum}, lse);
+  if (tid == 0) static_cast<C*>(task.lse)[blockIdx.x] = lse;
   __syncthreads();
-  T* const out = static_cast<T*>(p.out) + static_cast<int64_t>(blockIdx.x) * p.v_head_dim;
-  for (int c = tid; c < p.v_head_dim; c += kMergeThreads) {
+  T* const out = static_cast<T*>(task.out) + static_cast<int64_t>(blockIdx.x) * task.v_head_dim;
+  for (int column = tid; column < task.v_head_dim; column += kMergeThreads) {
     C x = 0;
 #pragma unroll
-    for (int w = 0; w < kMergeWarps; w++) x += outputs[w * p.v_head_dim + c];
-    store_one<T>(out + c, x * factor);
+    for (int w = 0; w < kMergeWarps; w++) x += outputs[w * task.v_head_dim + column];
+    store_one<T>(out + column, x * factor);
   }
 }
 

@@ -1,4 +1,6 @@
-// What the kernels of decoding are told (csrc/decode/decode.h says what it means), and which keys a block works on.
+// The parameters of the decoding kernels (csrc/decode/decode.h says what they mean), and which keys a block works on:
+// a tile of rows of one key head (16 or 64 on mma.sync, 8 in ordinary arithmetic) and its share of the keys that some
+// row sees, counted from lengths on the device.
 #pragma once
 #include <cstdint>
 
@@ -17,7 +19,7 @@ struct DecodeTask {
   CacheStrides k, v;
   const int64_t* lengths;  // [batch]; they count as 0 .. longest
   int64_t longest;
-  const int* table;  // [batch, max_blocks] or null; a number that is no block's stands for keys that nobody sees
+  const int* table;  // [batch, max_blocks] or null; a number that is no block's stands for keys that no row sees
   int blocks, block_size, max_blocks;
   int capacity;
   bool ring;
@@ -55,38 +57,40 @@ struct DecodeSequence {
   }
 };
 
-__device__ __forceinline__ DecodeSequence decode_sequence(const DecodeTask& p, int batch) {
-  int64_t length = p.lengths[batch];
-  length = length < 0 ? 0 : length < p.longest ? length : p.longest;
-  DecodeSequence s;
-  s.origin = p.ring && length > p.capacity ? length - p.capacity : 0;
-  s.slot = p.ring ? static_cast<int>(s.origin % p.capacity) : 0;
-  const int there = static_cast<int>(length - s.origin);
-  s.keys.offset = there - p.q_len;
-  s.keys.left = p.left, s.keys.right = p.right;
-  s.keys.prefix = min(p.prefix, there);
-  s.keys.key_length = there;
-  const Range any = s.keys.any(0, p.q_len - 1);
-  s.begin = max(any.begin, s.keys.prefix);
-  s.total = s.keys.prefix + max(0, any.end - s.begin);
-  s.whole = s.keys.all(0, p.q_len - 1);
-  return s;
+__device__ __forceinline__ DecodeSequence decode_sequence(const DecodeTask& task, int batch) {
+  int64_t length = task.lengths[batch];
+  length = length < 0 ? 0 : length < task.longest ? length : task.longest;
+  DecodeSequence sequence;
+  sequence.origin = task.ring && length > task.capacity ? length - task.capacity : 0;
+  sequence.slot = task.ring ? static_cast<int>(sequence.origin % task.capacity) : 0;
+  const int there = static_cast<int>(length - sequence.origin);
+  sequence.keys.offset = there - task.q_len;
+  sequence.keys.left = task.left, sequence.keys.right = task.right;
+  sequence.keys.prefix = min(task.prefix, there);
+  sequence.keys.key_length = there;
+  const Range any = sequence.keys.any(0, task.q_len - 1);
+  sequence.begin = max(any.begin, sequence.keys.prefix);
+  sequence.total = sequence.keys.prefix + max(0, any.end - sequence.begin);
+  sequence.whole = sequence.keys.all(0, task.q_len - 1);
+  return sequence;
 }
 
 // Where a key lies: slot `slot` of sequence or block `outer`; outer < 0: nowhere.
 struct Place {
   int outer, slot;
 };
-__device__ __forceinline__ Place place_of_key(const DecodeTask& p, const DecodeSequence& s, int batch, int key) {
-  if (p.table) {
-    const int j = key / p.block_size, block = p.table[static_cast<int64_t>(batch) * p.max_blocks + j];
-    return {block < p.blocks ? block : -1, key - j * p.block_size};
+__device__ __forceinline__ Place place_of_key(const DecodeTask& task, const DecodeSequence& sequence, int batch,
+                                              int key) {
+  if (task.table) {
+    const int j = key / task.block_size, block = task.table[static_cast<int64_t>(batch) * task.max_blocks + j];
+    return {block < task.blocks ? block : -1, key - j * task.block_size};
   }
-  const int slot = s.slot + key;  // below twice the capacity
-  return {batch, p.ring && slot >= p.capacity ? slot - p.capacity : slot};
+  const int slot = sequence.slot + key;  // below twice the capacity
+  return {batch, task.ring && slot >= task.capacity ? slot - task.capacity : slot};
 }
-__device__ __forceinline__ Place place_of(const DecodeTask& p, const DecodeSequence& s, int batch, int item, int end) {
-  return item < end ? place_of_key(p, s, batch, s.key(item)) : Place{-1, 0};
+__device__ __forceinline__ Place place_of(const DecodeTask& task, const DecodeSequence& sequence, int batch, int item,
+                                          int end) {
+  return item < end ? place_of_key(task, sequence, batch, sequence.key(item)) : Place{-1, 0};
 }
 
 // A block's part: tiles of `Keys` items [first, last) for a tile of rows of one key head.
@@ -95,20 +99,20 @@ struct DecodePart {
   int batch, head, row0, split, first, last;
   int64_t unit;
   DecodeSequence sequence;
-  __device__ __forceinline__ explicit DecodePart(const DecodeTask& p, int tile_rows) {
+  __device__ __forceinline__ explicit DecodePart(const DecodeTask& task, int tile_rows) {
     int i = blockIdx.x;
-    const int tile = i % p.row_tiles;
-    i /= p.row_tiles;
-    head = i % p.kv_heads;
-    i /= p.kv_heads;
-    split = i % p.splits;
-    batch = i / p.splits;
+    const int tile = i % task.row_tiles;
+    i /= task.row_tiles;
+    head = i % task.kv_heads;
+    i /= task.kv_heads;
+    split = i % task.splits;
+    batch = i / task.splits;
     row0 = tile * tile_rows;
-    unit = (static_cast<int64_t>(batch) * p.kv_heads + head) * p.row_tiles + tile;
-    sequence = decode_sequence(p, batch);
+    unit = (static_cast<int64_t>(batch) * task.kv_heads + head) * task.row_tiles + tile;
+    sequence = decode_sequence(task, batch);
     const int64_t tiles = (sequence.total + Keys - 1) / Keys;
-    first = static_cast<int>(tiles * split / p.splits);
-    last = static_cast<int>(tiles * (split + 1) / p.splits);
+    first = static_cast<int>(tiles * split / task.splits);
+    last = static_cast<int>(tiles * (split + 1) / task.splits);
   }
 };
 

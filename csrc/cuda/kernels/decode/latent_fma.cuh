@@ -33,34 +33,34 @@ struct LatentFma {
     for (int d = threadIdx.x % 32; d < width; d += 32) to[d] = from && d < dim ? C(ptx::to_float(from[d])) : C(0);
   }
 
-  static __device__ __forceinline__ void run(const DecodeTask& p) {
-    const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, width = pitch(p.head_dim) - 4, step = width + 4;
-    const DecodePart<kKeys> part(p, kRows);
-    const DecodeSequence& s = part.sequence;
+  static __device__ __forceinline__ void run(const DecodeTask& task) {
+    const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, width = pitch(task.head_dim) - 4, step = width + 4;
+    const DecodePart<kKeys> part(task, kRows);
+    const DecodeSequence& sequence = part.sequence;
     C* const queries = reinterpret_cast<C*>(ptx::dynamic_smem());
     C *const keys = queries + kRows * step, *const weights = keys + kKeys * step;  // weights [key][row]
     C *const shrinks = weights + kKeys * kRows, *const stats = shrinks + kRows;    // [row], [row][2]
     uint32_t* const there = reinterpret_cast<uint32_t*>(stats + 2 * kRows);
-    const T* const latent = static_cast<const T*>(p.key) + part.head * p.k.head;
+    const T* const latent = static_cast<const T*>(task.key) + part.head * task.k.head;
     for (int r = warp; r < kRows; r += kThreads / 32) {
       const int i = part.row0 + r;
-      const T* from = static_cast<const T*>(p.query) + part.batch * p.q_batch +
-                      (part.head * p.group + i / p.q_len) * p.q_head + i % p.q_len * p.q_row;
-      load_row(queries + r * step, i < p.rows ? from : nullptr, p.head_dim, width);
+      const T* from = static_cast<const T*>(task.query) + part.batch * task.q_batch +
+                      (part.head * task.group + i / task.q_len) * task.q_head + i % task.q_len * task.q_row;
+      load_row(queries + r * step, i < task.rows ? from : nullptr, task.head_dim, width);
     }
 
     // rows 2 a and 2 a + 1, keys 2 b and 2 b + 1
     const int slice = tid % kSlices, a = tid / kSlices % (kRows / 2), b = tid / kSlices / (kRows / 2);
-    const DecodeRow<C> rows[2] = {{p, part.batch, part.head, s.origin, part.row0 + 2 * a},
-                                  {p, part.batch, part.head, s.origin, part.row0 + 2 * a + 1}};
+    const DecodeRow<C> rows[2] = {{task, part.batch, part.head, sequence.origin, part.row0 + 2 * a},
+                                  {task, part.batch, part.head, sequence.origin, part.row0 + 2 * a + 1}};
     RowSum<C> row{-C(INFINITY), C(0)};  // of row tid, for tid < kRows
     C acc[kColumns][kRows] = {};
     for (int tile = part.first; tile < part.last; tile++) {
       __syncthreads();  // @tile_read: every thread is past the tile before
       for (int k = warp; k < kKeys; k += kThreads / 32) {
-        const Place at = place_of(p, s, part.batch, tile * kKeys + k, s.total);
-        load_row(keys + k * step, at.outer < 0 ? nullptr : latent + at.outer * p.k.outer + at.slot * p.k.row,
-                 p.head_dim, width);
+        const Place at = place_of(task, sequence, part.batch, tile * kKeys + k, sequence.total);
+        load_row(keys + k * step, at.outer < 0 ? nullptr : latent + at.outer * task.k.outer + at.slot * task.k.row,
+                 task.head_dim, width);
         if (lane == 0) there[k] = at.outer >= 0;
       }
       __syncthreads();
@@ -77,30 +77,31 @@ struct LatentFma {
 #pragma unroll
           for (int i = 0; i < 4; i++) x[i / 2][i % 2] += q[i / 2].x[e] * k[i % 2].x[e];
       }
-      const bool whole = !p.table && s.is_whole(tile * kKeys, kKeys);
+      const bool whole = !task.table && sequence.is_whole(tile * kKeys, kKeys);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         C product = x[i / 2][i % 2];
 #pragma unroll
         for (int w = kSlices / 2; w > 0; w /= 2) product += ptx::shfl_xor(product, w);
         if (i % kSlices != slice) continue;
-        const int k = 2 * b + i % 2, key = s.key(tile * kKeys + k);
+        const int k = 2 * b + i % 2, key = sequence.key(tile * kKeys + k);
         const DecodeRow<C>& r = rows[i / 2];
-        const bool seen = there[k] && (whole || s.keys.visible(r.row, key));
-        weights[k * kRows + 2 * a + i / 2] = seen ? decode_score<T>(p, r, s.keys.offset, key, product) : -C(INFINITY);
+        const bool seen = there[k] && (whole || sequence.keys.visible(r.row, key));
+        weights[k * kRows + 2 * a + i / 2] =
+            seen ? decode_score<T>(task, r, sequence.keys.offset, key, product) : -C(INFINITY);
       }
       __syncthreads();
-      if (tid < kRows) weigh(weights + tid, row, shrinks[tid]);
+      if (tid < kRows) softmax(weights + tid, row, shrinks[tid]);
       __syncthreads();
-      add_values(acc, p, keys, step, weights, shrinks, !whole || p.mask_kind != MaskElement::none);
+      add_values(acc, task, keys, step, weights, shrinks, !whole || task.mask_kind != MaskElement::none);
     }
     if (tid < kRows) stats[2 * tid] = row.top, stats[2 * tid + 1] = row.sum;
     __syncthreads();
-    write(p, part, acc, stats);
+    write(task, part, acc, stats);
   }
 
   // A row's scores of a tile to weights, by one thread.
-  static __device__ __forceinline__ void weigh(C* weights, RowSum<C>& row, C& shrink) {
+  static __device__ __forceinline__ void softmax(C* weights, RowSum<C>& row, C& shrink) {
     C top = row.top;
     for (int k = 0; k < kKeys; k++) {
       const C x = weights[k * kRows];
@@ -118,12 +119,12 @@ struct LatentFma {
 
   // The tile's weighted values are summed by themselves first: sums that start from the total would round every
   // product at its size. guarded: a weight of exactly 0 hides a value, whatever that is.
-  static __device__ __forceinline__ void add_values(C (&acc)[kColumns][kRows], const DecodeTask& p, const C* keys,
+  static __device__ __forceinline__ void add_values(C (&acc)[kColumns][kRows], const DecodeTask& task, const C* keys,
                                                     int step, const C* weights, const C* shrinks, bool guarded) {
 #pragma unroll
     for (int c = 0; c < kColumns; c++) {
       const int column = c * kThreads + threadIdx.x;
-      if (column >= p.v_head_dim) break;
+      if (column >= task.v_head_dim) break;
       C sum[kRows] = {};
 #pragma unroll 2
       for (int k = 0; k < kKeys; k++) {
@@ -139,38 +140,38 @@ struct LatentFma {
     }
   }
 
-  static __device__ __forceinline__ void write(const DecodeTask& p, const DecodePart<kKeys>& part,
+  static __device__ __forceinline__ void write(const DecodeTask& task, const DecodePart<kKeys>& part,
                                                const C (&acc)[kColumns][kRows], const C* stats) {
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
       const int i = part.row0 + r;
-      if (i >= p.rows) break;
+      if (i >= task.rows) break;
       const RowSum<C> all{stats[2 * r], stats[2 * r + 1]};
-      const int64_t at = (part.unit * p.splits + part.split) * kRows + r;
-      const int64_t to = (static_cast<int64_t>(part.batch) * p.kv_heads + part.head) * p.rows + i;
+      const int64_t at = (part.unit * task.splits + part.split) * kRows + r;
+      const int64_t to = (static_cast<int64_t>(part.batch) * task.kv_heads + part.head) * task.rows + i;
       C lse, factor = 1;
-      if (p.splits > 1) {
-        if (threadIdx.x < 2) static_cast<C*>(p.part_stats)[2 * at + threadIdx.x] = stats[2 * r + threadIdx.x];
+      if (task.splits > 1) {
+        if (threadIdx.x < 2) static_cast<C*>(task.part_stats)[2 * at + threadIdx.x] = stats[2 * r + threadIdx.x];
       } else {
-        factor = end_row(p, part.batch, part.head * p.group + i / p.q_len, all, lse);
-        if (threadIdx.x == 0) static_cast<C*>(p.lse)[to] = lse;
+        factor = end_row(task, part.batch, part.head * task.group + i / task.q_len, all, lse);
+        if (threadIdx.x == 0) static_cast<C*>(task.lse)[to] = lse;
       }
 #pragma unroll
       for (int c = 0; c < kColumns; c++) {
         const int column = c * kThreads + threadIdx.x;
-        if (column >= p.v_head_dim) break;
-        if (p.splits > 1)
-          static_cast<C*>(p.part_out)[at * p.v_head_dim + column] = acc[c][r];
+        if (column >= task.v_head_dim) break;
+        if (task.splits > 1)
+          static_cast<C*>(task.part_out)[at * task.v_head_dim + column] = acc[c][r];
         else
-          store_one<T>(static_cast<T*>(p.out) + to * p.v_head_dim + column, acc[c][r] * factor);
+          store_one<T>(static_cast<T*>(task.out) + to * task.v_head_dim + column, acc[c][r] * factor);
       }
     }
   }
 };
 
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads) latent_fma(const DecodeTask p) {
-  Kernel::run(p);
+__global__ void __launch_bounds__(Kernel::kThreads) latent_fma(const DecodeTask task) {
+  Kernel::run(task);
 }
 
 }  // namespace attnjourney

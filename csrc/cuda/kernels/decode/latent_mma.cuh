@@ -1,7 +1,8 @@
 // Decoding over latents (csrc/decode/mla_decode.h) on mma.sync, 16-bit numbers: many heads against one key stream whose
 // values are the front of its keys, so that a tile of keys in shared memory serves both products. One block: Rows rows
 // of a sequence against its share of the keys. Two warps share 16 rows: for scores each takes half of a tile's keys,
-// for the output half of the columns; weights pass between them in shared memory.
+// for the output half of the columns; weights pass between them in shared memory. Proofs:
+// tests/emulator/test_latent.py.
 #pragma once
 #include "decode_scores.cuh"
 #include "latent_size.cuh"
@@ -34,38 +35,39 @@ struct LatentMma {
     }
   }
 
-  static __device__ __forceinline__ void run(const DecodeTask& p) {
+  static __device__ __forceinline__ void run(const DecodeTask& task) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int pair = warp / 2, half = warp % 2, row = pair * 16 + g;  // rows `row` and row + 8 of the block
-    const DecodePart<kKeys> part(p, kRows);
-    const DecodeSequence& s = part.sequence;
+    const DecodePart<kKeys> part(task, kRows);
+    const DecodeSequence& sequence = part.sequence;
     unsigned char* const smem = ptx::dynamic_smem();
     const uint32_t sq = ptx::smem_addr(smem), tiles = sq + kQueryBytes, weights = sq + kWeightsAt;
     float *const tops = reinterpret_cast<float*>(smem + kStatsAt), *const sums = tops + 2 * kRows;  // [half][row]
     uint32_t* const there = reinterpret_cast<uint32_t*>(smem + kThereAt);
-    const T* const latent = static_cast<const T*>(p.key) + part.head * p.k.head;
+    const T* const latent = static_cast<const T*>(task.key) + part.head * task.k.head;
 
     const auto start = [&](int tile, int stage) {
       for (int r = warp; r < kKeys; r += kWarps) {
-        const Place at = place_of(p, s, part.batch, tile * kKeys + r, s.total);
+        const Place at = place_of(task, sequence, part.batch, tile * kKeys + r, sequence.total);
         const bool valid = at.outer >= 0;
-        load_row(tiles + stage * kTileBytes, r, latent + (valid ? at.outer * p.k.outer + at.slot * p.k.row : 0), valid,
-                 p.head_dim);
+        load_row(tiles + stage * kTileBytes, r, latent + (valid ? at.outer * task.k.outer + at.slot * task.k.row : 0),
+                 valid, task.head_dim);
         if (lane == 0) there[stage * kKeys + r] = valid;
       }
       ptx::cp_async_commit();
     };
     for (int r = warp; r < kRows; r += kWarps) {
       const int i = part.row0 + r;
-      const bool valid = i < p.rows;
-      const int64_t at =
-          valid ? part.batch * p.q_batch + (part.head * p.group + i / p.q_len) * p.q_head + i % p.q_len * p.q_row : 0;
-      load_row(sq, r, static_cast<const T*>(p.query) + at, valid, p.head_dim);
+      const bool valid = i < task.rows;
+      const int64_t at = valid ? part.batch * task.q_batch + (part.head * task.group + i / task.q_len) * task.q_head +
+                                     i % task.q_len * task.q_row
+                               : 0;
+      load_row(sq, r, static_cast<const T*>(task.query) + at, valid, task.head_dim);
     }
     ptx::cp_async_commit();
     if (part.first < part.last) start(part.first, 0);
-    const DecodeRow<float> rows[2] = {{p, part.batch, part.head, s.origin, part.row0 + row},
-                                      {p, part.batch, part.head, s.origin, part.row0 + row + 8}};
+    const DecodeRow<float> rows[2] = {{task, part.batch, part.head, sequence.origin, part.row0 + row},
+                                      {task, part.batch, part.head, sequence.origin, part.row0 + row + 8}};
     float acc[kDv / 16][4] = {};
     float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.f, 0.f};
 
@@ -75,10 +77,10 @@ struct LatentMma {
       if (tile + 1 < part.last) start(tile + 1, stage ^ 1);
       const uint32_t keys = tiles + stage * kTileBytes;
 
-      float x[kHalf / 8][4] = {};
+      float scores[kHalf / 8][4] = {};
 #pragma unroll 3
       for (int kk = 0; kk < kD / 32; kk++) {
-        if (kk * 32 >= p.head_dim) break;
+        if (kk * 32 >= task.head_dim) break;
         uint32_t a[2][4];
         ptx::ldmatrix_x4(a[0], chunk_at(sq, pair * 16 + lane % 16, kk * 4 + lane / 16));
         ptx::ldmatrix_x4(a[1], chunk_at(sq, pair * 16 + lane % 16, kk * 4 + 2 + lane / 16));
@@ -86,34 +88,34 @@ struct LatentMma {
         for (int j = 0; j < kHalf / 8; j++) {
           uint32_t b[4];
           ptx::ldmatrix_x4(b, chunk_at(keys, half * kHalf + j * 8 + lane % 8, kk * 4 + lane / 8));
-          ptx::mma_m16n8k16<T>(x[j], a[0], b[0], b[1]);
-          ptx::mma_m16n8k16<T>(x[j], a[1], b[2], b[3]);
+          ptx::mma_m16n8k16<T>(scores[j], a[0], b[0], b[1]);
+          ptx::mma_m16n8k16<T>(scores[j], a[1], b[2], b[3]);
         }
       }
-      const bool hides = score(x, p, s, rows, tile * kKeys, half * kHalf + 2 * t, there + stage * kKeys);
+      const bool hides = score(scores, task, sequence, rows, tile * kKeys, half * kHalf + 2 * t, there + stage * kKeys);
 
       // both warps of a pair move to the maximum of the whole tile
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        float m = x[0][2 * h];
+        float largest = scores[0][2 * h];
 #pragma unroll
-        for (int j = 0; j < kHalf / 8; j++) m = fmaxf(m, fmaxf(x[j][2 * h], x[j][2 * h + 1]));
-        m = fmaxf(m, ptx::shfl_xor(m, 1));
-        m = fmaxf(m, ptx::shfl_xor(m, 2));
-        if (t == 0) tops[half * kRows + row + 8 * h] = m;
+        for (int j = 0; j < kHalf / 8; j++) largest = fmaxf(largest, fmaxf(scores[j][2 * h], scores[j][2 * h + 1]));
+        largest = fmaxf(largest, ptx::shfl_xor(largest, 1));
+        largest = fmaxf(largest, ptx::shfl_xor(largest, 2));
+        if (t == 0) tops[half * kRows + row + 8 * h] = largest;
       }
       ptx::bar_sync(1 + pair, 64);
       float shrink[2];
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        const float m = fmaxf(top[h], fmaxf(tops[row + 8 * h], tops[kRows + row + 8 * h]));
-        const float base = m == -INFINITY ? 0.f : m;
+        const float largest = fmaxf(top[h], fmaxf(tops[row + 8 * h], tops[kRows + row + 8 * h]));
+        const float base = largest == -INFINITY ? 0.f : largest;
         shrink[h] = ptx::exp2(top[h] - base);
-        top[h] = m;
+        top[h] = largest;
         float own = 0.f;
 #pragma unroll
         for (int j = 0; j < kHalf / 8; j++) {
-          const float low = ptx::exp2(x[j][2 * h] - base), high = ptx::exp2(x[j][2 * h + 1] - base);
+          const float low = ptx::exp2(scores[j][2 * h] - base), high = ptx::exp2(scores[j][2 * h + 1] - base);
           own += low + high;
           *reinterpret_cast<uint32_t*>(smem + kWeightsAt + (row + 8 * h) * kPitch +
                                        (half * kHalf + j * 8 + 2 * t) * 2) = ptx::pack2<T>(low, high);
@@ -135,7 +137,7 @@ struct LatentMma {
 #pragma unroll
         for (int j = 0; j < kDv / 32; j++) {
           const int column = half * (kDv / 2) + j * 16;
-          if (column >= p.v_head_dim) break;
+          if (column >= task.v_head_dim) break;
           uint32_t b[4];
           ptx::ldmatrix_x4_trans(b, chunk_at(keys, kk * 16 + lane % 16, column / 8 + lane / 16));
           if (!hides || !ptx::any(!all_finite<T>(b)))
@@ -146,31 +148,31 @@ struct LatentMma {
       }
     }
     ptx::cp_async_wait<0>();  // without any tile, Q is still on its way
-    write(p, part, acc, top, sum, sums);
+    write(task, part, acc, top, sum, sums);
   }
 
   // Products of tile items first + 8 j + ... to scores in log2 units, -inf where hidden; may the tile hide a key?
-  static __device__ __forceinline__ bool score(float (&x)[kHalf / 8][4], const DecodeTask& p, const DecodeSequence& s,
-                                               const DecodeRow<float> (&rows)[2], int item0, int first,
-                                               const uint32_t* there) {
-    const bool whole = !p.table && s.is_whole(item0, kKeys);
-    if (whole && p.scaled_only) {
+  static __device__ __forceinline__ bool score(float (&scores)[kHalf / 8][4], const DecodeTask& task,
+                                               const DecodeSequence& sequence, const DecodeRow<float> (&rows)[2],
+                                               int item0, int first, const uint32_t* there) {
+    const bool whole = !task.table && sequence.is_whole(item0, kKeys);
+    if (whole && task.scaled_only) {
 #pragma unroll
-      for (int i = 0; i < kHalf / 2; i++) x[i / 4][i % 4] *= static_cast<float>(p.scale * 1.4426950408889634);
+      for (int i = 0; i < kHalf / 2; i++) scores[i / 4][i % 4] *= static_cast<float>(task.scale * 1.4426950408889634);
       return false;
     }
 #pragma unroll
     for (int i = 0; i < kHalf / 2; i++) {
-      const int column = first + i / 4 * 8 + i % 2, key = s.key(item0 + column);
+      const int column = first + i / 4 * 8 + i % 2, key = sequence.key(item0 + column);
       const DecodeRow<float>& r = rows[i / 2 % 2];
-      float& y = x[i / 4][i % 4];
-      const bool seen = there[column] && (whole || s.keys.visible(r.row, key));
-      y = seen ? decode_score<T>(p, r, s.keys.offset, key, y) : -INFINITY;
+      float& score_ = scores[i / 4][i % 4];
+      const bool seen = there[column] && (whole || sequence.keys.visible(r.row, key));
+      score_ = seen ? decode_score<T>(task, r, sequence.keys.offset, key, score_) : -INFINITY;
     }
     return true;
   }
 
-  static __device__ __forceinline__ void write(const DecodeTask& p, const DecodePart<kKeys>& part,
+  static __device__ __forceinline__ void write(const DecodeTask& task, const DecodePart<kKeys>& part,
                                                const float (&acc)[kDv / 16][4], const float (&top)[2],
                                                const float (&sum)[2], float* sums) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane % 4;
@@ -186,35 +188,35 @@ struct LatentMma {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int r = row + 8 * h, i = part.row0 + r;
-      if (i >= p.rows) continue;
+      if (i >= task.rows) continue;
       const RowSum<float> all{top[h], sums[r] + sums[kRows + r]};
       const int column = half * (kDv / 2) + 2 * t;
-      if (p.splits > 1) {
-        const int64_t at = (part.unit * p.splits + part.split) * kRows + r;
-        if (half == 0 && t == 0) static_cast<float2*>(p.part_stats)[at] = float2{all.top, all.sum};
-        float* const out = static_cast<float*>(p.part_out) + at * p.v_head_dim + column;
+      if (task.splits > 1) {
+        const int64_t at = (part.unit * task.splits + part.split) * kRows + r;
+        if (half == 0 && t == 0) static_cast<float2*>(task.part_stats)[at] = float2{all.top, all.sum};
+        float* const out = static_cast<float*>(task.part_out) + at * task.v_head_dim + column;
 #pragma unroll
         for (int j = 0; j < kDv / 16; j++)
-          if (column + j * 8 < p.v_head_dim)
+          if (column + j * 8 < task.v_head_dim)
             *reinterpret_cast<float2*>(out + j * 8) = float2{acc[j][2 * h], acc[j][2 * h + 1]};
         continue;
       }
-      const int64_t to = (static_cast<int64_t>(part.batch) * p.kv_heads + part.head) * p.rows + i;
+      const int64_t to = (static_cast<int64_t>(part.batch) * task.kv_heads + part.head) * task.rows + i;
       float lse;
-      const float factor = end_row(p, part.batch, part.head * p.group + i / p.q_len, all, lse);
-      if (half == 0 && t == 0) static_cast<float*>(p.lse)[to] = lse;
-      T* const out = static_cast<T*>(p.out) + to * p.v_head_dim + column;
+      const float factor = end_row(task, part.batch, part.head * task.group + i / task.q_len, all, lse);
+      if (half == 0 && t == 0) static_cast<float*>(task.lse)[to] = lse;
+      T* const out = static_cast<T*>(task.out) + to * task.v_head_dim + column;
 #pragma unroll
       for (int j = 0; j < kDv / 16; j++)
-        if (column + j * 8 < p.v_head_dim)
+        if (column + j * 8 < task.v_head_dim)
           *reinterpret_cast<uint32_t*>(out + j * 8) = ptx::pack2<T>(acc[j][2 * h] * factor, acc[j][2 * h + 1] * factor);
     }
   }
 };
 
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads) latent_mma(const DecodeTask p) {
-  Kernel::run(p);
+__global__ void __launch_bounds__(Kernel::kThreads) latent_mma(const DecodeTask task) {
+  Kernel::run(task);
 }
 
 }  // namespace attnjourney

@@ -1,5 +1,6 @@
 // From a call of linear attention to its kernels, forward and backward: which products, over which pieces of the
-// sequence, from which states. `Launch` runs what it is given, one after the other:
+// sequence, from which states. Plain C++ that the emulator runs too, launches and all. `Launch` runs what it is given,
+// one after the other:
 //
 //   walk(const LinearTask&)   scan(const LinearScan&)   prepare(const LinearPrepare&)
 #pragma once
@@ -30,72 +31,82 @@ struct LinearPieces {
 
 class LinearPlan {
  public:
-  explicit LinearPlan(const LinearProblem& problem)
-      : p(problem), chunk_(p.chunk), heads_(int64_t{p.batch} * p.kv_heads) {}
+  explicit LinearPlan(const LinearProblem& problem_in)
+      : problem(problem_in), chunk_(problem.chunk), heads_(int64_t{problem.batch} * problem.kv_heads) {}
 
   // numbers of scratch
   int64_t states(bool backward) const {
-    int64_t count = pieces(p.v_head_dim, p.kv_len).count;
-    if (backward) count = most(pieces(p.head_dim, p.kv_len).count, pieces(p.head_dim, p.q_len).count);
-    return p.causal && count <= 1 && !backward ? 0 : most(count, 1) * heads_ * slot();
+    int64_t count = pieces(problem.v_head_dim, problem.kv_len).count;
+    if (backward)
+      count = most(pieces(problem.head_dim, problem.kv_len).count, pieces(problem.head_dim, problem.q_len).count);
+    return problem.causal && count <= 1 && !backward ? 0 : most(count, 1) * heads_ * slot();
   }
 
   template <class Launch>
   void forward(Launch&& launch) const {
-    LinearTask t = product(p.query, p.key, p.value, p.head_dim, p.v_head_dim, true);
-    t.extra = p.normalize ? LinearExtra::value_column : LinearExtra::none;
-    t.result = LinearResult::out, t.x = p.out, t.denominator = p.denominator, t.eps = p.eps;
-    const auto dense = [&](void* s, void* z) { return LinearState{s, z, 0, matrix(), p.v_head_dim, 1, 0, p.head_dim}; };
-    run(launch, t, dense(p.initial_state, p.initial_normalizer), dense(p.state, p.normalizer), p.q_len, p.kv_len);
+    LinearTask task = product(problem.query, problem.key, problem.value, problem.head_dim, problem.v_head_dim, true);
+    task.extra = problem.normalize ? LinearExtra::value_column : LinearExtra::none;
+    task.result = LinearResult::out, task.x = problem.out, task.denominator = problem.denominator,
+    task.eps = problem.eps;
+    const auto dense = [&](void* s, void* z) {
+      return LinearState{s, z, 0, matrix(), problem.v_head_dim, 1, 0, problem.head_dim};
+    };
+    run(launch, task, dense(problem.initial_state, problem.initial_normalizer),
+        dense(problem.state, problem.normalizer), problem.q_len, problem.kv_len);
   }
 
   template <class Launch>
   void backward(Launch&& launch) const {
-    LinearRows grad = p.grad_out;
-    if (p.normalize) {
-      launch.prepare(LinearPrepare{grad.data, p.out, grad.batch, grad.head, grad.row, p.denominator, p.grad_denominator,
-                                   p.inverse, p.grad, p.q_heads, p.q_len, p.v_head_dim,
-                                   int64_t{p.batch} * p.q_heads * p.q_len});
-      grad.scales = p.inverse;
+    LinearRows grad = problem.grad_out;
+    if (problem.normalize) {
+      launch.prepare(LinearPrepare{grad.data, problem.out, grad.batch, grad.head, grad.row, problem.denominator,
+                                   problem.grad_denominator, problem.inverse, problem.grad, problem.q_heads,
+                                   problem.q_len, problem.v_head_dim,
+                                   int64_t{problem.batch} * problem.q_heads * problem.q_len});
+      grad.scales = problem.inverse;
     }
-    const LinearExtra extra = p.normalize ? LinearExtra::depth_column : LinearExtra::none;
+    const LinearExtra extra = problem.normalize ? LinearExtra::depth_column : LinearExtra::none;
     const auto transposed = [&](void* s, void* z) {
-      return LinearState{s, z, 0, matrix(), 1, p.v_head_dim, 0, p.head_dim};
+      return LinearState{s, z, 0, matrix(), 1, problem.v_head_dim, 0, problem.head_dim};
     };
-    if (p.grad_query) {
-      LinearTask t = product(grad, p.value, p.key, p.v_head_dim, p.head_dim, true);
-      t.extra = extra, t.a_column = p.grad;
-      t.result = LinearResult::grad_query, t.x = p.grad_query, t.slope_of = p.query;
-      run(launch, t, transposed(p.initial_state, p.initial_normalizer), {}, p.q_len, p.kv_len);
+    if (problem.grad_query) {
+      LinearTask task = product(grad, problem.value, problem.key, problem.v_head_dim, problem.head_dim, true);
+      task.extra = extra, task.a_column = problem.grad;
+      task.result = LinearResult::grad_query, task.x = problem.grad_query, task.slope_of = problem.query;
+      run(launch, task, transposed(problem.initial_state, problem.initial_normalizer), {}, problem.q_len,
+          problem.kv_len);
     }
-    if (!p.grad_key && !p.grad_initial_state && !p.grad_initial_normalizer) return;
+    if (!problem.grad_key && !problem.grad_initial_state && !problem.grad_initial_normalizer) return;
 
-    LinearTask t = product(p.value, grad, p.query, p.v_head_dim, p.head_dim, false);
-    t.extra = extra, t.b_column = p.grad, t.reverse = true;
-    t.result = LinearResult::grad_key, t.x = p.grad_key, t.slope_of = p.key;
-    const LinearState first = transposed(p.grad_state, p.grad_normalizer);
-    const LinearState last = transposed(p.grad_initial_state, p.grad_initial_normalizer);
-    const LinearState held = run(launch, t, first, last, p.kv_len, p.q_len);
-    if (!p.grad_key) return;
+    LinearTask task = product(problem.value, grad, problem.query, problem.v_head_dim, problem.head_dim, false);
+    task.extra = extra, task.b_column = problem.grad, task.reverse = true;
+    task.result = LinearResult::grad_key, task.x = problem.grad_key, task.slope_of = problem.key;
+    const LinearState first = transposed(problem.grad_state, problem.grad_normalizer);
+    const LinearState last = transposed(problem.grad_initial_state, problem.grad_initial_normalizer);
+    const LinearState held = run(launch, task, first, last, problem.kv_len, problem.q_len);
+    if (!problem.grad_key) return;
 
-    LinearTask v = product(p.key, p.query, grad, p.head_dim, p.v_head_dim, false);  // T is the transposed of T^T
+    LinearTask v = product(problem.key, problem.query, grad, problem.head_dim, problem.v_head_dim,
+                           false);  // T is the transposed of T^T
     v.reverse = true;
-    v.result = LinearResult::grad_value, v.x = p.grad_value, v.slope_of = p.value;
+    v.result = LinearResult::grad_value, v.x = problem.grad_value, v.slope_of = problem.value;
     v.before = {held.matrix, nullptr, held.piece, held.head, held.col, held.row, 0, 0};
-    walk(launch, v, p.causal ? pieces(p.head_dim, p.q_len) : pieces(p.v_head_dim, p.kv_len), p.kv_len);
+    walk(launch, v,
+         problem.causal ? pieces(problem.head_dim, problem.q_len) : pieces(problem.v_head_dim, problem.kv_len),
+         problem.kv_len);
   }
 
  private:
   static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-  int64_t matrix() const { return int64_t{p.head_dim} * p.v_head_dim; }
-  int64_t slot() const { return matrix() + most(p.head_dim, p.v_head_dim); }  // numbers of a head's state
+  int64_t matrix() const { return int64_t{problem.head_dim} * problem.v_head_dim; }
+  int64_t slot() const { return matrix() + most(problem.head_dim, problem.v_head_dim); }  // numbers of a head's state
   int slices(int cols) const { return cols > chunk_ ? (cols + chunk_ - 1) / chunk_ : 1; }
 
-  // Pieces of at least four chunks, so that their states are small beside the rows; one where heads and slices are
+  // Pieces of at least four chunks, so that their states are small next to the rows; one where heads and slices are
   // enough blocks: then nothing is read twice.
   LinearPieces pieces(int cols, int length) const {
     const int64_t own = heads_ * slices(cols), least = 4 * chunk_;
-    int64_t count = own == 0 || 3 * own >= 2 * p.blocks ? 1 : (p.blocks + own - 1) / own;
+    int64_t count = own == 0 || 3 * own >= 2 * problem.blocks ? 1 : (problem.blocks + own - 1) / own;
     if (count > (length + least - 1) / least) count = (length + least - 1) / least;
     if (count <= 1) return {length > 0 ? 1 : 0, length};
     const int64_t rows = ((length + count - 1) / count + chunk_ - 1) / chunk_ * chunk_;
@@ -104,48 +115,53 @@ class LinearPlan {
 
   LinearTask product(const LinearRows& a, const LinearRows& b, const LinearRows& c, int depth, int cols,
                      bool a_grouped) const {
-    LinearTask t{};
-    t.a = a, t.b = b, t.c = c, t.depth = depth, t.cols = cols;
-    t.batch = p.batch, t.kv_heads = p.kv_heads, t.group = p.kv_heads ? p.q_heads / p.kv_heads : 1;
-    t.a_grouped = a_grouped, t.causal = p.causal, t.slices = slices(cols);
-    return t;
+    LinearTask task{};
+    task.a = a, task.b = b, task.c = c, task.depth = depth, task.cols = cols;
+    task.batch = problem.batch, task.kv_heads = problem.kv_heads,
+    task.group = problem.kv_heads ? problem.q_heads / problem.kv_heads : 1;
+    task.a_grouped = a_grouped, task.causal = problem.causal, task.slices = slices(cols);
+    return task;
   }
 
   template <class Launch>
-  void walk(Launch&& launch, LinearTask t, const LinearPieces& pieces, int length) const {
-    t.length = length, t.pieces = pieces.count, t.piece_rows = pieces.rows;
-    if (int64_t{t.pieces} * heads_ > 0) launch.walk(t);
+  void walk(Launch&& launch, LinearTask task, const LinearPieces& pieces, int length) const {
+    task.length = length, task.pieces = pieces.count, task.piece_rows = pieces.rows;
+    if (int64_t{task.pieces} * heads_ > 0) launch.walk(task);
   }
 
   // The product from state `first`; its last state to `last`. In one piece at once; else, or not causal, from states
   // that sums of pieces give. Returns the states that the pieces of x began with.
   template <class Launch>
-  LinearState run(Launch&& launch, LinearTask t, const LinearState& first, const LinearState& last, int a_length,
+  LinearState run(Launch&& launch, LinearTask task, const LinearState& first, const LinearState& last, int a_length,
                   int b_length) const {
-    const LinearPieces summed = pieces(t.cols, b_length);
-    if (p.causal && summed.count == 1 && t.x) {
-      t.before = first, t.after = last;
-      walk(launch, t, summed, a_length);
+    const LinearPieces summed = pieces(task.cols, b_length);
+    if (problem.causal && summed.count == 1 && task.x) {
+      task.before = first, task.after = last;
+      walk(launch, task, summed, a_length);
       return first;
     }
     const int64_t step = heads_ * slot();
-    LinearState slots{p.states, static_cast<char*>(p.states) + matrix() * p.number_size, step, slot(), t.cols, 1, step,
-                      slot()};
-    LinearTask sums = t;
+    LinearState slots{problem.states, static_cast<char*>(problem.states) + matrix() * problem.number_size,
+                      step,           slot(),
+                      task.cols,      1,
+                      step,           slot()};
+    LinearTask sums = task;
     sums.sums = true, sums.after = slots;
     walk(launch, sums, summed, b_length);
-    const int vector = t.extra == LinearExtra::none ? 0 : t.extra == LinearExtra::value_column ? t.depth : t.cols;
+    const int vector = task.extra == LinearExtra::none           ? 0
+                       : task.extra == LinearExtra::value_column ? task.depth
+                                                                 : task.cols;
     if (heads_ > 0)
-      launch.scan(LinearScan{first, slots, last, summed.count, static_cast<int>(heads_), t.depth, t.cols, vector,
-                             t.reverse, !p.causal});
-    if (!p.causal) slots.piece = slots.vector_piece = 0;
-    if (!t.x) return slots;
-    t.before = slots;
-    walk(launch, t, p.causal ? summed : pieces(t.cols, a_length), a_length);
+      launch.scan(LinearScan{first, slots, last, summed.count, static_cast<int>(heads_), task.depth, task.cols, vector,
+                             task.reverse, !problem.causal});
+    if (!problem.causal) slots.piece = slots.vector_piece = 0;
+    if (!task.x) return slots;
+    task.before = slots;
+    walk(launch, task, problem.causal ? summed : pieces(task.cols, a_length), a_length);
     return slots;
   }
 
-  const LinearProblem& p;
+  const LinearProblem& problem;
   int chunk_;
   int64_t heads_;
 };

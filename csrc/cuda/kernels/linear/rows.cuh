@@ -26,27 +26,30 @@ template <class T>
 struct LinearElement {  // of tensors; arithmetic is in C
   using C = Compute<T>;
   static constexpr int kChunk = kVector<T>;
-  static __device__ __forceinline__ void unpack(const uint4& v, C (&x)[kChunk]) {
-    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+  static __device__ __forceinline__ void unpack(const uint4& chunk, C (&values)[kChunk]) {
+    const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const float2 pair = ptx::unpack2<T>(words[i]);
-      x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
+      values[2 * i] = pair.x, values[2 * i + 1] = pair.y;
     }
   }
-  static __device__ __forceinline__ uint4 pack(const C (&x)[kChunk]) {
-    return {ptx::pack2<T>(x[0], x[1]), ptx::pack2<T>(x[2], x[3]), ptx::pack2<T>(x[4], x[5]), ptx::pack2<T>(x[6], x[7])};
+  static __device__ __forceinline__ uint4 pack(const C (&values)[kChunk]) {
+    return {ptx::pack2<T>(values[0], values[1]), ptx::pack2<T>(values[2], values[3]),
+            ptx::pack2<T>(values[4], values[5]), ptx::pack2<T>(values[6], values[7])};
   }
 };
 template <class C_>
 struct LinearPlainElement {
   using C = C_;
   static constexpr int kChunk = kVector<C>;
-  static __device__ __forceinline__ void unpack(const uint4& v, C (&x)[kChunk]) {
+  static __device__ __forceinline__ void unpack(const uint4& chunk, C (&values)[kChunk]) {
 #pragma unroll
-    for (int i = 0; i < kChunk; i++) x[i] = reinterpret_cast<const C*>(&v)[i];
+    for (int i = 0; i < kChunk; i++) values[i] = reinterpret_cast<const C*>(&chunk)[i];
   }
-  static __device__ __forceinline__ uint4 pack(const C (&x)[kChunk]) { return *reinterpret_cast<const uint4*>(x); }
+  static __device__ __forceinline__ uint4 pack(const C (&values)[kChunk]) {
+    return *reinterpret_cast<const uint4*>(values);
+  }
 };
 template <>
 struct LinearElement<float> : LinearPlainElement<float> {};
@@ -56,27 +59,27 @@ struct LinearElement<double> : LinearPlainElement<double> {};
 // Elements `at` .. of a row, kChunk of them of which `count` exist; others 0.
 template <class T>
 __device__ __forceinline__ void load_chunk(const void* base, int64_t at, int count, bool chunks,
-                                           typename LinearElement<T>::C (&x)[LinearElement<T>::kChunk]) {
+                                           typename LinearElement<T>::C (&values)[LinearElement<T>::kChunk]) {
   using E = LinearElement<T>;
   if (chunks && count >= E::kChunk) {
-    E::unpack(*reinterpret_cast<const uint4*>(static_cast<const T*>(base) + at), x);
+    E::unpack(*reinterpret_cast<const uint4*>(static_cast<const T*>(base) + at), values);
     return;
   }
 #pragma unroll
   for (int j = 0; j < E::kChunk; j++)
-    x[j] = j < count ? ptx::to_float(static_cast<const T*>(base)[at + j]) : typename E::C(0);
+    values[j] = j < count ? ptx::to_float(static_cast<const T*>(base)[at + j]) : typename E::C(0);
 }
 template <class T>
 __device__ __forceinline__ void store_chunk(void* base, int64_t at, int count, bool chunks,
-                                            const typename LinearElement<T>::C (&x)[LinearElement<T>::kChunk]) {
+                                            const typename LinearElement<T>::C (&values)[LinearElement<T>::kChunk]) {
   using E = LinearElement<T>;
   if (chunks && count >= E::kChunk) {
-    *reinterpret_cast<uint4*>(static_cast<T*>(base) + at) = E::pack(x);
+    *reinterpret_cast<uint4*>(static_cast<T*>(base) + at) = E::pack(values);
     return;
   }
 #pragma unroll
   for (int j = 0; j < E::kChunk; j++)
-    if (j < count) store_one(static_cast<T*>(base) + at + j, x[j]);
+    if (j < count) store_one(static_cast<T*>(base) + at + j, values[j]);
 }
 
 // One head of A, B or C.
@@ -87,10 +90,10 @@ struct LinearHeadRows {
   const T* data;
   const C* scales;
   const uint8_t* blocked;
-  __device__ __forceinline__ LinearHeadRows(const LinearRows& r, int batch, int head, int heads, int length)
-      : data(static_cast<const T*>(r.data) + batch * r.batch + head * r.head),
-        scales(r.scales ? static_cast<const C*>(r.scales) + (int64_t(batch) * heads + head) * length : nullptr),
-        blocked(r.blocked ? r.blocked + int64_t(batch) * length : nullptr) {}
+  __device__ __forceinline__ LinearHeadRows(const LinearRows& rows, int batch, int head, int heads, int length)
+      : data(static_cast<const T*>(rows.data) + batch * rows.batch + head * rows.head),
+        scales(rows.scales ? static_cast<const C*>(rows.scales) + (int64_t(batch) * heads + head) * length : nullptr),
+        blocked(rows.blocked ? rows.blocked + int64_t(batch) * length : nullptr) {}
 };
 
 // A tile of Rows x Cols on its way from memory to shared memory: fetched before it is needed, mapped when put.
@@ -107,41 +110,41 @@ struct LinearTile {
   static __device__ __forceinline__ int row_of(int i) { return (i * Threads + int(threadIdx.x)) / kPer; }
   static __device__ __forceinline__ int col_of(int i) { return (i * Threads + int(threadIdx.x)) % kPer * E::kChunk; }
 
-  __device__ __forceinline__ void fetch(const LinearRows& r, const LinearHeadRows<T>& head, int row0, int end,
+  __device__ __forceinline__ void fetch(const LinearRows& rows, const LinearHeadRows<T>& head, int row0, int end,
                                         int col0) {
     exists = 0;
 #pragma unroll
     for (int i = 0; i < kCount; i++) {
       const int row = row0 + row_of(i), col = col0 + col_of(i);
-      const bool there = row < end && col < r.cols && !(head.blocked && head.blocked[row]);
+      const bool there = row < end && col < rows.cols && !(head.blocked && head.blocked[row]);
       raw[i] = uint4{0, 0, 0, 0};
       if (!there) continue;
       exists |= 1u << i;
-      const T* x = head.data + row * r.row + col;
-      if (r.chunks) {
+      const T* x = head.data + row * rows.row + col;
+      if (rows.chunks) {
         raw[i] = *reinterpret_cast<const uint4*>(x);
       } else {
         C values[E::kChunk];
-        load_chunk<T>(x, 0, r.cols - col, false, values);
+        load_chunk<T>(x, 0, rows.cols - col, false, values);
         raw[i] = E::pack(values);
       }
     }
   }
   // Round: to what tensor cores read. Tells whether all numbers are finite.
   template <int Pitch, bool Round>
-  __device__ __forceinline__ bool put(const LinearRows& r, const LinearHeadRows<T>& head, int row0, int col0,
+  __device__ __forceinline__ bool put(const LinearRows& rows, const LinearHeadRows<T>& head, int row0, int col0,
                                       C* tile) const {
     C sum = 0;  // x - x is 0 for a finite x, else NaN
 #pragma unroll
     for (int i = 0; i < kCount; i++) {
       C x[E::kChunk];
       E::unpack(raw[i], x);
-      C factor = C(r.factor);
+      C factor = C(rows.factor);
       if (head.scales && exists >> i & 1) factor *= head.scales[row0 + row_of(i)];
-      const int left = exists >> i & 1 ? r.cols - col0 - col_of(i) : 0;
+      const int left = exists >> i & 1 ? rows.cols - col0 - col_of(i) : 0;
 #pragma unroll
       for (int j = 0; j < E::kChunk; j++) {
-        x[j] = j < left ? feature(r.map, x[j]) * factor : C(0);
+        x[j] = j < left ? feature(rows.map, x[j]) * factor : C(0);
         sum += x[j] - x[j];
         if constexpr (Round) x[j] = ptx::round_tf32(x[j]);
       }

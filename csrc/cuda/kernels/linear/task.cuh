@@ -1,4 +1,4 @@
-// What the kernels of linear attention are told. Forward and backward are four uses of one product,
+// The parameters of the kernels of linear attention. Forward and backward are four uses of one product,
 //
 //   X_i = sum over the j that row i sees of (A_i . B_j) C_j + A_i S,   S = sum of B_j^T C_j before the chunk,
 //

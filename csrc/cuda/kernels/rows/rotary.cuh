@@ -23,19 +23,19 @@ struct RotaryTask {
 
 constexpr int kRotaryThreads = 128;
 // A block takes one position after another with all heads, or several positions that fit its threads.
-inline int64_t rotary_blocks(const RotaryTask& p, int v) {
-  const int64_t work = int64_t{p.heads} * p.units(v), at_once = work < kRotaryThreads ? kRotaryThreads / work : 1;
-  return (p.positions + at_once - 1) / at_once;
+inline int64_t rotary_blocks(const RotaryTask& task, int v) {
+  const int64_t work = int64_t{task.heads} * task.units(v), at_once = work < kRotaryThreads ? kRotaryThreads / work : 1;
+  return (task.positions + at_once - 1) / at_once;
 }
 
 template <class T, int V>
 __device__ __forceinline__ void rotate_pairs(T* to, const T* from, const Compute<T>* cos, const Compute<T>* sin,
-                                             const RotaryTask& p, int j) {
+                                             const RotaryTask& task, int j) {
   using C = Compute<T>;
   C first[V], second[V], c[V], s[V];
   load_numbers<C, V>(c, cos + j);
   load_numbers<C, V>(s, sin + j);
-  if (p.interleaved) {
+  if (task.interleaved) {
     C both[2 * V];
     if constexpr (V == 1) {
       both[0] = ptx::to_float(from[2 * j]), both[1] = ptx::to_float(from[2 * j + 1]);
@@ -46,15 +46,15 @@ __device__ __forceinline__ void rotate_pairs(T* to, const T* from, const Compute
     for (int i = 0; i < V; i++) first[i] = both[2 * i], second[i] = both[2 * i + 1];
   } else {
     load_numbers<T, V>(first, from + j);
-    load_numbers<T, V>(second, from + p.half + j);
+    load_numbers<T, V>(second, from + task.half + j);
   }
 #pragma unroll
   for (int i = 0; i < V; i++) {
-    const C x1 = first[i], x2 = second[i], turn = p.inverse ? -s[i] : s[i];
+    const C x1 = first[i], x2 = second[i], turn = task.inverse ? -s[i] : s[i];
     first[i] = x1 * c[i] - x2 * turn;
     second[i] = x2 * c[i] + x1 * turn;
   }
-  if (p.interleaved) {
+  if (task.interleaved) {
     C both[2 * V];
 #pragma unroll
     for (int i = 0; i < V; i++) both[2 * i] = first[i], both[2 * i + 1] = second[i];
@@ -65,32 +65,32 @@ __device__ __forceinline__ void rotate_pairs(T* to, const T* from, const Compute
     }
   } else {
     store_numbers<T, V>(to + j, first);
-    store_numbers<T, V>(to + p.half + j, second);
+    store_numbers<T, V>(to + task.half + j, second);
   }
 }
 
-// V > 1: rows, half and dim in multiples of V numbers. grid: rotary_blocks(p, V)
+// V > 1: rows, half and dim in multiples of V numbers. grid: rotary_blocks(task, V)
 template <class T, int V>
-__global__ void __launch_bounds__(kRotaryThreads) rotary(const RotaryTask p) {
-  const int units = p.units(V), work = p.heads * units, across = min(work, kRotaryThreads);
+__global__ void __launch_bounds__(kRotaryThreads) rotary(const RotaryTask task) {
+  const int units = task.units(V), work = task.heads * units, across = min(work, kRotaryThreads);
   const int at_once = kRotaryThreads / across, slot = threadIdx.x / across;
   const int64_t position = int64_t(blockIdx.x) * at_once + slot;
-  if (slot >= at_once || position >= p.positions) return;
-  const int64_t batch = position / p.seq, row = position - batch * p.seq;
-  const auto* cos = static_cast<const Compute<T>*>(p.cos) + batch * p.table_batch + row * p.half;
-  const auto* sin = static_cast<const Compute<T>*>(p.sin) + batch * p.table_batch + row * p.half;
+  if (slot >= at_once || position >= task.positions) return;
+  const int64_t batch = position / task.seq, row = position - batch * task.seq;
+  const auto* cos = static_cast<const Compute<T>*>(task.cos) + batch * task.table_batch + row * task.half;
+  const auto* sin = static_cast<const Compute<T>*>(task.sin) + batch * task.table_batch + row * task.half;
   const auto at = [&](const Strides& s, int head) { return batch * s.batch + head * s.head + row * s.row; };
   for (int i = threadIdx.x % across; i < work; i += across) {
     const int head = i / units, unit = i % units;
-    T* to = static_cast<T*>(p.x) + at(p.x_strides, head);
-    const T* from = p.from ? static_cast<const T*>(p.from) + at(p.from_strides, head) : to;
-    if (unit < p.half / V) {
-      rotate_pairs<T, V>(to, from, cos, sin, p, unit * V);
+    T* to = static_cast<T*>(task.x) + at(task.x_strides, head);
+    const T* from = task.from ? static_cast<const T*>(task.from) + at(task.from_strides, head) : to;
+    if (unit < task.half / V) {
+      rotate_pairs<T, V>(to, from, cos, sin, task, unit * V);
     } else {
-      const int j = 2 * p.half + (unit - p.half / V) * V;
-      Compute<T> rest[V];
-      load_numbers<T, V>(rest, from + j);
-      store_numbers<T, V>(to + j, rest);
+      const int j = 2 * task.half + (unit - task.half / V) * V;
+      Compute<T> numbers[V];
+      load_numbers<T, V>(numbers, from + j);
+      store_numbers<T, V>(to + j, numbers);
     }
   }
 }

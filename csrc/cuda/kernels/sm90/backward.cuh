@@ -15,18 +15,18 @@ namespace attnjourney {
 template <class S, bool Ranged>
 struct Sm90BackwardConsumer {
   using T = typename S::T;
-  static constexpr int D = S::kD, M = S::kRows;
+  static constexpr int D = S::kD, kRows = S::kRows;
   // statistics read before the wait that they are used after, as far as registers allow
   static constexpr bool kEarlyLse = D == 128 || !S::kDeterministic || !Ranged, kEarlyDelta = D == 128;
-  using Queries = BackwardQueries<M, S::kKeys, Ranged>;
-  using Fragments = uint32_t[M / 16][4];
-  using Scores = float[M / 2];
-  using Stats = float4[M / 16];
+  using Queries = BackwardQueries<kRows, S::kKeys, Ranged>;
+  using Fragments = uint32_t[kRows / 16][4];
+  using Scores = float[kRows / 2];
+  using Stats = float4[kRows / 16];
   using Guard = Sm90BackwardGuard<S>;
 
-  const BackwardTask& p;
+  const BackwardTask& task;
   const BackwardTile& where;
-  const Sm90BackwardMemory<S>& m;
+  const Sm90BackwardMemory<S>& memory;
   unsigned char* const smem;
   const int group, tid, warp, lane;  // group 0 or 1: 64 keys each
   const int n0, key;                 // this thread's keys: key, key + 8
@@ -34,11 +34,12 @@ struct Sm90BackwardConsumer {
   Scores s;
   bool bad_keys = false;  // there are such: see Guard
 
-  __device__ __forceinline__ Sm90BackwardConsumer(const BackwardTask& p_, const BackwardTile& where_,
-                                                  const Sm90BackwardMemory<S>& m_, unsigned char* smem_, int group_)
-      : p(p_),
+  __device__ __forceinline__ Sm90BackwardConsumer(const BackwardTask& task_, const BackwardTile& where_,
+                                                  const Sm90BackwardMemory<S>& memory_, unsigned char* smem_,
+                                                  int group_)
+      : task(task_),
         where(where_),
-        m(m_),
+        memory(memory_),
         smem(smem_),
         group(group_),
         tid(threadIdx.x % 128),
@@ -58,7 +59,7 @@ struct Sm90BackwardConsumer {
   // d = (64 keys of `keys`) (a stage of `queries`)^T
   __device__ __forceinline__ void issue_scores(Scores& d, uint32_t keys, uint32_t queries, int stage) {
     const uint32_t a = S::code(keys) + group * 512, b = S::code(queries) + stage * (S::kQueryBytes / 16);
-    gemm<M, 0, 0, D>(
+    gemm<kRows, 0, 0, D>(
         d, [&](int kk) { return S::desc(a, kk / 4 * S::kKeyPanel + kk % 4 * 32); },
         [&](int kk) { return S::desc(b, kk / 4 * S::kQueryPanel + kk % 4 * 32); });
   }
@@ -66,13 +67,13 @@ struct Sm90BackwardConsumer {
   __device__ __forceinline__ void issue_sum(float (&d)[D / 2], const Fragments& a, uint32_t queries, int stage) {
     const uint32_t b = S::code(queries, S::kQueryPanel) + stage * (S::kQueryBytes / 16);
 #pragma unroll
-    for (int kk = 0; kk < M / 16; kk++) ptx::wgmma_rs<T, D, 1>(d, a[kk], S::desc(b, kk * 2048), true);
+    for (int kk = 0; kk < kRows / 16; kk++) ptx::wgmma_rs<T, D, 1>(d, a[kk], S::desc(b, kk * 2048), true);
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ void issue_dq(float (&dq)[32], uint32_t ds_tile) {
     ptx::wgmma_fence();
     const uint32_t a = S::code(ds_tile) + (D == 128 ? 0 : group * (S::kScorePanel / 16));
-    const uint32_t b = S::code(m.k) + (D == 128 ? group * (S::kKeyPanel / 16) : 0);
+    const uint32_t b = S::code(memory.k) + (D == 128 ? group * (S::kKeyPanel / 16) : 0);
     gemm<64, 1, 1, S::kKeys>(
         dq, [&](int kk) { return S::desc(a, kk * 2048); }, [&](int kk) { return S::desc(b, kk * 2048); });
   }
@@ -81,18 +82,18 @@ struct Sm90BackwardConsumer {
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(bar);
   }
-  __device__ __forceinline__ void load_stats(Stats& x, uint32_t from, int stage) {
-    const float4* src = reinterpret_cast<const float4*>(smem + (from - m.k) + stage * M * 4) + lane % 4;
+  __device__ __forceinline__ void load_stats(Stats& stats, uint32_t from, int stage) {
+    const float4* src = reinterpret_cast<const float4*>(smem + (from - memory.k) + stage * kRows * 4) + lane % 4;
 #pragma unroll
-    for (int i = 0; i < M / 16; i++) x[i] = src[4 * i];
+    for (int i = 0; i < kRows / 16; i++) stats[i] = src[4 * i];
   }
   __device__ __forceinline__ KeyRows key_rows(int n) const {
-    return Ranged ? key_rows_of(sequence_of(p, where.batch), n) : KeyRows{0, n < p.kv_len ? p.rows : 0};
+    return Ranged ? key_rows_of(sequence_of(task, where.batch), n) : KeyRows{0, n < task.kv_len ? task.rows : 0};
   }
   // s = P of the query tile `at`, pf = P rounded. Element 4 j + e: key + 8 (e / 2), query m0 + 8 j + 2 t + e % 2.
   __device__ __forceinline__ void softmax(Fragments& pf, const Stats& lse, const Queries& at) {
-    const int m0 = at.tile * M;
-    if (Ranged && bad_keys) Guard::poison_scores(s, m, smem, key - n0);
+    const int m0 = at.tile * kRows;
+    if (Ranged && bad_keys) Guard::poison_scores(s, memory, smem, key - n0);
     if (!at.whole(m0)) {
 #pragma unroll
       for (int h = 0; h < 2; h++) {
@@ -100,7 +101,7 @@ struct Sm90BackwardConsumer {
         const KeyRows rows = key_rows(key + 8 * h);
         const int begin = rows.begin - row, end = rows.end - row;
 #pragma unroll
-        for (int j = 0; j < M / 8; j++)
+        for (int j = 0; j < kRows / 8; j++)
 #pragma unroll
           for (int e = 0; e < 2; e++) {
             const int x = j * 8 + e;
@@ -109,10 +110,10 @@ struct Sm90BackwardConsumer {
       }
     }
 #pragma unroll
-    for (int j = 0; j < M / 8; j++) {
+    for (int j = 0; j < kRows / 8; j++) {
       const float2 l = j % 2 ? float2{lse[j / 2].z, lse[j / 2].w} : float2{lse[j / 2].x, lse[j / 2].y};
 #pragma unroll
-      for (int e = 0; e < 4; e++) s[4 * j + e] = ptx::exp2(s[4 * j + e] * p.scale_log2 - (e & 1 ? l.y : l.x));
+      for (int e = 0; e < 4; e++) s[4 * j + e] = ptx::exp2(s[4 * j + e] * task.scale_log2 - (e & 1 ? l.y : l.x));
 #pragma unroll
       for (int h = 0; h < 2; h++) pf[j / 2][j % 2 * 2 + h] = ptx::pack2<T>(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]);
     }
@@ -122,32 +123,32 @@ struct Sm90BackwardConsumer {
   __device__ __forceinline__ void gradient(Fragments& df, Scores& dp, const Stats& delta, uint32_t ds_tile,
                                            const Fragments& pf, const Queries& at) {
 #pragma unroll
-    for (int j = 0; j < M / 8; j++) {
+    for (int j = 0; j < kRows / 8; j++) {
       const float2 l = j % 2 ? float2{delta[j / 2].z, delta[j / 2].w} : float2{delta[j / 2].x, delta[j / 2].y};
 #pragma unroll
       for (int e = 0; e < 4; e++) dp[4 * j + e] = s[4 * j + e] * (dp[4 * j + e] - (e & 1 ? l.y : l.x));
 #pragma unroll
       for (int h = 0; h < 2; h++) df[j / 2][j % 2 * 2 + h] = ptx::pack2<T>(dp[4 * j + 2 * h], dp[4 * j + 2 * h + 1]);
     }
-    if (Ranged && !at.whole(at.tile * M)) {
+    if (Ranged && !at.whole(at.tile * kRows)) {
 #pragma unroll
-      for (int i = 0; i < M / 4; i++) df[i / 4][i % 4] &= not_zero(pf[i / 4][i % 4]);
+      for (int i = 0; i < kRows / 4; i++) df[i / 4][i % 4] &= not_zero(pf[i / 4][i % 4]);
     }
 #pragma unroll
-    for (int kk = 0; kk < M / 16; kk++)
+    for (int kk = 0; kk < kRows / 16; kk++)
       ptx::stmatrix_x4(S::chunk_at(ds_tile, S::kScorePanel, group * 64 + warp * 16 + lane % 16, kk * 2 + lane / 16),
                        df[kk]);
     ptx::fence_proxy_async();
   }
   __device__ __forceinline__ void store_dq(const float (&dq)[32], int tile) {
     if (S::kDeterministic) {
-      float4* stage = reinterpret_cast<float4*>(smem + (m.dq - m.k) + group * 16384) + tid;
+      float4* stage = reinterpret_cast<float4*>(smem + (memory.dq - memory.k) + group * 16384) + tid;
 #pragma unroll
       for (int j = 0; j < 8; j++) stage[j * 128] = float4{dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]};
       ptx::fence_proxy_async();
       ptx::bar_arrive(2 + group, 160);
     } else {
-      float* acc = p.query_sum + int64_t(tile) * (M * D) + group * 4096;
+      float* acc = task.query_sum + int64_t(tile) * (kRows * D) + group * 4096;
       acc = ptx::opaque(acc + tid * 4);
 #pragma unroll
       for (int j = 0; j < 8; j++)
@@ -159,56 +160,56 @@ struct Sm90BackwardConsumer {
     int qs = 0, qp = 0, ds = 0, dop = 0;  // stages of Q and dO, and their parities
     Fragments pf;
     if (total > 0) {
-      ptx::mbarrier_wait(m.kv_full, 0);
-      if (Ranged) bad_keys = Guard::clean_keys(m, smem);
-      ptx::mbarrier_wait(m.q_full, 0);
+      ptx::mbarrier_wait(memory.kv_full, 0);
+      if (Ranged) bad_keys = Guard::clean_keys(memory, smem);
+      ptx::mbarrier_wait(memory.q_full, 0);
       ptx::wgmma_fence();
-      issue_scores(s, m.k, m.q, 0);
+      issue_scores(s, memory.k, memory.q, 0);
       ptx::wgmma_wait<0>();  // the compiler zeroes dK and dV on the way into the loop: no wgmma may be in flight there
       ptx::keep(s);
       Stats lse;
-      load_stats(lse, m.lse, 0);
+      load_stats(lse, memory.lse, 0);
       softmax(pf, lse, at);
     }
     for (int it = 0; it < total; it++) {
       const int this_qs = qs, this_ds = ds;
-      const uint32_t ds_tile = m.ds + (it & 1) * S::kScoreBytes;
-      const int tile = (where.batch * p.q_heads + at.head) * at.tiles + at.tile;
+      const uint32_t ds_tile = memory.ds + (it & 1) * S::kScoreBytes;
+      const int tile = (where.batch * task.q_heads + at.head) * at.tiles + at.tile;
       Fragments df;
-      float dp[M / 2], dq[32];
+      float dp[kRows / 2], dq[32];
       Stats lse, delta;
-      ptx::mbarrier_wait(m.do_full + 8 * ds, dop);
-      if (Ranged && !at.whole(at.tile * M)) Guard::clean_queries(pf, m, smem, qs, ds);
+      ptx::mbarrier_wait(memory.do_full + 8 * ds, dop);
+      if (Ranged && !at.whole(at.tile * kRows)) Guard::clean_queries(pf, memory, smem, qs, ds);
       ptx::wgmma_fence();
-      issue_scores(dp, m.v, m.d_out, ds);
-      if (kEarlyDelta) load_stats(delta, m.delta, ds);
+      issue_scores(dp, memory.v, memory.d_out, ds);
+      if (kEarlyDelta) load_stats(delta, memory.delta, ds);
       ptx::wgmma_fence();
-      issue_sum(dv, pf, m.d_out, ds);
+      issue_sum(dv, pf, memory.d_out, ds);
       ptx::wgmma_wait<1>();  // dP
-      if (!kEarlyDelta) load_stats(delta, m.delta, ds);
+      if (!kEarlyDelta) load_stats(delta, memory.delta, ds);
       ptx::keep(dp);
       // The tile written here was last read by dQ two iterations ago. Both warpgroups waited for that before they said
       // that the tile of one iteration ago was ready.
       gradient(df, dp, delta, ds_tile, pf, at);
       ptx::bar_arrive(4 + 2 * (it & 1) + group, 256);  // two pairs: the warpgroups may drift apart until the wait below
-      if (it + 1 < total) {  // else S is computed once more: a branch around wgmma would cost the overlap
+      if (it + 1 < total) {  // else S is recomputed: a branch around wgmma would cost the overlap
         if (++qs == S::kQueryStages) qs = 0, qp ^= 1;
         if (++ds == S::kOutStages) ds = 0, dop ^= 1;
         at.next();
       }
-      ptx::mbarrier_wait(m.q_full + 8 * qs, qp);
-      if (kEarlyLse) load_stats(lse, m.lse, qs);
+      ptx::mbarrier_wait(memory.q_full + 8 * qs, qp);
+      if (kEarlyLse) load_stats(lse, memory.lse, qs);
       ptx::wgmma_fence();
-      issue_sum(dk, df, m.q, this_qs);
+      issue_sum(dk, df, memory.q, this_qs);
       ptx::wgmma_fence();
-      issue_scores(s, m.k, m.q, qs);
+      issue_scores(s, memory.k, memory.q, qs);
       ptx::wgmma_wait<0>();  // @products_done: dV, dK, S of the next tile
-      release(m.q_empty + 8 * this_qs);
+      release(memory.q_empty + 8 * this_qs);
       ptx::keep(s);
-      release(m.do_empty + 8 * this_ds);
+      release(memory.do_empty + 8 * this_ds);
       ptx::bar_sync(4 + 2 * (it & 1) + (group ^ 1), 256);
       issue_dq(dq, ds_tile);
-      if (!kEarlyLse) load_stats(lse, m.lse, qs);
+      if (!kEarlyLse) load_stats(lse, memory.lse, qs);
       softmax(pf, lse, at);
       ptx::wgmma_wait<0>();
       ptx::keep(dq);
@@ -219,20 +220,20 @@ struct Sm90BackwardConsumer {
     ptx::keep(dk);
     ptx::keep(dv);
     if (S::kDeterministic && total > 0) ptx::bar_sync(8 + group, 160);
-    if (p.key_value_sum)
+    if (task.key_value_sum)
       add();
     else
-      write(0, p.kv_len);
-    if (!S::kDeterministic && p.query_blocks)
-      finish_queries<S>(p, where, reinterpret_cast<uint32_t*>(smem + (m.votes - m.k)));
+      write(0, task.kv_len);
+    if (!S::kDeterministic && task.query_blocks)
+      finish_queries<S>(task, where, reinterpret_cast<uint32_t*>(smem + (memory.votes - memory.k)));
   }
 
   // to the sums of a group of query heads
   __device__ __forceinline__ void add() {
-    const int64_t tile = (int64_t(where.batch) * p.kv_heads + where.head_k) * p.key_tiles + where.key_tile;
-    float* to_k = p.key_value_sum + (tile * 2 + group) * (64 * D) + tid * 4;
+    const int64_t tile = (int64_t(where.batch) * task.kv_heads + where.head_k) * task.key_tiles + where.key_tile;
+    float* to_k = task.key_value_sum + (tile * 2 + group) * (64 * D) + tid * 4;
     to_k = ptx::opaque(to_k);
-    float* to_v = to_k + int64_t(p.batch) * p.kv_heads * p.key_tiles * (S::kKeys * D);
+    float* to_v = to_k + int64_t(task.batch) * task.kv_heads * task.key_tiles * (S::kKeys * D);
     to_v = ptx::opaque(to_v);
 #pragma unroll
     for (int j = 0; j < D / 8; j++) {
@@ -250,28 +251,28 @@ struct Sm90BackwardConsumer {
       uint32_t a[4], b[4];
 #pragma unroll
       for (int q = 0; q < 4; q++) {
-        a[q] = ptx::pack2<T>(dk[8 * kk + 2 * q] * p.scale, dk[8 * kk + 2 * q + 1] * p.scale);
+        a[q] = ptx::pack2<T>(dk[8 * kk + 2 * q] * task.scale, dk[8 * kk + 2 * q + 1] * task.scale);
         b[q] = ptx::pack2<T>(dv[8 * kk + 2 * q], dv[8 * kk + 2 * q + 1]);
       }
-      ptx::stmatrix_x4(m.k + at, a);
-      ptx::stmatrix_x4(m.v + at, b);
+      ptx::stmatrix_x4(memory.k + at, a);
+      ptx::stmatrix_x4(memory.v + at, b);
     }
     __syncwarp();
     const auto head_of = [&](void* base, const Strides& strides) {
       return static_cast<T*>(base) + where.batch * strides.batch + where.head_k * strides.head + k_begin * strides.row;
     };
-    T* out_k = head_of(p.grad_key, p.grad_key_strides);
-    T* out_v = head_of(p.grad_value, p.grad_value_strides);
+    T* out_k = head_of(task.grad_key, task.grad_key_strides);
+    T* out_v = head_of(task.grad_value, task.grad_value_strides);
 #pragma unroll 4
     for (int i = 0; i < D / 16; i++) {
       const int c = i * 32 + lane, row = group * 64 + warp * 16 + c / (D / 8), chunk = c % (D / 8);
       const unsigned char* from = smem + S::chunk_at(0, S::kKeyPanel, row, chunk);
       if (n0 + row >= k_rows) continue;
-      if (p.grad_key && chunk * 8 < p.head_dim)
-        *reinterpret_cast<uint4*>(out_k + (n0 + row) * p.grad_key_strides.row + chunk * 8) =
+      if (task.grad_key && chunk * 8 < task.head_dim)
+        *reinterpret_cast<uint4*>(out_k + (n0 + row) * task.grad_key_strides.row + chunk * 8) =
             *reinterpret_cast<const uint4*>(from);
-      if (p.grad_value && chunk * 8 < p.v_head_dim)
-        *reinterpret_cast<uint4*>(out_v + (n0 + row) * p.grad_value_strides.row + chunk * 8) =
+      if (task.grad_value && chunk * 8 < task.v_head_dim)
+        *reinterpret_cast<uint4*>(out_v + (n0 + row) * task.grad_value_strides.row + chunk * 8) =
             *reinterpret_cast<const uint4*>(from + S::kKeyBytes);
     }
   }
@@ -280,53 +281,53 @@ struct Sm90BackwardConsumer {
 template <class S>
 struct Sm90Backward {
   template <bool Ranged>
-  static __device__ __forceinline__ void run(const Sm90BackwardMaps& maps, const BackwardTask& p) {
+  static __device__ __forceinline__ void run(const Sm90BackwardMaps& maps, const BackwardTask& task) {
     unsigned char* smem = ptx::dynamic_smem();
-    const Sm90BackwardMemory<S> m(ptx::smem_addr(smem));
-    const BackwardTile where(p, blockIdx.x);
-    const Sequence sequence = sequence_of(p, where.batch);
-    const BackwardQueries<S::kRows, S::kKeys, Ranged> at(p, where, sequence);
+    const Sm90BackwardMemory<S> memory(ptx::smem_addr(smem));
+    const BackwardTile where(task, blockIdx.x);
+    const Sequence sequence = sequence_of(task, where.batch);
+    const BackwardQueries<S::kRows, S::kKeys, Ranged> at(task, where, sequence);
     const int total = at.per_head() * where.heads;
-    if (threadIdx.x == 0) m.init();
+    if (threadIdx.x == 0) memory.init();
     __syncthreads();
     const int role = ptx::uniform(threadIdx.x / 128);
     if (role == 0) {
       ptx::setmaxnreg_dec<24>();
-      if (threadIdx.x == 0 && total > 0) feed(maps, p, where, sequence, at, total, m);
+      if (threadIdx.x == 0 && total > 0) feed(maps, task, where, sequence, at, total, memory);
       if (S::kDeterministic && (threadIdx.x / 32 == 1 || threadIdx.x / 32 == 2))
-        add_in_turn(p, where, sequence, at, total, m, threadIdx.x / 32 - 1);
+        add_in_turn(task, where, sequence, at, total, memory, threadIdx.x / 32 - 1);
     } else {
       ptx::setmaxnreg_inc<240>();
-      Sm90BackwardConsumer<S, Ranged>(p, where, m, smem, role - 1).run(at, total);
+      Sm90BackwardConsumer<S, Ranged>(task, where, memory, smem, role - 1).run(at, total);
     }
   }
 
   template <class Queries>
-  static __device__ __forceinline__ void feed(const Sm90BackwardMaps& maps, const BackwardTask& p,
+  static __device__ __forceinline__ void feed(const Sm90BackwardMaps& maps, const BackwardTask& task,
                                               const BackwardTile& where, const Sequence& sequence, Queries at,
-                                              int total, const Sm90BackwardMemory<S>& m) {
+                                              int total, const Sm90BackwardMemory<S>& memory) {
     const int n0 = where.key_tile * S::kKeys, batch = where.batch;
-    ptx::mbarrier_arrive_expect_tx(m.kv_full, 2 * S::kKeyBytes);
+    ptx::mbarrier_arrive_expect_tx(memory.kv_full, 2 * S::kKeyBytes);
     const int k_len = sequence.keys.key_length;
-    tma_load_rows<S::kKeys, S::kPanels>(m.k, maps.key, maps.key8, maps.key1, n0, k_len, p.kv_len, where.head_k, batch,
-                                        m.kv_full);
-    tma_load_rows<S::kKeys, S::kPanels>(m.v, maps.value, maps.value8, maps.value1, n0, k_len, p.kv_len, where.head_k,
-                                        batch, m.kv_full);
+    tma_load_rows<S::kKeys, S::kPanels>(memory.k, maps.key, maps.key8, maps.key1, n0, k_len, task.kv_len, where.head_k,
+                                        batch, memory.kv_full);
+    tma_load_rows<S::kKeys, S::kPanels>(memory.v, maps.value, maps.value8, maps.value1, n0, k_len, task.kv_len,
+                                        where.head_k, batch, memory.kv_full);
     const auto load = [&](const ptx::TensorMap& map, const ptx::TensorMap& eight, const ptx::TensorMap& one,
                           uint32_t tile, const float* from, uint32_t stats, uint32_t bar) {
       const int row = at.tile * S::kRows;
       ptx::mbarrier_arrive_expect_tx(bar, S::kQueryBytes + S::kRows * 4);
-      tma_load_rows<S::kRows, S::kPanels>(tile, map, eight, one, row, sequence.q_len, p.q_len, at.head, batch, bar);
-      ptx::bulk_load(stats, from + (int64_t(batch) * p.q_heads + at.head) * p.rows + row, S::kRows * 4, bar);
+      tma_load_rows<S::kRows, S::kPanels>(tile, map, eight, one, row, sequence.q_len, task.q_len, at.head, batch, bar);
+      ptx::bulk_load(stats, from + (int64_t(batch) * task.q_heads + at.head) * task.rows + row, S::kRows * 4, bar);
     };
     int qs = 0, qp = 1, ds = 0, dop = 1;
     for (int it = 0; it < total; it++) {
-      ptx::mbarrier_wait(m.q_empty + 8 * qs, qp);
-      load(maps.query, maps.query8, maps.query1, m.q + qs * S::kQueryBytes, p.lse2, m.lse + qs * S::kRows * 4,
-           m.q_full + 8 * qs);
-      ptx::mbarrier_wait(m.do_empty + 8 * ds, dop);
-      load(maps.grad_out, maps.grad_out8, maps.grad_out1, m.d_out + ds * S::kQueryBytes, p.delta,
-           m.delta + ds * S::kRows * 4, m.do_full + 8 * ds);
+      ptx::mbarrier_wait(memory.q_empty + 8 * qs, qp);
+      load(maps.query, maps.query8, maps.query1, memory.q + qs * S::kQueryBytes, task.lse2,
+           memory.lse + qs * S::kRows * 4, memory.q_full + 8 * qs);
+      ptx::mbarrier_wait(memory.do_empty + 8 * ds, dop);
+      load(maps.grad_out, maps.grad_out8, maps.grad_out1, memory.d_out + ds * S::kQueryBytes, task.delta,
+           memory.delta + ds * S::kRows * 4, memory.do_full + 8 * ds);
       if (++qs == S::kQueryStages) qs = 0, qp ^= 1;
       if (++ds == S::kOutStages) ds = 0, dop ^= 1;
       at.next();
@@ -335,16 +336,16 @@ struct Sm90Backward {
 
   // Deterministic: one warp for each warpgroup's half of dQ, in the order that `turn` gives.
   template <class Queries>
-  static __device__ __forceinline__ void add_in_turn(const BackwardTask& p, const BackwardTile& where,
+  static __device__ __forceinline__ void add_in_turn(const BackwardTask& task, const BackwardTile& where,
                                                      const Sequence& sequence, Queries at, int total,
-                                                     const Sm90BackwardMemory<S>& m, int half) {
+                                                     const Sm90BackwardMemory<S>& memory, int half) {
     for (int it = 0; it < total; it++) {
-      const int64_t tile = (int64_t(where.batch) * p.q_heads + at.head) * at.tiles + at.tile;
+      const int64_t tile = (int64_t(where.batch) * task.q_heads + at.head) * at.tiles + at.tile;
       const int turn = at.turn(where, sequence);
       ptx::bar_sync(2 + half, 160);  // written
       if (threadIdx.x % 32 == 0) {
-        ptx::turn_wait(p.turn + 2 * tile + half, turn);
-        ptx::bulk_reduce_add(p.query_sum + tile * (S::kRows * S::kD) + half * 4096, m.dq + half * 16384, 16384);
+        ptx::turn_wait(task.turn + 2 * tile + half, turn);
+        ptx::bulk_reduce_add(task.query_sum + tile * (S::kRows * S::kD) + half * 4096, memory.dq + half * 16384, 16384);
         ptx::bulk_commit();
         ptx::bulk_wait_read<0>();
       }
@@ -353,7 +354,7 @@ struct Sm90Backward {
       if (threadIdx.x % 32 == 0) {
         ptx::bulk_wait<0>();
         ptx::thread_fence();
-        ptx::turn_pass(p.turn + 2 * tile + half, turn + 1);
+        ptx::turn_pass(task.turn + 2 * tile + half, turn + 1);
       }
       at.next();
     }
@@ -363,8 +364,8 @@ struct Sm90Backward {
 // grid: key_tiles * (key_value_sum ? q_heads : kv_heads) * batch
 template <class Shape, bool Ranged>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
-    sm90_backward(const __grid_constant__ Sm90BackwardMaps maps, const __grid_constant__ BackwardTask p) {
-  Sm90Backward<Shape>::template run<Ranged>(maps, p);
+    sm90_backward(const __grid_constant__ Sm90BackwardMaps maps, const __grid_constant__ BackwardTask task) {
+  Sm90Backward<Shape>::template run<Ranged>(maps, task);
 }
 
 }  // namespace attnjourney

@@ -12,7 +12,7 @@ namespace attnjourney {
 template <class S, class Memory = Sm90BackwardMemory<S>>
 struct Sm90BackwardGuard {
   using T = typename S::T;
-  static constexpr int D = S::kD, M = S::kRows;
+  static constexpr int D = S::kD, kRows = S::kRows;
 
   // of the two warpgroups; opaque, or what is computed from it would be held through the loop
   static __device__ __forceinline__ int thread() { return static_cast<int>(ptx::opaque(threadIdx.x)) - 128; }
@@ -45,8 +45,8 @@ struct Sm90BackwardGuard {
   }
   // Is `here` true for any thread of the two warpgroups? Their writes to shared memory are visible to all afterwards,
   // to wgmma too.
-  static __device__ __forceinline__ bool vote(bool here, const Memory& m, unsigned char* smem) {
-    uint32_t* votes = reinterpret_cast<uint32_t*>(smem + (m.votes - m.k));
+  static __device__ __forceinline__ bool vote(bool here, const Memory& memory, unsigned char* smem) {
+    uint32_t* votes = reinterpret_cast<uint32_t*>(smem + (memory.votes - memory.k));
     const bool mine = ptx::any(here);
     if (threadIdx.x % 32 == 0) votes[thread() / 32] = mine;
     ptx::fence_proxy_async();
@@ -57,43 +57,44 @@ struct Sm90BackwardGuard {
   }
 
   // Once, before K is used: are there such keys?
-  static __device__ __forceinline__ bool clean_keys(const Memory& m, unsigned char* smem) {
-    const bool here = clean_rows<S::kKeys, S::kKeyPanel>(smem, reinterpret_cast<uint32_t*>(smem + (m.keys - m.k)));
-    return vote(here, m, smem);
+  static __device__ __forceinline__ bool clean_keys(const Memory& memory, unsigned char* smem) {
+    const bool here =
+        clean_rows<S::kKeys, S::kKeyPanel>(smem, reinterpret_cast<uint32_t*>(smem + (memory.keys - memory.k)));
+    return vote(here, memory, smem);
   }
-  // What that was, once more.
-  static __device__ __forceinline__ bool found_keys(const Memory& m, const unsigned char* smem) {
-    const uint4* votes = reinterpret_cast<const uint4*>(smem + (m.votes - m.k));
+  // The answer of clean_keys, read again.
+  static __device__ __forceinline__ bool found_keys(const Memory& memory, const unsigned char* smem) {
+    const uint4* votes = reinterpret_cast<const uint4*>(smem + (memory.votes - memory.k));
     const uint4 a = votes[0], b = votes[1];
     return a.x | a.y | a.z | a.w | b.x | b.y | b.z | b.w;
   }
   // Element 4 j + e of the scores: key + 8 (e / 2).
-  static __device__ __forceinline__ void poison_scores(float (&s)[M / 2], const Memory& m, const unsigned char* smem,
-                                                       int key) {
-    const float* marks = reinterpret_cast<const float*>(smem + (m.keys - m.k)) + key;
+  static __device__ __forceinline__ void poison_scores(float (&s)[kRows / 2], const Memory& memory,
+                                                       const unsigned char* smem, int key) {
+    const float* marks = reinterpret_cast<const float*>(smem + (memory.keys - memory.k)) + key;
     const float low = marks[0], high = marks[8];
 #pragma unroll
-    for (int i = 0; i < M / 2; i++) s[i] += i & 2 ? high : low;
+    for (int i = 0; i < kRows / 2; i++) s[i] += i & 2 ? high : low;
   }
 
-  // Before the products with a tile of Q, whose scores are done, and of dO. pf: weights of 64 keys by M rows. part: of
-  // an iteration, where it has several.
-  static __device__ __forceinline__ void clean_queries(uint32_t (&pf)[M / 16][4], const Memory& m, unsigned char* smem,
-                                                       int q_stage, int out_stage, int part = 0) {
-    unsigned char *query = smem + (m.q - m.k) + q_stage * S::kQueryBytes,
-                  *out = smem + (m.d_out - m.k) + out_stage * S::kQueryBytes;
+  // Before the products with a tile of Q, whose scores are done, and of dO. pf: weights of 64 keys by kRows rows. part:
+  // of an iteration, where it has several.
+  static __device__ __forceinline__ void clean_queries(uint32_t (&pf)[kRows / 16][4], const Memory& memory,
+                                                       unsigned char* smem, int q_stage, int out_stage, int part = 0) {
+    unsigned char *query = smem + (memory.q - memory.k) + q_stage * S::kQueryBytes,
+                  *out = smem + (memory.d_out - memory.k) + out_stage * S::kQueryBytes;
     const uint32_t bad = not_finite_in<T, S::kQueryBytes>(query) | not_finite_in<T, S::kQueryBytes>(out);
-    uint32_t* votes = reinterpret_cast<uint32_t*>(smem + (m.votes - m.k)) + 8 + 8 * part + thread() / 128 * 4;
+    uint32_t* votes = reinterpret_cast<uint32_t*>(smem + (memory.votes - memory.k)) + 8 + 8 * part + thread() / 128 * 4;
     int turn = 0;  // one for each part will do: there is a barrier of the warpgroup in every iteration
     if (!group_any(bad != 0, votes, turn, 10 + thread() / 128)) return;
     ptx::bar_sync(1, 256);  // @both_looked: and are done with the scores of this tile
-    uint32_t* marks = reinterpret_cast<uint32_t*>(smem + (m.rows - m.k));
+    uint32_t* marks = reinterpret_cast<uint32_t*>(smem + (memory.rows - memory.k));
     clean(query, thread() * (S::kQueryBytes / 16 / 256), S::kQueryBytes / 16 / 256);
-    clean_rows<M, S::kQueryPanel>(out, marks);
+    clean_rows<kRows, S::kQueryPanel>(out, marks);
     ptx::fence_proxy_async();
     ptx::bar_sync(1, 256);
 #pragma unroll
-    for (int j = 0; j < M / 8; j++) {
+    for (int j = 0; j < kRows / 8; j++) {
       const uint32_t* of = marks + 8 * j + threadIdx.x % 4 * 2;
       const uint32_t mask = (of[0] ? 0x7fffu : 0u) | (of[1] ? 0x7fff0000u : 0u);
 #pragma unroll

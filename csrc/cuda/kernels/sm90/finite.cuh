@@ -1,5 +1,7 @@
-// Numbers that are not finite in tiles that TMA brought, where something is hidden from some rows: rare, so looked for
-// by ordinary loads and multiplied by mma.sync, whose fragments are those of wgmma.
+// Numbers that are not finite in tiles that TMA brought, where something is hidden from some rows: such a number counts
+// only for the rows whose weight is not 0, so that a NaN in a value whose weight underflows does not show there. That
+// is seldom needed: it is looked for by ordinary loads, and multiplied by mma.sync (guarded_mma in common/scores.cuh),
+// whose fragments are those of wgmma. Tiles that hide nothing are not looked at, but for K once for a block.
 #pragma once
 #include "cuda/kernels/common/scores.cuh"
 #include "cuda/ptx/sm90.cuh"

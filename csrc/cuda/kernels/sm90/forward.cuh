@@ -118,7 +118,7 @@ struct Sm90ForwardConsumer {
     for (int kk = 0; kk < S::kKeys / 16; kk++)
 #pragma unroll
       for (int q = 0; q < 4; q++)
-        weights[kk][q] = 2 * kk + q / 2 < S::kAhead ? soft.early[4 * kk + q] ^ zero
+        weights[kk][q] = 2 * kk + q / 2 < S::kEarly ? soft.early[4 * kk + q] ^ zero
                                                     : ptx::pack2<T>(scores[8 * kk + 2 * q], scores[8 * kk + 2 * q + 1]);
   }
   __device__ __forceinline__ void rescale() {
@@ -133,7 +133,7 @@ struct Sm90ForwardConsumer {
     return soft.run(scores, task.scale_log2);
   }
   // under the products: does the key tile hide anything, and which one follows?
-  __device__ __forceinline__ void look() {
+  __device__ __forceinline__ void find_next() {
     next_tile = key_tile - 1;
     hides = key_tile >= task.kv_len / S::kKeys;
     if constexpr (S::kRanged) {
@@ -154,7 +154,7 @@ struct Sm90ForwardConsumer {
       issue_output(number - 1);
     }
     token_pass();
-    look();
+    find_next();
     ptx::wgmma_wait<WithOutput ? 1 : 0>();
     ptx::keep(scores);
     release_k(number);

@@ -17,9 +17,9 @@ struct Sm90ForwardGuard {
                       S::kPingPong ? first : turn, 4 + group);
   }
   // o += P V; the probabilities are lost
-  static __device__ __forceinline__ void product(float (&o)[S::kDv / 2], uint32_t (&p)[S::kKeys / 16][4],
+  static __device__ __forceinline__ void product(float (&out)[S::kDv / 2], uint32_t (&weights)[S::kKeys / 16][4],
                                                  uint32_t value) {
-    guarded_product<T, S::kDv>(o, p, value, S::kKeys * 128);
+    guarded_product<T, S::kDv>(out, weights, value, S::kKeys * 128);
   }
 };
 

@@ -10,85 +10,90 @@ struct Sm90ForwardOutput {
   using T = typename S::T;
   using Slot = Sm90ForwardSlot;
 
-  static __device__ __forceinline__ int rows_of(const Slot& x, const ForwardTask& p) {
-    return S::kOptions ? x.rows : p.q_len;
+  static __device__ __forceinline__ int rows_of(const Slot& slot, const ForwardTask& task) {
+    return S::kOptions ? slot.rows : task.q_len;
   }
   // What a row's output is multiplied by, 0 where it saw nothing; writes its lse. unit: of max, in log2 units
-  static __device__ __forceinline__ float finish_row(float sum, float max, float unit, int row, int t, const Slot& x,
-                                                     const ForwardTask& p) {
+  static __device__ __forceinline__ float finish_row(float sum, float max, float unit, int row, int t, const Slot& slot,
+                                                     const ForwardTask& task) {
     sum += ptx::shfl_xor(sum, 1);
     sum += ptx::shfl_xor(sum, 2);
-    const int64_t first = S::kOptions && p.cu_q ? int64_t(x.head) * p.q_len + x.q_begin
-                                                : (int64_t(x.batch) * p.q_heads + x.head) * p.q_len;
-    if (t == 0 && row < rows_of(x, p))
-      p.lse[first + row] = sum == 0.f ? -INFINITY : (max * unit + ptx::log2(sum)) * 0.6931471805599453f;
+    const int64_t first = S::kOptions && task.cu_q ? int64_t(slot.head) * task.q_len + slot.q_begin
+                                                   : (int64_t(slot.batch) * task.q_heads + slot.head) * task.q_len;
+    if (t == 0 && row < rows_of(slot, task))
+      task.lse[first + row] = sum == 0.f ? -INFINITY : (max * unit + ptx::log2(sum)) * 0.6931471805599453f;
     const float inverse = sum == 0.f ? 0.f : 1.f / sum;
-    return S::kOptions && p.scores.seed ? inverse * p.scores.keep_scale : inverse;
+    return S::kOptions && task.scores.seed ? inverse * task.scores.keep_scale : inverse;
   }
 
   // through shared memory and one TMA store for each 64 columns
-  static __device__ __forceinline__ void store(float (&o)[S::kDv / 2], const float (&max)[2], const float (&sum)[2],
-                                               int row, int lane, uint32_t smem, unsigned char* base, const Slot& x,
-                                               const ptx::TensorMap& map, const ForwardTask& p) {
+  static __device__ __forceinline__ void store(float (&out)[S::kDv / 2], const float (&max)[2], const float (&sum)[2],
+                                               int row, int lane, uint32_t smem, unsigned char* base, const Slot& slot,
+                                               const ptx::TensorMap& map, const ForwardTask& task) {
     const int g = lane / 4, t = lane % 4, at = S::kOutAt + row / 16 * (16 * S::kDv * 2);
     if (lane == 0) ptx::bulk_wait_read<0>();  // @output_stored: that of the last tile
     __syncwarp();
     const int word = at + g * 128 + (g << 4) + 4 * t;  // 128-byte rows, 16-byte chunks exchanged by the row's number
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const float inverse = finish_row(sum[h], max[h], p.scale_log2, x.row + row + 8 * h, t, x, p);
+      const float inverse = finish_row(sum[h], max[h], task.scale_log2, slot.row + row + 8 * h, t, slot, task);
 #pragma unroll
       for (int j = 0; j < S::kDv / 8; j++)
         *reinterpret_cast<uint32_t*>(base + (word ^ (j % 8 << 4)) + h * 1024 + j / 8 * 2048) =
-            ptx::pack2<T>(o[4 * j + 2 * h] * inverse, o[4 * j + 2 * h + 1] * inverse);
+            ptx::pack2<T>(out[4 * j + 2 * h] * inverse, out[4 * j + 2 * h + 1] * inverse);
     }
     ptx::fence_proxy_async();
     __syncwarp();
     if (lane == 0) {
 #pragma unroll
       for (int c = 0; c < S::kDv / 64; c++)
-        ptx::tma_store_4d(&map, smem + at + c * 2048, c * 64, x.head, x.row + row / 16 * 16, x.batch);
+        ptx::tma_store_4d(&map, smem + at + c * 2048, c * 64, slot.head, slot.row + row / 16 * 16, slot.batch);
       ptx::bulk_commit();
     }
   }
 
-  static __device__ __forceinline__ T* row_of(const Slot& x, int row, const ForwardTask& p) {
-    return static_cast<T*>(p.out) + x.batch * p.out_strides.batch + x.head * p.out_strides.head +
-           (S::kOptions ? x.q_begin + row : row) * p.out_strides.row;
+  static __device__ __forceinline__ T* row_of(const Slot& slot, int row, const ForwardTask& task) {
+    return static_cast<T*>(task.out) + slot.batch * task.out_strides.batch + slot.head * task.out_strides.head +
+           (S::kOptions ? slot.q_begin + row : row) * task.out_strides.row;
   }
 
   // from registers: a 4 x 4 transpose among the four lanes of a row makes 16 bytes each
-  static __device__ __forceinline__ void write(float (&o)[S::kDv / 2], const float (&max)[2], const float (&sum)[2],
-                                               float unit, int row, int t, const Slot& x, const ForwardTask& p) {
+  static __device__ __forceinline__ void write(float (&out)[S::kDv / 2], const float (&max)[2], const float (&sum)[2],
+                                               float unit, int row, int t, const Slot& slot, const ForwardTask& task) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const int r = x.row + row + 8 * h;
-      const float inverse = finish_row(sum[h], max[h], unit, r, t, x, p);
-      T* at = row_of(x, r, p) + 8 * t;
+      const int r = slot.row + row + 8 * h;
+      const float inverse = finish_row(sum[h], max[h], unit, r, t, slot, task);
+      T* at = row_of(slot, r, task) + 8 * t;
 #pragma unroll
       for (int j = 0; j < S::kDv / 8; j += 4) {
-        uint32_t w[4];
+        uint32_t words[4];
 #pragma unroll
         for (int q = 0; q < 4; q++)
-          w[q] = ptx::pack2<T>(o[4 * (j + q) + 2 * h] * inverse, o[4 * (j + q) + 2 * h + 1] * inverse);
+          words[q] = ptx::pack2<T>(out[4 * (j + q) + 2 * h] * inverse, out[4 * (j + q) + 2 * h + 1] * inverse);
         const bool odd = t & 1, high = t & 2;
-        const uint32_t b0 = ptx::shfl_xor(odd ? w[0] : w[1], 1), b1 = ptx::shfl_xor(odd ? w[2] : w[3], 1);
-        w[0] = odd ? b0 : w[0], w[1] = odd ? w[1] : b0, w[2] = odd ? b1 : w[2], w[3] = odd ? w[3] : b1;
-        const uint32_t b2 = ptx::shfl_xor(high ? w[0] : w[2], 2), b3 = ptx::shfl_xor(high ? w[1] : w[3], 2);
-        w[0] = high ? b2 : w[0], w[2] = high ? w[2] : b2, w[1] = high ? b3 : w[1], w[3] = high ? w[3] : b3;
-        if (r < rows_of(x, p) && (j + t) * 8 < p.v_head_dim)
-          *reinterpret_cast<uint4*>(at + j * 8) = uint4{w[0], w[1], w[2], w[3]};
+        const uint32_t b0 = ptx::shfl_xor(odd ? words[0] : words[1], 1),
+                       b1 = ptx::shfl_xor(odd ? words[2] : words[3], 1);
+        words[0] = odd ? b0 : words[0], words[1] = odd ? words[1] : b0, words[2] = odd ? b1 : words[2],
+        words[3] = odd ? words[3] : b1;
+        const uint32_t b2 = ptx::shfl_xor(high ? words[0] : words[2], 2),
+                       b3 = ptx::shfl_xor(high ? words[1] : words[3], 2);
+        words[0] = high ? b2 : words[0], words[2] = high ? words[2] : b2, words[1] = high ? b3 : words[1],
+        words[3] = high ? words[3] : b3;
+        if (r < rows_of(slot, task) && (j + t) * 8 < task.v_head_dim)
+          *reinterpret_cast<uint4*>(at + j * 8) = uint4{words[0], words[1], words[2], words[3]};
       }
     }
   }
 
   // a tile that sees no key at all
-  static __device__ __forceinline__ void write_zeros(int row, int t, const Slot& x, const ForwardTask& p) {
+  static __device__ __forceinline__ void write_zeros(int row, int t, const Slot& slot, const ForwardTask& task) {
 #pragma unroll 1
-    for (int r = x.row + row; r < min(p.q_len, x.row + row + 9); r += 8) {
+    for (int r = slot.row + row; r < min(task.q_len, slot.row + row + 9); r += 8) {
 #pragma unroll 1
-      for (int c = t * 8; c < p.v_head_dim; c += 32) *reinterpret_cast<uint4*>(row_of(x, r, p) + c) = uint4{0, 0, 0, 0};
-      if (t == 0) p.lse[(int64_t(x.batch) * p.q_heads + x.head) * p.q_len + r] = -INFINITY;
+      for (int c = t * 8; c < task.v_head_dim; c += 32)
+        *reinterpret_cast<uint4*>(row_of(slot, r, task) + c) = uint4{0, 0, 0, 0};
+      if (t == 0) task.lse[(int64_t(slot.batch) * task.q_heads + slot.head) * task.q_len + r] = -INFINITY;
     }
   }
 };

@@ -7,14 +7,14 @@
 namespace attnjourney {
 
 // Groups: consumer warpgroups of 64 query rows; Stages: of K and of V; QueryStages: of each warpgroup's Q; PingPong:
-// the warpgroups issue their products in turns; Ahead: groups of 8 keys whose exponentials are computed before the
+// the warpgroups issue their products in turns; Early: groups of 8 keys whose exponentials are computed before the
 // maximum is known; Store: the output leaves by TMA through shared memory of its own.
 template <class T_, int Dqk_, int Dv_, int Groups_, int Keys_, int Stages_, int QueryStages_, bool Ranged_,
-          bool PingPong_, int Ahead_, bool Store_>
+          bool PingPong_, int Early_, bool Store_>
 struct Sm90ForwardShape {
   using T = T_;
   static constexpr int kDqk = Dqk_, kDv = Dv_, kGroups = Groups_, kKeys = Keys_, kStages = Stages_;
-  static constexpr int kQueryStages = QueryStages_, kAhead = Ahead_;
+  static constexpr int kQueryStages = QueryStages_, kEarly = Early_;
   static constexpr bool kRanged = Ranged_, kPingPong = PingPong_, kStore = Store_, kOptions = false;
   static constexpr int kRows = 64 * kGroups, kThreads = 128 * (kGroups + 1);
   // bytes of a warpgroup's Q, of a stage of K, of V
@@ -36,7 +36,7 @@ struct Sm90ForwardShape {
 // A tile as one warpgroup sees it, key tiles by number. The producer decodes it: divisions in the consumers made them
 // spill.
 struct __align__(16) Sm90ForwardSlot {
-  // 1 + the number of key tiles that only other warpgroups see before this one's first; 0: nobody sees a key; -1: there
+  // 1 + the number of key tiles that only other warpgroups see before this one's first; 0: no row sees a key; -1: there
   // are no more tiles
   int start;
   int first, row, head;             // first: the last key tile that this warpgroup sees, which works downwards
@@ -46,8 +46,8 @@ struct __align__(16) Sm90ForwardSlot {
   int batch, q_len, key_length, offset;  // of the sequence
   int key_end, last;                     // the end of the keys that the block sees, its last tile
   int rows, q_begin;                     // with options: see Sequence
-  __device__ __forceinline__ Sequence sequence(const ForwardTask& p) const {
-    Sequence s{q_len, p.keys};
+  __device__ __forceinline__ Sequence sequence(const ForwardTask& task) const {
+    Sequence s{q_len, task.keys};
     s.keys.key_length = key_length;
     s.keys.prefix = s.keys.prefix < key_length ? s.keys.prefix : key_length;
     s.keys.offset = offset;
@@ -86,15 +86,15 @@ template <class S, class Produce, class Consume>
 __device__ __forceinline__ void sm90_forward_roles(Produce&& produce, Consume&& consume) {
   unsigned char* base = ptx::dynamic_smem();
   const uint32_t smem = ptx::smem_addr(base);
-  const Sm90ForwardBarriers<S> b(smem + S::kBarriersAt);
-  if (threadIdx.x == 0) b.init();
+  const Sm90ForwardBarriers<S> barriers(smem + S::kBarriersAt);
+  if (threadIdx.x == 0) barriers.init();
   __syncthreads();
   if (threadIdx.x < 128) {
     ptx::setmaxnreg_dec<S::kProducerRegisters>();
-    if (threadIdx.x == 0) produce(smem, base, b);
+    if (threadIdx.x == 0) produce(smem, base, barriers);
   } else {
     ptx::setmaxnreg_inc<S::kConsumerRegisters>();
-    consume(smem, base, b);
+    consume(smem, base, barriers);
   }
 }
 

@@ -10,18 +10,18 @@ struct Sm90ForwardSoftmax {
   using T = typename S::T;
   float max[2], sum[2];  // of the two rows: the reference of the exponentials, this thread's part of the sum
   float alpha[2];        // by how much the output so far shrinks when the reference moved
-  uint32_t early[2 * S::kAhead + 1];  // the probabilities of the first kAhead groups, packed
+  uint32_t early[2 * S::kEarly + 1];  // the probabilities of the first kEarly groups, packed
 
   __device__ __forceinline__ void start() {
     max[0] = max[1] = -INFINITY;
     sum[0] = sum[1] = 0.f;
   }
 
-  // -inf for the keys that rows `row` and row + 8 do not see; key: that of s[0]
-  static __device__ __forceinline__ void hide(float (&s)[S::kKeys / 2], const ForwardTask& p, const Sequence& sequence,
-                                              int row, int key) {
+  // -inf for the keys that rows `row` and row + 8 do not see; key: that of scores[0]
+  static __device__ __forceinline__ void hide(float (&scores)[S::kKeys / 2], const ForwardTask& task,
+                                              const Sequence& sequence, int row, int key) {
     if constexpr (S::kRanged) {
-      if (p.keys.left < Ranges::unbounded) {
+      if (task.keys.left < Ranges::unbounded) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           const RowKeys keys = row_keys_of(sequence, row + 8 * h);
@@ -31,22 +31,22 @@ struct Sm90ForwardSoftmax {
 #pragma unroll
             for (int e = 0; e < 2; e++) {
               const int x = j * 8 + e;
-              if (x >= end || (x < begin && x >= prefix)) s[4 * j + 2 * h + e] = -INFINITY;
+              if (x >= end || (x < begin && x >= prefix)) scores[4 * j + 2 * h + e] = -INFINITY;
             }
         }
         return;
       }
     }
     // the usual case: nothing but an end
-    const int end0 = (S::kRanged ? row_keys_of(sequence, row).end : p.kv_len) - key;
-    const int end8 = (S::kRanged ? row_keys_of(sequence, row + 8).end : p.kv_len) - key;
+    const int end0 = (S::kRanged ? row_keys_of(sequence, row).end : task.kv_len) - key;
+    const int end8 = (S::kRanged ? row_keys_of(sequence, row + 8).end : task.kv_len) - key;
 #pragma unroll
     for (int i = 0; i < S::kKeys / 2; i++)
-      if (i / 4 * 8 + (i & 1) >= (i & 2 ? end8 : end0)) s[i] = -INFINITY;
+      if (i / 4 * 8 + (i & 1) >= (i & 2 ? end8 : end0)) scores[i] = -INFINITY;
   }
 
   // Scores to probabilities; returns whether the reference moved.
-  __device__ __forceinline__ bool run(float (&s)[S::kKeys / 2], float scale) {
+  __device__ __forceinline__ bool run(float (&scores)[S::kKeys / 2], float scale) {
     // The exponentials of the first groups, against the reference so far: most often it stays.
     float part[4] = {0.f, 0.f, 0.f, 0.f};
     const auto head = [&] {
@@ -55,51 +55,51 @@ struct Sm90ForwardSoftmax {
         const float base = max[h] == -INFINITY ? 0.f : max[h] * scale;
         part[2 * h] = part[2 * h + 1] = 0.f;
 #pragma unroll
-        for (int j = 0; j < S::kAhead; j++) {
-          const float x = ptx::exp2(s[4 * j + 2 * h] * scale - base);
-          const float y = ptx::exp2(s[4 * j + 2 * h + 1] * scale - base);
+        for (int j = 0; j < S::kEarly; j++) {
+          const float x = ptx::exp2(scores[4 * j + 2 * h] * scale - base);
+          const float y = ptx::exp2(scores[4 * j + 2 * h + 1] * scale - base);
           part[2 * h] += x;
           part[2 * h + 1] += y;
           early[2 * j + h] = ptx::pack2<T>(x, y);
         }
       }
     };
-    if (S::kAhead) head();
-    float m[2];
+    if (S::kEarly) head();
+    float top[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      float a = s[2 * h], c = s[2 * h + 1];
+      float even = scores[2 * h], odd = scores[2 * h + 1];
 #pragma unroll
       for (int j = 1; j < S::kKeys / 8; j++) {
-        a = fmaxf(a, s[4 * j + 2 * h]);
-        c = fmaxf(c, s[4 * j + 2 * h + 1]);
+        even = fmaxf(even, scores[4 * j + 2 * h]);
+        odd = fmaxf(odd, scores[4 * j + 2 * h + 1]);
       }
-      m[h] = fmaxf(a, c);
+      top[h] = fmaxf(even, odd);
     }
 #pragma unroll
-    for (int h = 0; h < 2; h++) m[h] = fmaxf(m[h], ptx::shfl_xor(m[h], 1));
+    for (int h = 0; h < 2; h++) top[h] = fmaxf(top[h], ptx::shfl_xor(top[h], 1));
 #pragma unroll
-    for (int h = 0; h < 2; h++) m[h] = fmaxf(m[h], ptx::shfl_xor(m[h], 2));
+    for (int h = 0; h < 2; h++) top[h] = fmaxf(top[h], ptx::shfl_xor(top[h], 2));
     // The reference only has to be near the maximum: move it when it lags by more than 2^8.
-    const bool moved = ptx::any((m[0] - max[0]) * scale > 8.f || (m[1] - max[1]) * scale > 8.f);
+    const bool moved = ptx::any((top[0] - max[0]) * scale > 8.f || (top[1] - max[1]) * scale > 8.f);
     if (moved) {
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        const float to = fmaxf(m[h], max[h]);
+        const float to = fmaxf(top[h], max[h]);
         alpha[h] = to == -INFINITY ? 1.f : ptx::exp2((max[h] - to) * scale);
         max[h] = to;
         sum[h] *= alpha[h];
       }
-      if (S::kAhead) head();
+      if (S::kEarly) head();
     }
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const float base = max[h] == -INFINITY ? 0.f : max[h] * scale;
 #pragma unroll
-      for (int j = S::kAhead; j < S::kKeys / 8; j++)
+      for (int j = S::kEarly; j < S::kKeys / 8; j++)
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-          float& x = s[4 * j + 2 * h + e];
+          float& x = scores[4 * j + 2 * h + e];
           part[2 * h + e] += x = ptx::exp2(x * scale - base);
         }
       sum[h] += part[2 * h] + part[2 * h + 1];

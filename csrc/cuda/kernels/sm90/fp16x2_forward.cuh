@@ -2,7 +2,11 @@
 // numbers, high x low, low x high and high x high count (what is missing is 2^-24 of it). Tensor cores cut sums off
 // instead of rounding them, so the small products come first, every tile of keys begins new sums, and ordinary addition
 // joins these. A producer warpgroup (that of the 16-bit forward, whose columns are both planes) and two of 64 query
-// rows, which multiply in turns: one's exponentials run under the other's products.
+// rows, which multiply in turns: one's exponentials run under the other's products. Three products make a score, three
+// an output: 36 wgmma for a tile of 64 keys at D 128 and of 128 keys at D 64, at twice the rate of TF32 and with the
+// same 11 bits. What does not split is left to Fp32Forward: both kernels are launched, and one of them finds that it
+// has nothing to do, so that the host never waits for the device. Not yet measured on a GPU. Proofs:
+// tests/emulator/test_fp16x2.py.
 #pragma once
 #include "cuda/kernels/fp32/fp16x2_planes.cuh"
 #include "forward_producer.cuh"
@@ -72,15 +76,15 @@ struct Sm90Fp16x2Forward {
     __device__ __forceinline__ void run(float (&s)[kKeys / 2], float factor) {
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        float m = s[2 * h];
+        float top = s[2 * h];
 #pragma unroll
-        for (int i = 0; i < kKeys / 8; i++) m = fmaxf(m, fmaxf(s[4 * i + 2 * h], s[4 * i + 2 * h + 1]));
-        m = fmaxf(m, ptx::shfl_xor(m, 1));
-        m = fmaxf(m, ptx::shfl_xor(m, 2));
-        m = fmaxf(reference[h], m * factor - kTop);
-        const float base = m == -INFINITY ? 0.f : m;
+        for (int i = 0; i < kKeys / 8; i++) top = fmaxf(top, fmaxf(s[4 * i + 2 * h], s[4 * i + 2 * h + 1]));
+        top = fmaxf(top, ptx::shfl_xor(top, 1));
+        top = fmaxf(top, ptx::shfl_xor(top, 2));
+        top = fmaxf(reference[h], top * factor - kTop);
+        const float base = top == -INFINITY ? 0.f : top;
         alpha[h] = ptx::exp2(reference[h] - base);
-        reference[h] = m;
+        reference[h] = top;
         float part[2] = {0.f, 0.f};
 #pragma unroll
         for (int i = 0; i < kKeys / 8; i++)
@@ -109,42 +113,43 @@ struct Sm90Fp16x2Forward {
   }
 
   // rows `row` and row + 8 of the tile; inverse: of the scale of the last values
-  static __device__ __forceinline__ void write(const float (&o)[D / 2], const Softmax& soft, float inverse, int row,
-                                               int t, const Slot& x, const ForwardTask& p) {
+  static __device__ __forceinline__ void write(const float (&out)[D / 2], const Softmax& soft, float inverse, int row,
+                                               int t, const Slot& slot, const ForwardTask& task) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const int r = x.row + row + 8 * h;
+      const int r = slot.row + row + 8 * h;
       float sum = soft.total[h];
       sum += ptx::shfl_xor(sum, 1);
       sum += ptx::shfl_xor(sum, 2);
-      if (r >= p.q_len) continue;
+      if (r >= task.q_len) continue;
       if (t == 0)
-        p.lse[(int64_t(x.batch) * p.q_heads + x.head) * p.q_len + r] =
+        task.lse[(int64_t(slot.batch) * task.q_heads + slot.head) * task.q_len + r] =
             sum == 0.f ? -INFINITY
                        : (soft.reference[h] + kTop + ptx::log2(sum * (1.f / 16384.f))) * 0.6931471805599453f;
       const float factor = sum == 0.f ? 0.f : inverse / sum;
-      float* to = row_of(x, r, p) + 2 * t;
+      float* to = row_of(slot, r, task) + 2 * t;
 #pragma unroll
       for (int j = 0; j < D / 8; j++)
-        if (8 * j + 2 * t < p.v_head_dim)
-          *reinterpret_cast<float2*>(to + 8 * j) = float2{o[4 * j + 2 * h] * factor, o[4 * j + 2 * h + 1] * factor};
+        if (8 * j + 2 * t < task.v_head_dim)
+          *reinterpret_cast<float2*>(to + 8 * j) = float2{out[4 * j + 2 * h] * factor, out[4 * j + 2 * h + 1] * factor};
     }
   }
-  static __device__ __forceinline__ void write_zeros(int row, int t, const Slot& x, const ForwardTask& p) {
+  static __device__ __forceinline__ void write_zeros(int row, int t, const Slot& slot, const ForwardTask& task) {
 #pragma unroll 1
-    for (int r = x.row + row; r < min(p.q_len, x.row + row + 9); r += 8) {
+    for (int r = slot.row + row; r < min(task.q_len, slot.row + row + 9); r += 8) {
 #pragma unroll 1
-      for (int c = 2 * t; c < p.v_head_dim; c += 8) *reinterpret_cast<float2*>(row_of(x, r, p) + c) = float2{0.f, 0.f};
-      if (t == 0) p.lse[(int64_t(x.batch) * p.q_heads + x.head) * p.q_len + r] = -INFINITY;
+      for (int c = 2 * t; c < task.v_head_dim; c += 8)
+        *reinterpret_cast<float2*>(row_of(slot, r, task) + c) = float2{0.f, 0.f};
+      if (t == 0) task.lse[(int64_t(slot.batch) * task.q_heads + slot.head) * task.q_len + r] = -INFINITY;
     }
   }
-  static __device__ __forceinline__ float* row_of(const Slot& x, int row, const ForwardTask& p) {
-    return static_cast<float*>(p.out) + x.batch * p.out_strides.batch + x.head * p.out_strides.head +
-           row * p.out_strides.row;
+  static __device__ __forceinline__ float* row_of(const Slot& slot, int row, const ForwardTask& task) {
+    return static_cast<float*>(task.out) + slot.batch * task.out_strides.batch + slot.head * task.out_strides.head +
+           row * task.out_strides.row;
   }
 
-  static __device__ __forceinline__ void consume(uint32_t smem, const Barriers& b, const Slot* slots,
-                                                 const ForwardTask& p, const Fp16x2Planes& w) {
+  static __device__ __forceinline__ void consume(uint32_t smem, const Barriers& barriers, const Slot* slots,
+                                                 const ForwardTask& task, const Fp16x2Planes& planes) {
     const int group = ptx::uniform(threadIdx.x / 128) - 1, lane = threadIdx.x % 32, t = lane % 4;
     const int r0 = (threadIdx.x - 128) / 32 * 16 + lane / 4;  // this thread's row of the tile; and r0 + 8
     const auto release = [&](uint32_t bar) {
@@ -154,65 +159,67 @@ struct Sm90Fp16x2Forward {
     const auto token_pass = [&] { ptx::bar_arrive(2 - group, 256); };
     if (group == 1) ptx::bar_arrive(1, 256);
 
-    float o[D / 2], sum[kParts][D / 2], slices[kSlices][kKeys / 2];
-    float (&s)[kKeys / 2] = slices[0];
+    float out[D / 2], sum[kParts][D / 2], slices[kSlices][kKeys / 2];
+    float (&scores_)[kKeys / 2] = slices[0];
     Weights high, low, shifted;
-    int c = 0;  // key tiles so far
+    int count = 0;  // key tiles so far
     for (int round = 0;; round++) {
       const int query = group * S::kQueryStages + round % S::kQueryStages;
       const auto release_q = [&] {
         __syncwarp();
-        release(b.q_empty + 8 * query);
+        release(barriers.q_empty + 8 * query);
       };
-      ptx::mbarrier_wait(b.q_full + 8 * query, round / S::kQueryStages & 1);
-      const Slot& x = slots[group * 4 + round % 4];
-      const int start = ptx::uniform(x.start);
+      ptx::mbarrier_wait(barriers.q_full + 8 * query, round / S::kQueryStages & 1);
+      const Slot& slot = slots[group * 4 + round % 4];
+      const int start = ptx::uniform(slot.start);
       if (start < 0) break;
       if (start == 0) {
-        write_zeros(r0, t, x, p);
+        write_zeros(r0, t, slot, task);
         release_q();
         continue;
       }
-      const float4* key_scale = w.key_scale + (x.batch * w.kv_heads + x.head / p.group) * w.key_tiles;
-      const int query_tile = min((x.row + 64 * group) / Fp16x2Size<D>::kRows, w.query_tiles - 1);
+      const float4* key_scale =
+          planes.key_scale + (slot.batch * planes.kv_heads + slot.head / task.group) * planes.key_tiles;
+      const int query_tile = min((slot.row + 64 * group) / Fp16x2Size<D>::kRows, planes.query_tiles - 1);
       const float query_scale =
-          p.scale_log2 * w.query_scale[(x.batch * p.q_heads + x.head) * w.query_tiles + query_tile];
-      for (int k = 1; k < start; k++, c++) {  // key tiles that only the other warpgroup sees
+          task.scale_log2 *
+          planes.query_scale[(slot.batch * task.q_heads + slot.head) * planes.query_tiles + query_tile];
+      for (int k = 1; k < start; k++, count++) {  // key tiles that only the other warpgroup sees
         token_wait();
         token_pass();
-        const int stage = 8 * (c % S::kStages), phase = c / S::kStages & 1;
-        ptx::mbarrier_wait(b.k_full + stage, phase);
-        ptx::mbarrier_wait(b.v_full + stage, phase);
+        const int stage = 8 * (count % S::kStages), phase = count / S::kStages & 1;
+        ptx::mbarrier_wait(barriers.k_full + stage, phase);
+        ptx::mbarrier_wait(barriers.v_full + stage, phase);
         __syncwarp();  // no lane may still be waiting when the next phase but one begins
-        release(b.k_empty + stage);
-        release(b.v_empty + stage);
+        release(barriers.k_empty + stage);
+        release(barriers.v_empty + stage);
       }
       Softmax soft;
       float unit = 0.f;  // o is in units of this
 #pragma unroll
-      for (int e = 0; e < D / 2; e++) o[e] = 0.f;
-      for (int n = ptx::uniform(x.first), after; n >= 0; n = after, c++) {
-        const int stage = c % S::kStages, phase = c / S::kStages & 1;
-        ptx::mbarrier_wait(b.k_full + 8 * stage, phase);
+      for (int e = 0; e < D / 2; e++) out[e] = 0.f;
+      for (int n = ptx::uniform(slot.first), after; n >= 0; n = after, count++) {
+        const int stage = count % S::kStages, phase = count / S::kStages & 1;
+        ptx::mbarrier_wait(barriers.k_full + 8 * stage, phase);
         token_wait();
         scores(slices, smem + query * S::kQueryBytes, smem + S::kKeyAt + stage * S::kKeyBytes);
         token_pass();
         const float4 scale = key_scale[n];
-        after = n == x.tiles.begin ? ptx::uniform(x.tiles.prefix) - 1 : n - 1;
+        after = n == slot.tiles.begin ? ptx::uniform(slot.tiles.prefix) - 1 : n - 1;
         ptx::wgmma_wait<0>();
 #pragma unroll
         for (int i = 0; i < kSlices; i++) ptx::keep(slices[i]);
-        release(b.k_empty + 8 * stage);
+        release(barriers.k_empty + 8 * stage);
         if (after < 0) release_q();
 #pragma unroll
         for (int i = 1; i < kSlices; i++)
 #pragma unroll
-          for (int e = 0; e < kKeys / 2; e++) s[e] += slices[i][e];
-        if (n < x.tiles.whole_begin || n >= x.tiles.whole_end)
-          Sm90ForwardSoftmax<S>::hide(s, p, x.sequence(p), x.row + r0, n * kKeys + 2 * t);
-        soft.run(s, query_scale * scale.x);
-        split(s, high, low, shifted);
-        ptx::mbarrier_wait(b.v_full + 8 * stage, phase);
+          for (int e = 0; e < kKeys / 2; e++) scores_[e] += slices[i][e];
+        if (n < slot.tiles.whole_begin || n >= slot.tiles.whole_end)
+          Sm90ForwardSoftmax<S>::hide(scores_, task, slot.sequence(task), slot.row + r0, n * kKeys + 2 * t);
+        soft.run(scores_, query_scale * scale.x);
+        split(scores_, high, low, shifted);
+        ptx::mbarrier_wait(barriers.v_full + 8 * stage, phase);
         output(sum, high, low, shifted, smem + S::kValueAt + stage * S::kValueBytes);
         soft.alpha[0] *= unit * scale.y;
         soft.alpha[1] *= unit * scale.y;
@@ -220,26 +227,27 @@ struct Sm90Fp16x2Forward {
         ptx::wgmma_wait<0>();
 #pragma unroll
         for (int i = 0; i < kParts; i++) ptx::keep(sum[i]);
-        release(b.v_empty + 8 * stage);
+        release(barriers.v_empty + 8 * stage);
 #pragma unroll
-        for (int e = 0; e < D / 2; e++) o[e] = o[e] * soft.alpha[e >> 1 & 1] + sum[0][e];
+        for (int e = 0; e < D / 2; e++) out[e] = out[e] * soft.alpha[e >> 1 & 1] + sum[0][e];
 #pragma unroll
         for (int i = 1; i < kParts; i++)
 #pragma unroll
-          for (int e = 0; e < D / 2; e++) o[e] += sum[i][e];
+          for (int e = 0; e < D / 2; e++) out[e] += sum[i][e];
       }
-      write(o, soft, unit, r0, t, x, p);
+      write(out, soft, unit, r0, t, slot, task);
     }
   }
 
-  static __device__ __forceinline__ void run(const Sm90ForwardMaps& maps, const ForwardTask& p, const Fp16x2Planes& w) {
-    if (*w.rare) return;
+  static __device__ __forceinline__ void run(const Sm90ForwardMaps& maps, const ForwardTask& task,
+                                             const Fp16x2Planes& planes) {
+    if (*planes.rare) return;
     sm90_forward_roles<S>(
-        [&](uint32_t smem, unsigned char* base, const Barriers& b) {
-          Sm90ForwardProducer<S>{{smem, b, maps, p}, reinterpret_cast<Slot*>(base + S::kSlotsAt)}.run();
+        [&](uint32_t smem, unsigned char* base, const Barriers& barriers) {
+          Sm90ForwardProducer<S>{{smem, barriers, maps, task}, reinterpret_cast<Slot*>(base + S::kSlotsAt)}.run();
         },
-        [&](uint32_t smem, unsigned char* base, const Barriers& b) {
-          consume(smem, b, reinterpret_cast<const Slot*>(base + S::kSlotsAt), p, w);
+        [&](uint32_t smem, unsigned char* base, const Barriers& barriers) {
+          consume(smem, barriers, reinterpret_cast<const Slot*>(base + S::kSlotsAt), task, planes);
         });
   }
 };
@@ -247,9 +255,9 @@ struct Sm90Fp16x2Forward {
 // grid: at most the number of tiles of 128 rows; maps: of the planes, without one of the output
 template <int D>
 __global__ void __launch_bounds__(Sm90Fp16x2Forward<D>::S::kThreads, 1)
-    sm90_fp16x2_forward(const __grid_constant__ Sm90ForwardMaps maps, const __grid_constant__ ForwardTask p,
-                        const __grid_constant__ Fp16x2Planes w) {
-  Sm90Fp16x2Forward<D>::run(maps, p, w);
+    sm90_fp16x2_forward(const __grid_constant__ Sm90ForwardMaps maps, const __grid_constant__ ForwardTask task,
+                        const __grid_constant__ Fp16x2Planes planes) {
+  Sm90Fp16x2Forward<D>::run(maps, task, planes);
 }
 
 }  // namespace attnjourney

@@ -1,10 +1,17 @@
-// Attention backward with options for Hopper: tiles, operands and sums of sm90/backward.cuh, another order. Warp 3 of
-// the producer's warpgroup finds the tiles (sm90/full_backward_ring.cuh), so that hidden ones cost nobody else
-// anything.
+// Attention backward with options for Hopper: tiles, operands and sums of sm90/backward.cuh, in another order. Warp 3
+// of the producer's warpgroup, the scheduler (full_backward_ring.cuh), hands out the tiles and skips hidden ones: it
+// reads a boolean mask 16 bytes at a time, or looks 32 tiles up at once in a mask of blocks.
 //
 // Order of an iteration: S, dP | what the options hide and keep | wait | weights, dS | dV, dK | dS to shared memory,
 // arrive | wait for the other warpgroup's dS | dQ | the mask's gradient | wait | dQ out. Nothing of the next tile:
 // scores and dP are both held while the options are looked at, and the other warpgroup's products fill the time.
+//
+// A floating mask in the dtype of query whose rows are whole 16-byte chunks comes by TMA and is turned by ldmatrix; any
+// other is fetched into shared memory while the products run. Where such a mask broadcasts over nothing and there is no
+// softcap, dS is its gradient and is written straight into it, in its dtype; else common/mask_gradient.cuh computes it.
+// Whether Q or dO has numbers to guard against shows in lse and delta, which are not finite then either; after a
+// softcap or with a sink, which may hide that, tiles are always looked at. Not yet measured on a GPU. Proofs:
+// tests/emulator/test_full_sm90_backward.py, tests/emulator/faults/full_backward.py.
 #pragma once
 #include "backward.cuh"
 #include "full_backward_scores.cuh"
@@ -15,31 +22,31 @@ template <class S>
 struct Sm90FullConsumer : Sm90BackwardConsumer<S, true> {
   using Base = Sm90BackwardConsumer<S, true>;
   using T = typename S::T;
-  static constexpr int D = S::kD, M = S::kRows;
+  static constexpr int D = S::kD, kRows = S::kRows;
   using Work = typename S::Work;
   using Guard = Sm90BackwardGuard<typename S::Part, Sm90FullBackwardMemory<S>>;
   using Scores = Sm90FullBackwardScores<S>;
   using Part = typename S::Part;
   using Fragments = uint32_t[4][4];
-  using Base::dk, Base::dv, Base::group, Base::n0, Base::p, Base::smem, Base::tid, Base::warp, Base::where;
+  using Base::dk, Base::dv, Base::group, Base::n0, Base::task, Base::smem, Base::tid, Base::warp, Base::where;
 
   const Sm90FullBackwardMaps& maps;
-  const Sm90FullBackwardMemory<S>& m;
+  const Sm90FullBackwardMemory<S>& memory;
   const Work& work;
 
-  __device__ __forceinline__ Sm90FullConsumer(const Sm90FullBackwardMaps& maps_, const BackwardTask& p_,
-                                              const Work& work_, const Sm90FullBackwardMemory<S>& m_,
+  __device__ __forceinline__ Sm90FullConsumer(const Sm90FullBackwardMaps& maps_, const BackwardTask& task_,
+                                              const Work& work_, const Sm90FullBackwardMemory<S>& memory_,
                                               unsigned char* smem_, int group_)
-      : Base(p_, work_.where, m_, smem_, group_), maps(maps_), m(m_), work(work_) {}
+      : Base(task_, work_.where, memory_, smem_, group_), maps(maps_), memory(memory_), work(work_) {}
 
-  // found anew wherever they are needed: addresses made of them, hoisted out of the loop, would spill
+  // recomputed wherever they are needed: addresses made of them, hoisted out of the loop, would spill
   static __device__ __forceinline__ int lane() { return static_cast<int>(ptx::opaque(threadIdx.x)) % 32; }
   __device__ __forceinline__ int key() const { return n0 + group * 64 + warp * 16 + lane() / 4; }
 
   // Must what is hidden be kept from the products? Where Q or dO of a row is not finite, neither is its lse or delta,
   // unless a cap or a sink stands between. 64 rows; every warp looks at all of them.
   __device__ __forceinline__ bool suspect(const unsigned char* lse, const unsigned char* delta) const {
-    if (p.scores.cap_log2 > 0 || p.scores.sinks) return true;
+    if (task.scores.cap_log2 > 0 || task.scores.sinks) return true;
     const auto bad = [&](const unsigned char* of) {
       const int2 x = reinterpret_cast<const int2*>(of)[lane()];
       constexpr int kExponent = 0x7f800000;
@@ -49,16 +56,18 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<S, true> {
   }
 
   // do the ranges hide nothing of the rows from m0 on, are they all in memory?
-  __device__ __forceinline__ bool whole(int m0) const { return work.queries.whole(m0) && m0 + M <= work.sequence.rows; }
+  __device__ __forceinline__ bool whole(int m0) const {
+    return work.queries.whole(m0) && m0 + kRows <= work.sequence.rows;
+  }
   __device__ __forceinline__ bool hides(const RingTile& tile) const {
-    return !tile.whole || p.scores.mask_kind > MaskElement::boolean || !whole(tile.tile * M);
+    return !tile.whole || task.scores.mask_kind > MaskElement::boolean || !whole(tile.tile * kRows);
   }
   // this thread's own, in shared memory
-  __device__ __forceinline__ float* own_mask(const Sm90FullBackwardMemory<S>& m) const {
-    return reinterpret_cast<float*>(smem + (m.mask - m.k) + group * 16384) + tid;
+  __device__ __forceinline__ float* own_mask(const Sm90FullBackwardMemory<S>& memory) const {
+    return reinterpret_cast<float*>(smem + (memory.mask - memory.k) + group * 16384) + tid;
   }
-  __device__ __forceinline__ float& own_slope(const Sm90FullBackwardMemory<S>& m) const {
-    return reinterpret_cast<float*>(smem + (m.slopes - m.k))[8 + group * 128 + tid];
+  __device__ __forceinline__ float& own_slope(const Sm90FullBackwardMemory<S>& memory) const {
+    return reinterpret_cast<float*>(smem + (memory.slopes - memory.k))[8 + group * 128 + tid];
   }
 
   // The products with 64 rows of the tile, `part` of a stage counted in such.
@@ -76,14 +85,14 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<S, true> {
   }
   // 16 rows from 16 kk on of the warp's dS
   __device__ __forceinline__ uint32_t ds_chunk(int kk) const {
-    return S::chunk_at(m.ds, S::kScorePanel, group * 64 + warp * 16 + lane() % 16, kk * 2 + lane() / 16);
+    return S::chunk_at(memory.ds, S::kScorePanel, group * 64 + warp * 16 + lane() % 16, kk * 2 + lane() / 16);
   }
   // The warp's dS, turned, through its part of the mask's tile to the gradient of the mask.
   __device__ __forceinline__ void write_mask_gradient(uint32_t panel, int head, int m0) const {
-    const MaskGradient& g = p.mask_gradient;
+    const MaskGradient& g = task.mask_gradient;
     __syncwarp();
 #pragma unroll
-    for (int kk = 0; kk < M / 16; kk++) {
+    for (int kk = 0; kk < kRows / 16; kk++) {
       uint32_t x[4];
       ptx::ldmatrix_x4_trans(x, ds_chunk(kk));
       ptx::stmatrix_x4(Scores::mask_chunk(panel, kk), x);
@@ -93,10 +102,10 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<S, true> {
     const int chunk = warp * 2 + lane() / 16, k = n0 + group * 64 + chunk * 8;
     T* out = static_cast<T*>(g.own) + first + k;
 #pragma unroll
-    for (int i = 0; i < M / 16; i++) {
+    for (int i = 0; i < kRows / 16; i++) {
       const int r = i * 16 + lane() % 16;
-      const unsigned char* from = smem + (panel - m.k) + r * 128 + ((chunk ^ (r & 7)) << 4);
-      if (m0 + r < p.q_len && k < p.kv_len)
+      const unsigned char* from = smem + (panel - memory.k) + r * 128 + ((chunk ^ (r & 7)) << 4);
+      if (m0 + r < task.q_len && k < task.kv_len)
         *reinterpret_cast<uint4*>(out + (m0 + r) * g.row) = *reinterpret_cast<const uint4*>(from);
     }
     ptx::fence_proxy_async();
@@ -104,9 +113,9 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<S, true> {
 
   // This block's part of the gradient of a head's slope.
   __device__ __forceinline__ void add_slopes(int head) {
-    float* parts = reinterpret_cast<float*>(smem + (m.slopes - m.k));
-    float sum = own_slope(m);
-    own_slope(m) = 0.f;
+    float* parts = reinterpret_cast<float*>(smem + (memory.slopes - memory.k));
+    float sum = own_slope(memory);
+    own_slope(memory) = 0.f;
 #pragma unroll
     for (int x = 1; x < 32; x *= 2) sum += ptx::shfl_xor(sum, x);
     ptx::bar_sync(1, 256);  // the sums before have been read
@@ -115,56 +124,57 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<S, true> {
     if (group != 0 || tid != 0) return;
     sum = 0.f;
     for (int w = 0; w < 8; w++) sum += parts[w];
-    const int slot =
-        where.key_tile + (p.cu_q ? first_packed_tile(p.cu_k, S::kKeys, where.batch) : where.batch * p.key_tiles);
-    p.slope_sum[int64_t(slot) * p.q_heads + head] = sum;
+    const int slot = where.key_tile +
+                     (task.cu_q ? first_packed_tile(task.cu_k, S::kKeys, where.batch) : where.batch * task.key_tiles);
+    task.slope_sum[int64_t(slot) * task.q_heads + head] = sum;
   }
 
   __device__ __forceinline__ void run() {
-    const TileRing<S> ring(m, smem);
+    const TileRing<S> ring(memory, smem);
     if (ring.wait(0).exists()) {
-      ptx::mbarrier_wait(m.kv_full, 0);
-      Guard::clean_keys(m, smem);
+      ptx::mbarrier_wait(memory.kv_full, 0);
+      Guard::clean_keys(memory, smem);
     }
-    own_slope(m) = 0.f;
+    own_slope(memory) = 0.f;
     uint32_t it = 0;
     for (; ring.wait(it).exists(); it++) {
       const RingTile& tile = ring.slot(it);
-      const auto panel_of = [&](const Sm90FullBackwardMemory<S>& m, uint32_t it) {
-        return m.mask + it % S::kMaskStages * S::kMaskBytes + group * S::kMaskPanel;
+      const auto panel_of = [&](const Sm90FullBackwardMemory<S>& memory, uint32_t it) {
+        return memory.mask + it % S::kMaskStages * S::kMaskBytes + group * S::kMaskPanel;
       };
       const int stage = it % S::kQueryStages;
-      const auto statistics = [&](uint32_t of, int part) { return smem + (of - m.k) + part * 256; };
-      ptx::mbarrier_wait(m.q_full + 8 * stage, it / S::kQueryStages % 2);
-      ptx::mbarrier_wait(m.do_full + 8 * stage, it / S::kQueryStages % 2);
-      if (maps.mask_tiles) ptx::mbarrier_wait(m.mask_full + 8 * (it % S::kMaskStages), it / S::kMaskStages % 2);
+      const auto statistics = [&](uint32_t of, int part) { return smem + (of - memory.k) + part * 256; };
+      ptx::mbarrier_wait(memory.q_full + 8 * stage, it / S::kQueryStages % 2);
+      ptx::mbarrier_wait(memory.do_full + 8 * stage, it / S::kQueryStages % 2);
+      if (maps.mask_tiles) ptx::mbarrier_wait(memory.mask_full + 8 * (it % S::kMaskStages), it / S::kMaskStages % 2);
 #pragma unroll 1
-      for (int row = 0; row < M; row += 64) {
+      for (int row = 0; row < kRows; row += 64) {
         const int part = stage * S::kParts + row / 64;
         Fragments pf, df;
         float s[32], dp[32];
         ptx::wgmma_fence();
-        issue_part_scores(s, m.k, m.q, part);
+        issue_part_scores(s, memory.k, memory.q, part);
         ptx::wgmma_fence();
-        issue_part_scores(dp, m.v, m.d_out, part);
-        const int m0 = tile.tile * M;
-        const Scores scores(p, work, tile.head, m0 + row + 2 * (lane() % 4), key(), whole(m0), tile.whole);
-        if (!maps.mask_tiles && p.scores.mask_kind > MaskElement::boolean) scores.fetch_mask(own_mask(m));
+        issue_part_scores(dp, memory.v, memory.d_out, part);
+        const int m0 = tile.tile * kRows;
+        const Scores scores(task, work, tile.head, m0 + row + 2 * (lane() % 4), key(), whole(m0), tile.whole);
+        if (!maps.mask_tiles && task.scores.mask_kind > MaskElement::boolean) scores.fetch_mask(own_mask(memory));
         ptx::wgmma_wait<0>();
         ptx::keep(s);
         ptx::keep(dp);
-        const Sm90FullBackwardMemory<S> m(ptx::opaque(this->m.k));  // from here on addresses are found anew, not held
-        if (Guard::found_keys(m, smem)) Guard::poison_scores(s, m, smem, key() - n0);
-        scores.weigh(s, dp, pf, df, statistics(m.lse, part) + lane() % 4 * 16, maps.mask_tiles,
-                     panel_of(m, it) + row * 128, own_mask(m), own_slope(m));
+        const Sm90FullBackwardMemory<S> memory(
+            ptx::opaque(this->memory.k));  // from here on addresses are recomputed, not held
+        if (Guard::found_keys(memory, smem)) Guard::poison_scores(s, memory, smem, key() - n0);
+        scores.softmax(s, dp, pf, df, statistics(memory.lse, part) + lane() % 4 * 16, maps.mask_tiles,
+                       panel_of(memory, it) + row * 128, own_mask(memory), own_slope(memory));
         const int again = ptx::opaque(it) % S::kQueryStages * S::kParts + row / 64;
-        if (hides(TileRing<S>(m, smem).slot(ptx::opaque(it))) &&
-            suspect(statistics(m.lse, again), statistics(m.delta, again)))
-          Guard::clean_queries(pf, m, smem, again, again, row / 64);
+        if (hides(TileRing<S>(memory, smem).slot(ptx::opaque(it))) &&
+            suspect(statistics(memory.lse, again), statistics(memory.delta, again)))
+          Guard::clean_queries(pf, memory, smem, again, again, row / 64);
         ptx::wgmma_fence();
-        issue_part_sum(dv, pf, m.d_out, again);
+        issue_part_sum(dv, pf, memory.d_out, again);
         ptx::wgmma_fence();
-        issue_part_sum(dk, df, m.q, again);
+        issue_part_sum(dk, df, memory.q, again);
         // the other warpgroup is done with dS of the tile before
         if (it > 0 && row == 0) ptx::bar_sync(6 + (group ^ 1), 256);
 #pragma unroll
@@ -173,32 +183,32 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<S, true> {
       ptx::fence_proxy_async();
       ptx::bar_arrive(4 + group, 256);
       ptx::bar_sync(4 + (group ^ 1), 256);
-      const Sm90FullBackwardMemory<S> m(ptx::opaque(this->m.k));
+      const Sm90FullBackwardMemory<S> memory(ptx::opaque(this->memory.k));
       const uint32_t now = ptx::opaque(it);
-      const RingTile &done = TileRing<S>(m, smem).slot(now), &next = TileRing<S>(m, smem).slot(now + 1);
+      const RingTile &done = TileRing<S>(memory, smem).slot(now), &next = TileRing<S>(memory, smem).slot(now + 1);
       float dq[32];
-      Base::issue_dq(dq, m.ds);
-      if (p.mask_gradient.own) write_mask_gradient(panel_of(m, now), done.head, done.tile * M);
-      if (maps.mask_tiles) Base::release(m.mask_empty + 8 * (now % S::kMaskStages));
+      Base::issue_dq(dq, memory.ds);
+      if (task.mask_gradient.own) write_mask_gradient(panel_of(memory, now), done.head, done.tile * kRows);
+      if (maps.mask_tiles) Base::release(memory.mask_empty + 8 * (now % S::kMaskStages));
       ring.wait(now + 1);
       ptx::wgmma_wait<0>();
       ptx::keep(dq);
-      Base::release(m.q_empty + 8 * (now % S::kQueryStages));
-      Base::release(m.do_empty + 8 * (now % S::kQueryStages));
+      Base::release(memory.q_empty + 8 * (now % S::kQueryStages));
+      Base::release(memory.do_empty + 8 * (now % S::kQueryStages));
       if (next.exists()) ptx::bar_arrive(6 + group, 256);
       if (S::kDeterministic && now > 0) ptx::bar_sync(8 + group, 160);
       Base::store_dq(dq, done.scratch);
-      if (p.slope_sum && (!next.exists() || next.head != done.head)) add_slopes(done.head);
+      if (task.slope_sum && (!next.exists() || next.head != done.head)) add_slopes(done.head);
       Base::release(ring.empty(now));
     }
     ptx::keep(dk);
     ptx::keep(dv);
-    if (p.scores.seed) {
+    if (task.scores.seed) {
 #pragma unroll
-      for (int i = 0; i < D / 2; i++) dv[i] *= p.scores.keep_scale;
+      for (int i = 0; i < D / 2; i++) dv[i] *= task.scores.keep_scale;
     }
     if (S::kDeterministic && it > 0) ptx::bar_sync(8 + group, 160);
-    if (p.key_value_sum)
+    if (task.key_value_sum)
       Base::add();
     else
       Base::write(work.sequence.k_begin, work.sequence.k_rows);
@@ -208,24 +218,24 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<S, true> {
 template <class S>
 struct Sm90FullBackward {
   using Work = typename S::Work;
-  static constexpr int M = S::kRows;
+  static constexpr int kRows = S::kRows;
 
-  static __device__ __forceinline__ void run(const Sm90FullBackwardMaps& maps, const BackwardTask& p) {
+  static __device__ __forceinline__ void run(const Sm90FullBackwardMaps& maps, const BackwardTask& task) {
     unsigned char* smem = ptx::dynamic_smem();
-    const Sm90FullBackwardMemory<S> m(ptx::smem_addr(smem));
-    Work& work = *reinterpret_cast<Work*>(smem + (m.work - m.k));
+    const Sm90FullBackwardMemory<S> memory(ptx::smem_addr(smem));
+    Work& work = *reinterpret_cast<Work*>(smem + (memory.work - memory.k));
     if (threadIdx.x == 0) {
-      const BackwardTile where = p.cu_q ? BackwardTile(p, blockIdx.x, S::kKeys) : BackwardTile(p, blockIdx.x);
-      const Sequence sequence = sequence_of<true>(p, where.batch);
+      const BackwardTile where = task.cu_q ? BackwardTile(task, blockIdx.x, S::kKeys) : BackwardTile(task, blockIdx.x);
+      const Sequence sequence = sequence_of<true>(task, where.batch);
       work.where = where;
       work.sequence = sequence;
       const auto item = [&](const int64_t (&strides)[kMaskDims]) {
-        return batch_offset(p.scores, strides, where.batch);
+        return batch_offset(task.scores, strides, where.batch);
       };
-      work.mask_batch = p.scores.mask_kind == MaskElement::none ? 0 : item(p.scores.mask_batch);
-      work.gradient_batch = p.mask_gradient.own ? item(p.mask_gradient.batch) : 0;
-      work.queries = decltype(work.queries)(p, where, sequence);
-      m.init();
+      work.mask_batch = task.scores.mask_kind == MaskElement::none ? 0 : item(task.scores.mask_batch);
+      work.gradient_batch = task.mask_gradient.own ? item(task.mask_gradient.batch) : 0;
+      work.queries = decltype(work.queries)(task, where, sequence);
+      memory.init();
     }
     __syncthreads();
     if (work.where.key_tile * S::kKeys >= work.sequence.k_rows) return;
@@ -233,25 +243,26 @@ struct Sm90FullBackward {
     if (role == 0) {
       ptx::setmaxnreg_dec<40>();
       const int warp = ptx::uniform(threadIdx.x / 32);
-      if (warp == 3) Sm90Scout<S>::run(p, work, m, smem);
-      if (threadIdx.x == 0) feed(maps, p, work, m, smem);
-      if (S::kDeterministic && (warp == 1 || warp == 2)) add_in_turn(p, work, m, smem, warp - 1);
+      if (warp == 3) Sm90Scheduler<S>::run(task, work, memory, smem);
+      if (threadIdx.x == 0) feed(maps, task, work, memory, smem);
+      if (S::kDeterministic && (warp == 1 || warp == 2)) add_in_turn(task, work, memory, smem, warp - 1);
     } else {
       ptx::setmaxnreg_inc<232>();
-      Sm90FullConsumer<S>(maps, p, work, m, smem, role - 1).run();
+      Sm90FullConsumer<S>(maps, task, work, memory, smem, role - 1).run();
     }
   }
 
-  static __device__ __forceinline__ void feed(const Sm90FullBackwardMaps& all, const BackwardTask& p, const Work& work,
-                                              const Sm90FullBackwardMemory<S>& given, unsigned char* smem) {
+  static __device__ __forceinline__ void feed(const Sm90FullBackwardMaps& all, const BackwardTask& task,
+                                              const Work& work, const Sm90FullBackwardMemory<S>& given,
+                                              unsigned char* smem) {
     const TileRing<S> ring(given, smem);
     if (!ring.wait(0).exists()) return;
-    // maps of one tensor lie four apart; found anew for each copy: twelve addresses would not fit into registers
+    // maps of one tensor lie four apart; recomputed for each copy: twelve addresses would not fit into registers
     const auto map = [&](int tensor) { return ptx::opaque(&all.tensors.query) + tensor; };
     const auto load_keys = [&](uint32_t to, const ptx::TensorMap* t) {
       tma_load_rows<S::kKeys, S::kPanels>(to, t[0], t[4], t[8], work.sequence.k_begin + work.where.key_tile * S::kKeys,
-                                          work.sequence.k_begin + work.sequence.keys.key_length, p.kv_len,
-                                          work.where.head_k, p.cu_q ? 0 : work.where.batch, given.kv_full);
+                                          work.sequence.k_begin + work.sequence.keys.key_length, task.kv_len,
+                                          work.where.head_k, task.cu_q ? 0 : work.where.batch, given.kv_full);
     };
     ptx::mbarrier_arrive_expect_tx(given.kv_full, 2 * S::kKeyBytes);
     load_keys(given.k, map(1));
@@ -259,56 +270,56 @@ struct Sm90FullBackward {
 #pragma unroll 1
     for (uint32_t it = 0; ring.wait(it).exists(); it++) {
       const RingTile& tile = ring.slot(it);
-      const Sm90FullBackwardMemory<S> m(ptx::opaque(given.k));
+      const Sm90FullBackwardMemory<S> memory(ptx::opaque(given.k));
       const auto load = [&](uint32_t full, uint32_t empty, uint32_t to, const ptx::TensorMap* t, uint32_t stats,
                             const float* from) {
         const uint32_t st = it % S::kQueryStages;
         full += 8 * st;
         ptx::mbarrier_wait(empty + 8 * st, it / S::kQueryStages % 2 ^ 1);
-        ptx::mbarrier_arrive_expect_tx(full, S::kQueryBytes + M * 4);
-        ptx::bulk_load(stats + st * M * 4, from + int64_t{tile.scratch} * M, M * 4, full);
-        tma_load_rows<M, S::kPanels>(to + st * S::kQueryBytes, t[0], t[4], t[8], work.sequence.q_begin + tile.tile * M,
-                                     work.sequence.q_begin + work.sequence.q_len, p.q_len, tile.head,
-                                     p.cu_q ? 0 : work.where.batch, full);
+        ptx::mbarrier_arrive_expect_tx(full, S::kQueryBytes + kRows * 4);
+        ptx::bulk_load(stats + st * kRows * 4, from + int64_t{tile.scratch} * kRows, kRows * 4, full);
+        tma_load_rows<kRows, S::kPanels>(
+            to + st * S::kQueryBytes, t[0], t[4], t[8], work.sequence.q_begin + tile.tile * kRows,
+            work.sequence.q_begin + work.sequence.q_len, task.q_len, tile.head, task.cu_q ? 0 : work.where.batch, full);
       };
-      load(m.q_full, m.q_empty, m.q, map(0), m.lse, p.lse2);
-      load(m.do_full, m.do_empty, m.d_out, map(3), m.delta, p.delta);
+      load(memory.q_full, memory.q_empty, memory.q, map(0), memory.lse, task.lse2);
+      load(memory.do_full, memory.do_empty, memory.d_out, map(3), memory.delta, task.delta);
       if (const Sm90FullBackwardMaps& maps = *ptx::opaque(&all); maps.mask_tiles) {
-        const uint32_t mask_st = it % S::kMaskStages, bar = m.mask_full + 8 * mask_st;
-        ptx::mbarrier_wait(m.mask_empty + 8 * mask_st, it / S::kMaskStages % 2 ^ 1);
+        const uint32_t mask_st = it % S::kMaskStages, bar = memory.mask_full + 8 * mask_st;
+        ptx::mbarrier_wait(memory.mask_empty + 8 * mask_st, it / S::kMaskStages % 2 ^ 1);
         ptx::mbarrier_arrive_expect_tx(bar, S::kMaskBytes);
 #pragma unroll
         for (int c = 0; c < 2; c++)
-          ptx::tma_load_4d(m.mask + mask_st * S::kMaskBytes + c * S::kMaskPanel, &maps.mask,
-                           work.where.key_tile * S::kKeys + c * 64, p.scores.mask_head ? tile.head : 0, tile.tile * M,
-                           maps.mask_batched ? work.where.batch : 0, bar);
+          ptx::tma_load_4d(memory.mask + mask_st * S::kMaskBytes + c * S::kMaskPanel, &maps.mask,
+                           work.where.key_tile * S::kKeys + c * 64, task.scores.mask_head ? tile.head : 0,
+                           tile.tile * kRows, maps.mask_batched ? work.where.batch : 0, bar);
       }
       ptx::mbarrier_arrive(ring.empty(it));
     }
   }
 
   // Deterministic: as the plain kernel's; the turns of tiles that are left out are passed on.
-  static __device__ __forceinline__ void add_in_turn(const BackwardTask& p, const Work& work,
-                                                     const Sm90FullBackwardMemory<S>& m, unsigned char* smem,
+  static __device__ __forceinline__ void add_in_turn(const BackwardTask& task, const Work& work,
+                                                     const Sm90FullBackwardMemory<S>& memory, unsigned char* smem,
                                                      int half) {
-    const TileRing<S> ring(m, smem);
+    const TileRing<S> ring(memory, smem);
     const bool first_lane = threadIdx.x % 32 == 0;
     int number = 0;
     for (uint32_t it = 0;; it++, number++) {
       const RingTile& next = ring.wait(it);
       for (const int end = next.exists() ? next.number : work.total(); number < end; number++)
         if (first_lane) {
-          const Turn turn(p, work, number, half);
+          const Turn turn(task, work, number, half);
           ptx::turn_wait(turn.at, turn.mine);
           ptx::turn_pass(turn.at, turn.mine + 1);
         }
       if (!next.exists()) return;
-      const Turn turn(p, work, number, half);
+      const Turn turn(task, work, number, half);
       ptx::bar_sync(2 + half, 160);  // written
       if (first_lane) {
         ptx::turn_wait(turn.at, turn.mine);
-        ptx::bulk_reduce_add(p.query_sum + int64_t{next.scratch} * (M * S::kD) + half * 4096, m.dq + half * 16384,
-                             16384);
+        ptx::bulk_reduce_add(task.query_sum + int64_t{next.scratch} * (kRows * S::kD) + half * 4096,
+                             memory.dq + half * 16384, 16384);
         ptx::bulk_commit();
         ptx::bulk_wait_read<0>();
       }
@@ -325,10 +336,10 @@ struct Sm90FullBackward {
   struct Turn {
     int* at;
     int mine;
-    __device__ __forceinline__ Turn(const BackwardTask& p, const Work& work, int number, int half) {
+    __device__ __forceinline__ Turn(const BackwardTask& task, const Work& work, int number, int half) {
       auto queries = work.queries;
       queries.go(number, work.where.first_head);
-      at = p.turn + 2 * (scratch_row(p, work.where.batch, queries.head) / M + queries.tile) + half;
+      at = task.turn + 2 * (scratch_row(task, work.where.batch, queries.head) / kRows + queries.tile) + half;
       mine = queries.turn(work.where, work.sequence);
     }
   };
@@ -337,8 +348,8 @@ struct Sm90FullBackward {
 // grid: key_tiles * (key_value_sum ? q_heads : kv_heads) * batch, packed: key_tiles * kv_heads
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
-    sm90_full_backward(const __grid_constant__ Sm90FullBackwardMaps maps, const __grid_constant__ BackwardTask p) {
-  Sm90FullBackward<Shape>::run(maps, p);
+    sm90_full_backward(const __grid_constant__ Sm90FullBackwardMaps maps, const __grid_constant__ BackwardTask task) {
+  Sm90FullBackward<Shape>::run(maps, task);
 }
 
 }  // namespace attnjourney

@@ -1,5 +1,5 @@
-// Which query tiles a block of the Hopper backward with options works on: one warp, the scout, leaves out those in
-// which a boolean mask or one of blocks hides all, and hands the others on through a ring in shared memory.
+// Which query tiles a block of the Hopper backward with options works on: one warp, the scheduler, leaves out those
+// in which a boolean mask or one of blocks hides all, and hands the others on through a ring in shared memory.
 #pragma once
 #include "cuda/kernels/common/scores.cuh"
 #include "full_backward_shape.cuh"
@@ -17,41 +17,43 @@ struct RingTile {
 
 template <class S>
 struct TileRing {
-  const Sm90FullBackwardMemory<S>& m;
+  const Sm90FullBackwardMemory<S>& memory;
   unsigned char* const smem;
-  __device__ __forceinline__ TileRing(const Sm90FullBackwardMemory<S>& m_, unsigned char* smem_) : m(m_), smem(smem_) {}
+  __device__ __forceinline__ TileRing(const Sm90FullBackwardMemory<S>& memory_, unsigned char* smem_)
+      : memory(memory_), smem(smem_) {}
   __device__ __forceinline__ RingTile& slot(uint32_t n) const {
-    return reinterpret_cast<RingTile*>(smem + (m.ring - m.k))[n % S::kRing];
+    return reinterpret_cast<RingTile*>(smem + (memory.ring - memory.k))[n % S::kRing];
   }
   // the n-th tile, by one thread
   __device__ __forceinline__ void push(uint32_t n, const RingTile& tile) const {
-    ptx::mbarrier_wait(m.ring_empty + n % S::kRing * 8, n / S::kRing % 2 ^ 1);
+    ptx::mbarrier_wait(memory.ring_empty + n % S::kRing * 8, n / S::kRing % 2 ^ 1);
     slot(n) = tile;
-    ptx::mbarrier_arrive(m.ring_full + n % S::kRing * 8);
+    ptx::mbarrier_arrive(memory.ring_full + n % S::kRing * 8);
   }
   // To be read until it is released, once by each warp that reads.
   __device__ __forceinline__ const RingTile& wait(uint32_t n) const {
-    ptx::mbarrier_wait(m.ring_full + n % S::kRing * 8, n / S::kRing % 2);
+    ptx::mbarrier_wait(memory.ring_full + n % S::kRing * 8, n / S::kRing % 2);
     return slot(n);
   }
-  __device__ __forceinline__ uint32_t empty(uint32_t n) const { return m.ring_empty + n % S::kRing * 8; }
+  __device__ __forceinline__ uint32_t empty(uint32_t n) const { return memory.ring_empty + n % S::kRing * 8; }
 };
 
 template <class S>
-class Sm90Scout {
-  static constexpr int M = S::kRows;
+class Sm90Scheduler {
+  static constexpr int kRows = S::kRows;
 
  public:
   // One tile of a boolean mask, the whole warp: what of it hides? 16 keys a lane, four rows at a time.
-  static __device__ __forceinline__ TileKind kind_of(const Scores& s, const unsigned char* mask, int rows, int keys) {
+  static __device__ __forceinline__ TileKind kind_of(const Scores& options, const unsigned char* mask, int rows,
+                                                     int keys) {
     const int lane = threadIdx.x % 32;
     bool some = false, all = true;
-    if (s.mask_row == 0) rows = 1;
-    if (s.mask_col == 1 && s.mask_row % 16 == 0 && reinterpret_cast<uintptr_t>(mask) % 16 == 0) {
+    if (options.mask_row == 0) rows = 1;
+    if (options.mask_col == 1 && options.mask_row % 16 == 0 && reinterpret_cast<uintptr_t>(mask) % 16 == 0) {
       const int first = lane % 8 * 16;
 #pragma unroll 4
       for (int r = lane / 8; r < rows; r += 4) {
-        const unsigned char* at = mask + r * s.mask_row + first;
+        const unsigned char* at = mask + r * options.mask_row + first;
         if (first + 16 <= keys) {
           const uint4 x = *reinterpret_cast<const uint4*>(at);
           some = some || (x.x | x.y | x.z | x.w);
@@ -61,10 +63,10 @@ class Sm90Scout {
         }
       }
     } else {
-      const int width = s.mask_col == 0 ? 1 : keys;
+      const int width = options.mask_col == 0 ? 1 : keys;
       for (int r = 0; r < rows && (all || !some); r++) {
         for (int k = lane; k < width; k += 32) {
-          const bool seen = mask[r * s.mask_row + k * s.mask_col];
+          const bool seen = mask[r * options.mask_row + k * options.mask_col];
           some = some || seen, all = all && seen;
         }
         some = ptx::any(some), all = !ptx::any(!all);
@@ -76,30 +78,30 @@ class Sm90Scout {
   static __device__ __forceinline__ bool ones(uint32_t x) { return !((x - 0x01010101u) & ~x & 0x80808080u); }
 
   // The whole warp.
-  static __device__ __forceinline__ void run(const BackwardTask& p, const typename S::Work& work,
-                                             const Sm90FullBackwardMemory<S>& m, unsigned char* smem) {
-    const TileRing<S> ring(m, smem);
+  static __device__ __forceinline__ void run(const BackwardTask& task, const typename S::Work& work,
+                                             const Sm90FullBackwardMemory<S>& memory, unsigned char* smem) {
+    const TileRing<S> ring(memory, smem);
     const int lane = threadIdx.x % 32, total = work.total();
     uint32_t count = 0;
     const auto push = [&](int number, bool whole) {
       if (lane == 0) {
         const auto at = work.queries.number(number, work.where.first_head);
-        const auto scratch = static_cast<int>(scratch_row(p, work.where.batch, at.head) / M) + at.tile;
+        const auto scratch = static_cast<int>(scratch_row(task, work.where.batch, at.head) / kRows) + at.tile;
         ring.push(count, {number, at.head, at.tile, scratch, whole});
       }
       count++;
     };
-    const Scores& s = p.scores;
-    if (s.mask_kind == MaskElement::boolean) {
+    const Scores& options = task.scores;
+    if (options.mask_kind == MaskElement::boolean) {
 #pragma unroll 1
       for (int i = 0; i < total; i++) {
-        const TileKind kind = kind_of_mask(p, work, i);
+        const TileKind kind = kind_of_mask(task, work, i);
         if (kind != TileKind::hidden) push(i, kind == TileKind::whole);
       }
-    } else if (s.mask_kind == MaskElement::blocks) {
+    } else if (options.mask_kind == MaskElement::blocks) {
 #pragma unroll 1
       for (int first = 0; first < total; first += 32) {  // a tile a lane
-        const TileKind kind = first + lane < total ? kind_of_blocks(p, work, first + lane) : TileKind::hidden;
+        const TileKind kind = first + lane < total ? kind_of_blocks(task, work, first + lane) : TileKind::hidden;
         uint32_t left = ptx::ballot(kind != TileKind::hidden);
         const uint32_t whole = ptx::ballot(kind == TileKind::whole);
 #pragma unroll 1
@@ -116,18 +118,20 @@ class Sm90Scout {
   static __device__ __forceinline__ int keys(const typename S::Work& work) {
     return min(S::kKeys, work.sequence.k_rows - work.where.key_tile * S::kKeys);
   }
-  static __device__ __forceinline__ TileKind kind_of_mask(const BackwardTask& p, const typename S::Work& work, int i) {
-    const Scores& s = p.scores;
+  static __device__ __forceinline__ TileKind kind_of_mask(const BackwardTask& task, const typename S::Work& work,
+                                                          int i) {
+    const Scores& options = task.scores;
     const auto at = work.queries.number(i, work.where.first_head);
-    const HeadScores head(p, p.q_heads, work.where.batch, at.head, work.mask_batch);
-    const int m0 = at.tile * M, n0 = work.where.key_tile * S::kKeys;
-    return kind_of(s, head.mask + m0 * s.mask_row + n0 * s.mask_col, min(M, work.sequence.rows - m0), keys(work));
+    const HeadScores head(task, task.q_heads, work.where.batch, at.head, work.mask_batch);
+    const int m0 = at.tile * kRows, n0 = work.where.key_tile * S::kKeys;
+    return kind_of(options, head.mask + m0 * options.mask_row + n0 * options.mask_col,
+                   min(kRows, work.sequence.rows - m0), keys(work));
   }
-  static __device__ __forceinline__ TileKind kind_of_blocks(const BackwardTask& p, const typename S::Work& work,
+  static __device__ __forceinline__ TileKind kind_of_blocks(const BackwardTask& task, const typename S::Work& work,
                                                             int i) {
     const auto at = work.queries.number(i, work.where.first_head);
-    const HeadScores head(p, p.q_heads, work.where.batch, at.head, work.mask_batch);
-    return head.blocks(p.scores).kind(at.tile * M, M, work.where.key_tile * S::kKeys, keys(work));
+    const HeadScores head(task, task.q_heads, work.where.batch, at.head, work.mask_batch);
+    return head.blocks(task.scores).kind(at.tile * kRows, kRows, work.where.key_tile * S::kKeys, keys(work));
   }
 };
 

@@ -11,21 +11,21 @@ struct Sm90FullBackwardScores {
   using Fragment = KeyFragment<1, 8>;
   static constexpr int kDelta = S::kQueryStages * S::kRows * 4;
 
-  const BackwardTask& p;
+  const BackwardTask& task;
   const HeadScores head;
   const Sequence& sequence;
   const int row, key;  // of element 0
   uint32_t seen, bits;
 
   // whole: the ranges hide nothing of the tile; mask_whole: nor does its mask
-  __device__ __forceinline__ Sm90FullBackwardScores(const BackwardTask& p_, const typename S::Work& work, int q_head,
+  __device__ __forceinline__ Sm90FullBackwardScores(const BackwardTask& task_, const typename S::Work& work, int q_head,
                                                     int row_, int key_, bool whole, bool mask_whole)
-      : p(p_),
-        head(p_, p_.q_heads, work.where.batch, q_head, work.mask_batch),
+      : task(task_),
+        head(task_, task_.q_heads, work.where.batch, q_head, work.mask_batch),
         sequence(work.sequence),
         row(row_),
         key(key_) {
-    const Scores& s = p.scores;
+    const Scores& s = task.scores;
     seen = whole ? kAllSeen<Fragment> : seen_in_range<Fragment>(sequence, row, key);
     if (!mask_whole)
       seen = s.mask_kind == MaskElement::boolean
@@ -41,7 +41,7 @@ struct Sm90FullBackwardScores {
 #pragma unroll 8
     for (int i = 0; i < Fragment::kCount; i++) {
       const int r = row + i / 4 * 8 + i % 2, k = key + i / 2 % 2 * 8;  // Fragment's, computed
-      own[i * 128] = seen >> i & 1 ? mask_value<T>(p.scores, head, r, k) : 0.f;
+      own[i * 128] = seen >> i & 1 ? mask_value<T>(task.scores, head, r, k) : 0.f;
     }
   }
 
@@ -49,30 +49,31 @@ struct Sm90FullBackwardScores {
   // behind it. mask: where `tiles` the panel of a tile of the mask, as `mask_chunk` says; else `own` holds a floating
   // one.
   template <class Products, class Fragments>
-  __device__ __forceinline__ void weigh(Products& s, Products& dp, Fragments& pf, Fragments& df,
-                                        const unsigned char* st, bool tiles, uint32_t mask, const float* own,
-                                        float& slope_sum) const {
-    const Scores& o = p.scores;
-    const bool bias = o.mask_kind > MaskElement::boolean;
-    if (o.cap_log2 > 0 || o.slopes || (bias && o.seed))
-      pass<true, true>(s, dp, pf, df, st, tiles, mask, own, slope_sum);
+  __device__ __forceinline__ void softmax(Products& scores, Products& dp, Fragments& pf, Fragments& df,
+                                          const unsigned char* st, bool tiles, uint32_t mask, const float* own,
+                                          float& slope_sum) const {
+    const Scores& options = task.scores;
+    const bool bias = options.mask_kind > MaskElement::boolean;
+    if (options.cap_log2 > 0 || options.slopes || (bias && options.seed))
+      pass<true, true>(scores, dp, pf, df, st, tiles, mask, own, slope_sum);
     else if (bias)
-      pass<false, true>(s, dp, pf, df, st, tiles, mask, own, slope_sum);
+      pass<false, true>(scores, dp, pf, df, st, tiles, mask, own, slope_sum);
     else
-      pass<false, false>(s, dp, pf, df, st, tiles, mask, own, slope_sum);
+      pass<false, false>(scores, dp, pf, df, st, tiles, mask, own, slope_sum);
   }
 
  private:
   // Bias: a floating mask. All: everything else too; without, with a mask there is no dropout.
   template <bool All, bool Bias, class Products, class Fragments>
-  __device__ __forceinline__ void pass(Products& s, Products& dp, Fragments& pf, Fragments& df, const unsigned char* st,
-                                       bool tiles, uint32_t mask, const float* own, float& slope_sum) const {
-    Scores o = p.scores;  // what is not asked for is not compiled in
-    if (!All) o.cap_log2 = 0, o.slopes = nullptr;
-    if (!All && Bias) o.seed = nullptr, o.mask_kind = MaskElement::same;
-    if (!Bias) o.mask_kind = MaskElement::none;
+  __device__ __forceinline__ void pass(Products& scores, Products& dp, Fragments& pf, Fragments& df,
+                                       const unsigned char* st, bool tiles, uint32_t mask, const float* own,
+                                       float& slope_sum) const {
+    Scores options = task.scores;  // what is not asked for is not compiled in
+    if (!All) options.cap_log2 = 0, options.slopes = nullptr;
+    if (!All && Bias) options.seed = nullptr, options.mask_kind = MaskElement::same;
+    if (!Bias) options.mask_kind = MaskElement::none;
     const float away = static_cast<float>(row + sequence.keys.offset - key);
-    const bool slopes = All && p.slope_sum;
+    const bool slopes = All && task.slope_sum;
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < 4; i++) {  // 16 rows: two tiles of accumulators
@@ -91,7 +92,7 @@ struct Sm90FullBackwardScores {
           if (two.x == -INFINITY) here &= ~(1u << (8 * i + 2 * q));
           if (two.y == -INFINITY) here &= ~(2u << (8 * i + 2 * q));
         }
-      } else if (Bias && o.mask_kind > MaskElement::boolean) {
+      } else if (Bias && options.mask_kind > MaskElement::boolean) {
 #pragma unroll
         for (int q = 0; q < 8; q++) {
           bias[q] = own[(8 * i + q) * 128];
@@ -109,8 +110,8 @@ struct Sm90FullBackwardScores {
             const bool visible = here >> x & 1, keep = (Bias && !All) || (bits >> x & 1);
             const auto distance = [&] { return fabsf(away + static_cast<float>(r - k)); };
             const auto value = [&] { return bias[4 * j + 2 * h + e]; };
-            const auto w = weighted_by<T>(o, head.slope, distance, value, visible, keep, s[x], p.scale_log2,
-                                          lse[2 * j + e], dp[x], delta[2 * j + e]);
+            const auto w = weighted_by<T>(options, head.slope, distance, value, visible, keep, scores[x],
+                                          task.scale_log2, lse[2 * j + e], dp[x], delta[2 * j + e]);
             if (slopes) sum -= w.grad * distance();
             pr[e] = keep ? w.weight : 0.f;
             ds[e] = All ? w.grad * w.slope : w.grad;

@@ -1,4 +1,4 @@
-// The Hopper backward with options: tile sizes and shared memory beside those of Sm90BackwardShape, and the tensor
+// The Hopper backward with options: tile sizes and shared memory besides those of Sm90BackwardShape, and the tensor
 // maps.
 #pragma once
 #include "backward_shape.cuh"

@@ -1,6 +1,13 @@
-// Attention forward for Hopper with all options (scores.cuh): the producer of the plain one past the tiles that a mask
-// hides, and two consumer warpgroups of 64 query rows. Under the products Q K^T of a tile and P V of the one before it
-// a warpgroup reads its part of the mask and draws dropout's bits.
+// Attention forward for Hopper with all options (scores.cuh): the producer of the plain one, which skips the tiles that
+// a mask hides, and two consumer warpgroups of 64 query rows. A pass before it (common/tile_kinds.cuh) finds which
+// tiles a boolean mask or one of blocks hides or leaves whole; with each tile the producer passes on which one it is
+// and what it is to either warpgroup, and in whole tiles no mask is read.
+//
+// Under the products of a tile a warpgroup reads the mask's elements for its fragments, two keys in one load where
+// strides and alignment allow, and draws dropout's bits. Without a floating mask P V of a tile runs under the scores of
+// the next one; with one, its registers hold the bias, and the two warpgroups overlap only each other. Scores stay
+// products, scaled in the exponential, unless an option needs them in units of log2. Not yet measured on a GPU.
+// Proofs: tests/emulator/test_full_sm90.py, tests/emulator/faults/full_forward.py.
 #pragma once
 #include "forward_guard.cuh"
 #include "forward_output.cuh"
@@ -21,39 +28,43 @@ struct Sm90FullForward {
   using Products = Sm90ForwardProducts<S>;
   using Options = Sm90FullScores<S>;
 
-  static __device__ __forceinline__ void consume(uint32_t smem, unsigned char* base, const Barriers& b,
-                                                 const Slot* slots, const Tile* stages, const ForwardTask& p) {
+  static __device__ __forceinline__ void consume(uint32_t smem, unsigned char* base, const Barriers& barriers,
+                                                 const Slot* slots, const Tile* stages, const ForwardTask& task) {
     const int group = ptx::uniform(threadIdx.x / 128) - 1;
-    // found out again where they are used: registers are few
+    // recomputed where they are used: registers are few
     const auto lane = [] { return int(ptx::opaque(threadIdx.x)) % 32; };
     const auto first_row = [] {  // this thread's row of the tile; the other one is 8 further
       const int tid = int(ptx::opaque(threadIdx.x)) - 128;
       return tid / 32 * 16 + tid % 32 / 4;
     };
-    const float unit = Options::unit_of(p);
+    const float unit = Options::unit_of(task);
     const auto release = [&](uint32_t bar) {
       if (lane() == 0) ptx::mbarrier_arrive(bar);
     };
     const auto stage = [](int count) { return count % S::kStages; };
-    const auto wait_k = [&](int count) { ptx::mbarrier_wait(b.k_full + 8 * stage(count), count / S::kStages & 1); };
-    const auto wait_v = [&](int count) { ptx::mbarrier_wait(b.v_full + 8 * stage(count), count / S::kStages & 1); };
-    const auto release_k = [&](int count) { release(b.k_empty + 8 * stage(count)); };
-    const auto release_v = [&](int count) { release(b.v_empty + 8 * stage(count)); };
+    const auto wait_k = [&](int count) {
+      ptx::mbarrier_wait(barriers.k_full + 8 * stage(count), count / S::kStages & 1);
+    };
+    const auto wait_v = [&](int count) {
+      ptx::mbarrier_wait(barriers.v_full + 8 * stage(count), count / S::kStages & 1);
+    };
+    const auto release_k = [&](int count) { release(barriers.k_empty + 8 * stage(count)); };
+    const auto release_v = [&](int count) { release(barriers.v_empty + 8 * stage(count)); };
 
-    float o[S::kDv / 2], s[S::kKeys / 2];
-    uint32_t pr[S::kKeys / 16][4];  // the weights of tile c
+    float out[S::kDv / 2], scores[S::kKeys / 2];
+    uint32_t weights[S::kKeys / 16][4];  // of key tile `tile_count`
     Sm90ForwardSoftmax<S> soft;
-    int c = 0;     // key tiles so far
-    int turn = 0;  // of the flags
+    int tile_count = 0;  // key tiles so far
+    int turn = 0;        // of the flags
     for (int round = 0;; round++) {
       const int query = group * S::kQueryStages + round % S::kQueryStages;
-      const Slot& x = slots[group * 4 + round % 4];
-      ptx::mbarrier_wait(b.q_full + 8 * query, round / S::kQueryStages & 1);
-      const int start = ptx::uniform(x.start);
+      const Slot& slot = slots[group * 4 + round % 4];
+      ptx::mbarrier_wait(barriers.q_full + 8 * query, round / S::kQueryStages & 1);
+      const int start = ptx::uniform(slot.start);
       if (start < 0) break;
-      begin(soft, p, x, x.row + first_row(), lane() % 4);
+      begin(soft, task, slot, slot.row + first_row(), lane() % 4);
 #pragma unroll
-      for (int e = 0; e < S::kDv / 2; e++) o[e] = 0.f;
+      for (int e = 0; e < S::kDv / 2; e++) out[e] = 0.f;
 
       Tile tile{0, 0};
       bool hides = false;
@@ -64,123 +75,128 @@ struct Sm90FullForward {
         return {ptx::uniform(next.number), ptx::uniform(next.flags)};
       };
       const auto qk = [&](int count) {
-        Products::scores(s, ptx::opaque(smem + query * S::kQueryBytes), smem + S::kKeyAt + stage(count) * S::kKeyBytes);
+        Products::scores(scores, ptx::opaque(smem + query * S::kQueryBytes),
+                         smem + S::kKeyAt + stage(count) * S::kKeyBytes);
       };
-      const auto pv = [&](int count) { Products::output(o, pr, smem + S::kValueAt + stage(count) * S::kValueBytes); };
-      const auto look = [&](Options& options) {
-        options.look(x, tile.number, tile.kind(group), x.row + first_row(), lane());
+      const auto pv = [&](int count) {
+        Products::output(out, weights, smem + S::kValueAt + stage(count) * S::kValueBytes);
+      };
+      const auto prefetch = [&](Options& options) {
+        options.prefetch(slot, tile.number, tile.kind(group), slot.row + first_row(), lane());
       };
       const auto softmax = [&](Options& options) {
-        hides = options.apply(s, x, tile.number, tile.kind(group), x.row + first_row(), lane());
-        const bool moved = soft.run(s, unit);
-        options.drop(s);
+        hides = options.apply(scores, slot, tile.number, tile.kind(group), slot.row + first_row(), lane());
+        const bool moved = soft.run(scores, unit);
+        options.drop(scores);
         return moved;
       };
       const auto pack = [&](bool moved) {
 #pragma unroll
         for (int kk = 0; kk < S::kKeys / 16; kk++)
 #pragma unroll
-          for (int q = 0; q < 4; q++) pr[kk][q] = ptx::pack2<T>(s[8 * kk + 2 * q], s[8 * kk + 2 * q + 1]);
+          for (int q = 0; q < 4; q++)
+            weights[kk][q] = ptx::pack2<T>(scores[8 * kk + 2 * q], scores[8 * kk + 2 * q + 1]);
         if (moved) {
 #pragma unroll
-          for (int e = 0; e < S::kDv / 2; e++) o[e] *= soft.alpha[e >> 1 & 1];
+          for (int e = 0; e < S::kDv / 2; e++) out[e] *= soft.alpha[e >> 1 & 1];
         }
       };
-      // Does tile c hide something, and is a value not finite? Then its product is left to mma.sync (csrc/README.md).
+      // Does the key tile hide something, and is a value not finite? Then its product is left to mma.sync
+      // (forward_guard.cuh).
       const auto leaks = [&] {
         bool border = tile.kind(group) != TileKind::whole;
         unsigned char* flags = base + S::kFlagsAt;
         if (S::kBias)
           border = group_any(hides, reinterpret_cast<uint32_t*>(flags) + 8 * group, turn, 4 + group) || border;
         if (!border) return false;
-        wait_v(c);
-        return !Guard::finite(base + S::kValueAt + stage(c) * S::kValueBytes, flags, turn);
+        wait_v(tile_count);
+        return !Guard::finite(base + S::kValueAt + stage(tile_count) * S::kValueBytes, flags, turn);
       };
 
-      for (bool more = start > 0; more; c++) {  // runs of tiles that this warpgroup sees
-        tile = arrived(c);
+      for (bool more = start > 0; more; tile_count++) {  // runs of tiles that this warpgroup sees
+        tile = arrived(tile_count);
         if (tile.kind(group) == TileKind::hidden) {
-          wait_v(c);
+          wait_v(tile_count);
           __syncwarp();  // no lane may still be waiting when the next phase but one begins
-          release_k(c);
-          release_v(c);
+          release_k(tile_count);
+          release_v(tile_count);
           more = !tile.last();
           continue;
         }
-        Options first(p);
-        qk(c);
-        look(first);
+        Options first(task);
+        qk(tile_count);
+        prefetch(first);
         ptx::wgmma_wait<0>();
-        ptx::keep(s);
-        release_k(c);
+        ptx::keep(scores);
+        release_k(tile_count);
         pack(softmax(first));
-        bool rare = leaks();
-        while (S::kOverlap && !rare && !tile.last()) {
-          const Tile next = arrived(c + 1);
+        bool needs_fallback = leaks();
+        while (S::kOverlap && !needs_fallback && !tile.last()) {
+          const Tile next = arrived(tile_count + 1);
           if (next.kind(group) == TileKind::hidden) break;
           tile = next;
-          Options options(p);
-          qk(c + 1);
-          wait_v(c);
-          pv(c);
-          look(options);
+          Options options(task);
+          qk(tile_count + 1);
+          wait_v(tile_count);
+          pv(tile_count);
+          prefetch(options);
           ptx::wgmma_wait<1>();
-          ptx::keep(s);
-          release_k(c + 1);
+          ptx::keep(scores);
+          release_k(tile_count + 1);
           const bool moved = softmax(options);
           ptx::wgmma_wait<0>();
-          ptx::keep(o);
-          release_v(c);
+          ptx::keep(out);
+          release_v(tile_count);
           pack(moved);
-          c++;
-          rare = leaks();
+          tile_count++;
+          needs_fallback = leaks();
         }
-        wait_v(c);
-        if (rare) {
-          Guard::product(o, pr, smem + S::kValueAt + stage(c) * S::kValueBytes);
+        wait_v(tile_count);
+        if (needs_fallback) {
+          Guard::product(out, weights, smem + S::kValueAt + stage(tile_count) * S::kValueBytes);
           __syncwarp();
         } else {
-          pv(c);
+          pv(tile_count);
           ptx::wgmma_wait<0>();
-          ptx::keep(o);
+          ptx::keep(out);
         }
-        release_v(c);
+        release_v(tile_count);
         more = !tile.last();
       }
-      Output::write(o, soft.max, soft.sum, unit, first_row(), lane() % 4, x, p);
+      Output::write(out, soft.max, soft.sum, unit, first_row(), lane() % 4, slot, task);
       __syncwarp();
-      release(b.q_empty + 8 * query);
+      release(barriers.q_empty + 8 * query);
     }
   }
 
   // the sums of two rows before any key: nothing, or their sink
-  static __device__ __forceinline__ void begin(Sm90ForwardSoftmax<S>& soft, const ForwardTask& p, const Slot& x,
+  static __device__ __forceinline__ void begin(Sm90ForwardSoftmax<S>& soft, const ForwardTask& task, const Slot& slot,
                                                int row, int t) {
     soft.start();
     soft.alpha[0] = soft.alpha[1] = 1.f;
-    if (!p.scores.sinks) return;
-    const float sink = p.scores.sinks[x.scores().index];
+    if (!task.scores.sinks) return;
+    const float sink = task.scores.sinks[slot.scores().index];
 #pragma unroll
     for (int h = 0; h < 2; h++)
-      if (row + 8 * h < x.q_len && sink != -INFINITY) {
+      if (row + 8 * h < slot.q_len && sink != -INFINITY) {
         soft.max[h] = sink_log2(sink);
         soft.sum[h] = t == 0 ? 1.f : 0.f;
       }
   }
 
-  static __device__ __forceinline__ void run(const Sm90ForwardMaps& maps, const ForwardTask& p,
+  static __device__ __forceinline__ void run(const Sm90ForwardMaps& maps, const ForwardTask& task,
                                              const TileKinds& kinds) {
     sm90_forward_roles<S>(
-        [&](uint32_t smem, unsigned char* base, const Barriers& b) {
-          Sm90FullProducer<S>{{smem, b, maps, p},
+        [&](uint32_t smem, unsigned char* base, const Barriers& barriers) {
+          Sm90FullProducer<S>{{smem, barriers, maps, task},
                               reinterpret_cast<Slot*>(base + S::kSlotsAt),
                               reinterpret_cast<Tile*>(base + S::kTilesAt),
                               kinds}
               .run();
         },
-        [&](uint32_t smem, unsigned char* base, const Barriers& b) {
-          consume(smem, base, b, reinterpret_cast<const Slot*>(base + S::kSlotsAt),
-                  reinterpret_cast<const Tile*>(base + S::kTilesAt), p);
+        [&](uint32_t smem, unsigned char* base, const Barriers& barriers) {
+          consume(smem, base, barriers, reinterpret_cast<const Slot*>(base + S::kSlotsAt),
+                  reinterpret_cast<const Tile*>(base + S::kTilesAt), task);
         });
   }
 };
@@ -188,9 +204,9 @@ struct Sm90FullForward {
 // grid: at most the number of tiles; kinds: of 64 rows x kKeys keys
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
-    sm90_full_forward(const __grid_constant__ Sm90ForwardMaps maps, const __grid_constant__ ForwardTask p,
+    sm90_full_forward(const __grid_constant__ Sm90ForwardMaps maps, const __grid_constant__ ForwardTask task,
                       const __grid_constant__ TileKinds kinds) {
-  Sm90FullForward<Shape>::run(maps, p, kinds);
+  Sm90FullForward<Shape>::run(maps, task, kinds);
 }
 
 }  // namespace attnjourney

@@ -10,76 +10,77 @@ template <class S>
 struct Sm90FullProducer : Sm90ForwardLoads<S> {
   using Slot = Sm90FullSlot;
   using Loads = Sm90ForwardLoads<S>;
-  using Loads::b, Loads::p, Loads::k_count;
+  using Loads::barriers, Loads::task, Loads::k_count;
   Slot* const slots;
   Sm90FullTile* const stages;
   const TileKinds& kinds;
 
-  static __device__ __forceinline__ int query_at(int w, int round) {
-    return w * S::kQueryStages + round % S::kQueryStages;
+  static __device__ __forceinline__ int query_at(int group, int round) {
+    return group * S::kQueryStages + round % S::kQueryStages;
   }
   // warpgroup w's slot of tile i of all, all but `start`, once it is free
-  __device__ __forceinline__ void describe(int w, int round, int i) {
-    ptx::mbarrier_wait(b.q_empty + 8 * query_at(w, round), (round / S::kQueryStages & 1) ^ 1);
-    Slot& x = slots[w * 4 + round % 4];
-    const ForwardTile t = packed_tile<S::kRows>(p, i);
-    const Sequence sequence = sequence_of<true>(p, t.batch);
-    const KeyTiles tiles = key_tiles_of<S::kKeys, true>(p, sequence, t.row, t.row + S::kRows - 1);
-    x.first = tiles.end - 1, x.block_begin = tiles.begin, x.block_prefix = tiles.prefix;
-    x.key_end = sequence.k_begin + tiles.key_end, x.k_begin = sequence.k_begin;
-    const int row = t.row + 64 * w;
-    const KeyTiles own = key_tiles_of<S::kKeys, true>(p, sequence, row, row + 63);
-    x.tiles.begin = own.begin, x.tiles.prefix = own.prefix, x.last = own.end - 1;
-    x.tiles.whole_begin = own.whole_begin, x.tiles.whole_end = own.whole_end;
-    x.row = t.row, x.head = t.head, x.batch = t.batch;
-    x.q_len = sequence.q_len, x.key_length = sequence.keys.key_length, x.offset = sequence.keys.offset;
-    x.rows = sequence.rows, x.q_begin = sequence.q_begin;
-    *reinterpret_cast<HeadScores*>(x.scores_) = HeadScores(p, p.q_heads, t.batch, t.head);
-    x.kinds = kinds.bits ? kinds.of(p.scores, t.batch, t.head, row / 64) : nullptr;
+  __device__ __forceinline__ void describe(int group, int round, int i) {
+    ptx::mbarrier_wait(barriers.q_empty + 8 * query_at(group, round), (round / S::kQueryStages & 1) ^ 1);
+    Slot& slot = slots[group * 4 + round % 4];
+    const ForwardTile t = packed_tile<S::kRows>(task, i);
+    const Sequence sequence = sequence_of<true>(task, t.batch);
+    const KeyTiles tiles = key_tiles_of<S::kKeys, true>(task, sequence, t.row, t.row + S::kRows - 1);
+    slot.first = tiles.end - 1, slot.block_begin = tiles.begin, slot.block_prefix = tiles.prefix;
+    slot.key_end = sequence.k_begin + tiles.key_end, slot.k_begin = sequence.k_begin;
+    const int row = t.row + 64 * group;
+    const KeyTiles own = key_tiles_of<S::kKeys, true>(task, sequence, row, row + 63);
+    slot.tiles.begin = own.begin, slot.tiles.prefix = own.prefix, slot.last = own.end - 1;
+    slot.tiles.whole_begin = own.whole_begin, slot.tiles.whole_end = own.whole_end;
+    slot.row = t.row, slot.head = t.head, slot.batch = t.batch;
+    slot.q_len = sequence.q_len, slot.key_length = sequence.keys.key_length, slot.offset = sequence.keys.offset;
+    slot.rows = sequence.rows, slot.q_begin = sequence.q_begin;
+    *reinterpret_cast<HeadScores*>(slot.scores_) = HeadScores(task, task.q_heads, t.batch, t.head);
+    slot.kinds = kinds.bits ? kinds.of(task.scores, t.batch, t.head, row / 64) : nullptr;
   }
 
   // the first of the tiles n, n - 1, ... that some row sees, or less than 0
-  static __device__ __forceinline__ int seen_from(int n, const Slot& first, const Slot& second) {
+  static __device__ __forceinline__ int seen_from(int key_tile, const Slot& first, const Slot& second) {
 #pragma unroll 1
-    while (n >= 0) {
-      if (n < first.block_begin && n >= first.block_prefix) {
-        n = first.block_prefix - 1;
+    while (key_tile >= 0) {
+      if (key_tile < first.block_begin && key_tile >= first.block_prefix) {
+        key_tile = first.block_prefix - 1;
         continue;
       }
-      if (first.kind(n) != TileKind::hidden || second.kind(n) != TileKind::hidden) return n;
-      const uint32_t upto = ~0u >> (31 - n % 32);  // of this word
-      const bool none = first.kinds && !((first.kinds[n / 32].x | second.kinds[n / 32].x) & upto);
-      n = (none ? n & ~31 : n) - 1;
+      if (first.kind(key_tile) != TileKind::hidden || second.kind(key_tile) != TileKind::hidden) return key_tile;
+      const uint32_t upto = ~0u >> (31 - key_tile % 32);  // of this word
+      const bool none = first.kinds && !((first.kinds[key_tile / 32].x | second.kinds[key_tile / 32].x) & upto);
+      key_tile = (none ? key_tile & ~31 : key_tile) - 1;
     }
-    return n;
+    return key_tile;
   }
 
   __device__ __forceinline__ void run() {
     for (int i = blockIdx.x, round = 0;; round++) {
-      const bool more = i < p.total;
+      const bool more = i < task.total;
 #pragma unroll 1
-      for (int w = 0; w < S::kGroups; w++) describe(w, round, more ? i : 0);
+      for (int group = 0; group < S::kGroups; group++) describe(group, round, more ? i : 0);
       Slot &first = slots[round % 4], &second = slots[4 + round % 4];
-      int n = more ? seen_from(first.first, first, second) : -1;
-      const int item = p.cu_q ? 0 : first.batch;  // packed sequences lie in one
-      first.start = second.start = !more ? -1 : n >= 0;
+      int key_tile = more ? seen_from(first.first, first, second) : -1;
+      const int item = task.cu_q ? 0 : first.batch;  // packed sequences lie in one
+      first.start = second.start = !more ? -1 : key_tile >= 0;
 #pragma unroll 1
-      for (int w = 0; w < S::kGroups; w++) {
-        if (n >= 0)
-          Loads::load_q(query_at(w, round), first.head, item, first.q_begin + first.row + 64 * w);
+      for (int group = 0; group < S::kGroups; group++) {
+        if (key_tile >= 0)
+          Loads::load_q(query_at(group, round), first.head, item, first.q_begin + first.row + 64 * group);
         else
-          ptx::mbarrier_arrive(b.q_full + 8 * query_at(w, round));
+          ptx::mbarrier_arrive(barriers.q_full + 8 * query_at(group, round));
       }
       if (!more) break;
       i = Loads::next_tile(i);
-      const int head = first.head / p.group;
-      for (int before = -1, next; n >= 0; before = n, n = next) {  // a tile's V follows the K of the next one
-        next = seen_from(n - 1, first, second);
+      const int head = first.head / task.group;
+      for (int before = -1, next; key_tile >= 0;
+           before = key_tile, key_tile = next) {  // a tile's V follows the K of the next one
+        next = seen_from(key_tile - 1, first, second);
         const int stage = Loads::wait_k();
-        stages[stage] = {n, Sm90FullTile::pack(first.kind(n), second.kind(n), next < 0)};
-        Loads::load_k(stage, head, item, first.k_begin + n * S::kKeys);
+        stages[stage] = {key_tile, Sm90FullTile::pack(first.kind(key_tile), second.kind(key_tile), next < 0)};
+        Loads::load_k(stage, head, item, first.k_begin + key_tile * S::kKeys);
         if (before >= 0) Loads::load_v(k_count - 2, head, item, first.k_begin + before * S::kKeys, first.key_end);
-        if (next < 0) Loads::load_v(k_count - 1, head, item, first.k_begin + n * S::kKeys, first.key_end);
+        if (next < 0) Loads::load_v(k_count - 1, head, item, first.k_begin + key_tile * S::kKeys, first.key_end);
       }
     }
     Loads::finish();

@@ -13,43 +13,43 @@ struct Sm90FullScores {
   using Half64 = RowFragment<8>;  // 64 keys
   static constexpr int kCount = S::kKeys / 2, kHalves = S::kKeys / 64;
 
-  const ForwardTask& p;
+  const ForwardTask& task;
   uint32_t seen[kHalves];                   // what a boolean mask or one of blocks lets through
   uint32_t kept[kHalves];                   // what dropout does
   uint32_t raw[S::kBias ? kCount / 2 : 1];  // a bias as it lies in memory: pairs of T, or 64 keys' float
 
   // for one tile: what a call does not use stays undefined, or it would take up registers
-  explicit __device__ __forceinline__ Sm90FullScores(const ForwardTask& p_) : p(p_) {}
+  explicit __device__ __forceinline__ Sm90FullScores(const ForwardTask& task_) : task(task_) {}
 
   // what a score is multiplied by to be one in log2 units once apply() is through: 1 where that did it
-  static __device__ __forceinline__ float unit_of(const ForwardTask& p) {
-    const Scores& o = p.scores;
-    const bool done = S::kBias || o.cap_log2 > 0 || o.slopes || o.sinks || !(p.scale_log2 > 0);
-    return done ? 1.f : p.scale_log2;
+  static __device__ __forceinline__ float unit_of(const ForwardTask& task) {
+    const Scores& options = task.scores;
+    const bool done = S::kBias || options.cap_log2 > 0 || options.slopes || options.sinks || !(task.scale_log2 > 0);
+    return done ? 1.f : task.scale_log2;
   }
 
   // the mask's rows `row` and row + 8 from `key` on; rows past the end as the last one, which range hides
   template <class X>
-  __device__ __forceinline__ const X* row_at(const Slot& x, int row, int key) const {
-    const Scores& o = p.scores;
-    const X* mask = ptx::global(reinterpret_cast<const X*>(x.scores().mask));
-    return mask + min(row, p.q_len - 1) * o.mask_row + key * o.mask_col;
+  __device__ __forceinline__ const X* row_at(const Slot& slot, int row, int key) const {
+    const Scores& options = task.scores;
+    const X* mask = ptx::global(reinterpret_cast<const X*>(slot.scores().mask));
+    return mask + min(row, task.q_len - 1) * options.mask_row + key * options.mask_col;
   }
-  // may two adjacent keys of tile n be read at once?
-  __device__ __forceinline__ bool pairs(const Slot& x, int n) const {
-    const Scores& o = p.scores;
-    return o.mask_col == 1 && o.mask_row % 2 == 0 && (n + 1) * S::kKeys <= p.kv_len &&
-           (reinterpret_cast<uintptr_t>(x.scores().mask) & (2 * o.mask_bytes - 1)) == 0;
+  // may two adjacent keys of a tile be read at once?
+  __device__ __forceinline__ bool pairs(const Slot& slot, int key_tile) const {
+    const Scores& options = task.scores;
+    return options.mask_col == 1 && options.mask_row % 2 == 0 && (key_tile + 1) * S::kKeys <= task.kv_len &&
+           (reinterpret_cast<uintptr_t>(slot.scores().mask) & (2 * options.mask_bytes - 1)) == 0;
   }
   // element `key` + step of a row; keys past the end as the last one
   template <class X>
   __device__ __forceinline__ X element(const X* at, int key, int step) const {
-    return at[(min(key + step, p.kv_len - 1) - key) * p.scores.mask_col];
+    return at[(min(key + step, task.kv_len - 1) - key) * task.scores.mask_col];
   }
 
-  __device__ __forceinline__ void read_boolean(const Slot& x, int n, int row, int key) {
-    const unsigned char *a = row_at<unsigned char>(x, row, key), *b = row_at<unsigned char>(x, row + 8, key);
-    if (pairs(x, n)) {
+  __device__ __forceinline__ void read_boolean(const Slot& slot, int key_tile, int row, int key) {
+    const unsigned char *a = row_at<unsigned char>(slot, row, key), *b = row_at<unsigned char>(slot, row + 8, key);
+    if (pairs(slot, key_tile)) {
       uint32_t pair[kCount / 2];
 #pragma unroll
       for (int j = 0; j < kCount / 4; j++) {
@@ -78,11 +78,11 @@ struct Sm90FullScores {
 
   // A bias of type X: of the whole tile where it is T, else of half of it
   template <class X>
-  __device__ __forceinline__ void read_bias(const Slot& x, int n, int row, int key, int half) {
+  __device__ __forceinline__ void read_bias(const Slot& slot, int key_tile, int row, int key, int half) {
     constexpr int kWords = sizeof(X) / 2;  // of two keys
     key += 64 * half;
-    const X *a = row_at<X>(x, row, key), *b = row_at<X>(x, row + 8, key);
-    if (pairs(x, n)) {
+    const X *a = row_at<X>(slot, row, key), *b = row_at<X>(slot, row + 8, key);
+    if (pairs(slot, key_tile)) {
 #pragma unroll
       for (int j = 0; j < kCount / 4 / kWords; j++)
 #pragma unroll
@@ -124,10 +124,10 @@ struct Sm90FullScores {
     return !ptx::any((large & 0x80008000u) != 0);
   }
 
-  // Under the products of tile n. row: the thread's first one
-  __device__ __forceinline__ void look(const Slot& x, int n, TileKind kind, int row, int lane) {
-    const Scores& o = p.scores;
-    const int key = n * S::kKeys + 2 * (lane % 4);
+  // Under the products of the tile. row: the thread's first one
+  __device__ __forceinline__ void prefetch(const Slot& slot, int key_tile, TileKind kind, int row, int lane) {
+    const Scores& options = task.scores;
+    const int key = key_tile * S::kKeys + 2 * (lane % 4);
     const auto each_half = [&](uint32_t (&bits)[kHalves], auto&& of) {
 #pragma unroll
       for (int i = 0; i < kHalves; i++) bits[i] = 0;  // or they would be alive before
@@ -138,50 +138,53 @@ struct Sm90FullScores {
         bits[kHalves - 1] = of(key + 64 * i);
       }
     };
-    if (o.seed) each_half(kept, [&](int key) { return attnjourney::kept(o, x.scores(), row, key, lane, Half64{}); });
+    if (options.seed)
+      each_half(kept, [&](int key) { return attnjourney::kept(options, slot.scores(), row, key, lane, Half64{}); });
     if constexpr (S::kBias) {
-      if (o.mask_kind == MaskElement::same)
-        read_bias<T>(x, n, row, key, 0);
+      if (options.mask_kind == MaskElement::same)
+        read_bias<T>(slot, key_tile, row, key, 0);
       else
-        read_bias<uint32_t>(x, n, row, key, 0);
+        read_bias<uint32_t>(slot, key_tile, row, key, 0);
     } else if (kind != TileKind::whole) {
-      if (o.mask_kind == MaskElement::boolean) read_boolean(x, n, row, key);
-      if (o.mask_kind == MaskElement::blocks)
-        each_half(seen, [&](int key) { return seen_in_blocks<Half64>(x.scores().blocks(o), row, key, lane, ~0u); });
+      if (options.mask_kind == MaskElement::boolean) read_boolean(slot, key_tile, row, key);
+      if (options.mask_kind == MaskElement::blocks)
+        each_half(seen,
+                  [&](int key) { return seen_in_blocks<Half64>(slot.scores().blocks(options), row, key, lane, ~0u); });
     }
   }
 
   // Products to scores; returns whether a bias hides any.
-  __device__ __forceinline__ bool apply(float (&s)[kCount], const Slot& x, int n, TileKind kind, int row, int lane) {
-    const Scores& o = p.scores;
-    const int key = n * S::kKeys + 2 * (lane % 4);
-    float factor = p.scale_log2;
+  __device__ __forceinline__ bool apply(float (&scores)[kCount], const Slot& slot, int key_tile, TileKind kind, int row,
+                                        int lane) {
+    const Scores& options = task.scores;
+    const int key = key_tile * S::kKeys + 2 * (lane % 4);
+    float factor = task.scale_log2;
     float lowest = 0.f;  // bias, or 0
-    if (o.cap_log2 > 0) {
+    if (options.cap_log2 > 0) {
 #pragma unroll
-      for (int i = 0; i < kCount; i++) s[i] = o.cap_log2 * cap_tanh<T>(o, s[i]);
+      for (int i = 0; i < kCount; i++) scores[i] = options.cap_log2 * cap_tanh<T>(options, scores[i]);
       factor = 1.f;
     }
-    if (o.slopes) {
-      const float slope = x.scores().slope;
-      const auto distance = static_cast<float>(row + x.offset - key);
+    if (options.slopes) {
+      const float slope = slot.scores().slope;
+      const auto distance = static_cast<float>(row + slot.offset - key);
 #pragma unroll
       for (int i = 0; i < kCount; i++)
-        s[i] = s[i] * factor - slope * fabsf(distance + static_cast<float>(Half64::row(i) - Half64::key(i)));
+        scores[i] = scores[i] * factor - slope * fabsf(distance + static_cast<float>(Half64::row(i) - Half64::key(i)));
       factor = 1.f;
     }
     const auto add = [&](int i, float bias) {
-      s[i] = bias == -INFINITY ? bias : s[i] * factor + bias_log2(bias);
+      scores[i] = bias == -INFINITY ? bias : scores[i] * factor + bias_log2(bias);
       lowest = fminf(lowest, bias);
     };
     if constexpr (S::kBias) {
-      if (o.mask_kind == MaskElement::same && moderate()) {
+      if (options.mask_kind == MaskElement::same && moderate()) {
 #pragma unroll
         for (int i = 0; i < kCount; i++) {
           const float2 bias = ptx::unpack2<T>(raw[i / 2]);
-          s[i] = s[i] * factor + (i % 2 ? bias.y : bias.x) * kLog2E;
+          scores[i] = scores[i] * factor + (i % 2 ? bias.y : bias.x) * kLog2E;
         }
-      } else if (o.mask_kind == MaskElement::same) {
+      } else if (options.mask_kind == MaskElement::same) {
 #pragma unroll
         for (int j = 0; j < kCount / 2; j++) {
           const float2 bias = ptx::unpack2<T>(raw[j]);
@@ -191,31 +194,31 @@ struct Sm90FullScores {
       } else {
 #pragma unroll
         for (int half = 0; half < kHalves; half++) {
-          if (half > 0) read_bias<uint32_t>(x, n, row, key, half);
+          if (half > 0) read_bias<uint32_t>(slot, key_tile, row, key, half);
 #pragma unroll
           for (int i = 0; i < 32; i++) add(32 * half + i, ptx::as_float(raw[i]));
         }
       }
-    } else if ((o.sinks || !(p.scale_log2 > 0)) && factor != 1.f) {
+    } else if ((options.sinks || !(task.scale_log2 > 0)) && factor != 1.f) {
 #pragma unroll
-      for (int i = 0; i < kCount; i++) s[i] *= factor;
+      for (int i = 0; i < kCount; i++) scores[i] *= factor;
     }
     if (kind == TileKind::whole) return lowest == -INFINITY;
-    Sm90ForwardSoftmax<S>::hide(s, p, x.sequence(p), row, key);
-    if (!S::kBias && o.mask_kind != MaskElement::none) {
+    Sm90ForwardSoftmax<S>::hide(scores, task, slot.sequence(task), row, key);
+    if (!S::kBias && options.mask_kind != MaskElement::none) {
 #pragma unroll
       for (int i = 0; i < kCount; i++)
-        if (!(seen[i / 32] >> i % 32 & 1)) s[i] = -INFINITY;
+        if (!(seen[i / 32] >> i % 32 & 1)) scores[i] = -INFINITY;
     }
     return lowest == -INFINITY;
   }
 
   // 0 for the weights that dropout takes
-  __device__ __forceinline__ void drop(float (&s)[kCount]) const {
-    if (!p.scores.seed) return;
+  __device__ __forceinline__ void drop(float (&scores)[kCount]) const {
+    if (!task.scores.seed) return;
 #pragma unroll
     for (int i = 0; i < kCount; i++)
-      if (!(kept[i / 32] >> i % 32 & 1)) s[i] = 0.f;
+      if (!(kept[i / 32] >> i % 32 & 1)) scores[i] = 0.f;
   }
 };
 

@@ -1,4 +1,4 @@
-// Shared memory of the Hopper forward with options, and what its producer tells its consumers.
+// Shared memory of the Hopper forward with options, and what its producer passes to its consumers.
 #pragma once
 #include "cuda/kernels/common/tile_kinds.cuh"
 #include "forward_shape.cuh"
@@ -12,10 +12,12 @@ struct Sm90FullSlot : Sm90ForwardSlot {
   const uint2* kinds;  // TileKinds of the warpgroup's rows, or null
   int block_begin, block_prefix, k_begin, unused;
   __device__ __forceinline__ const HeadScores& scores() const { return *reinterpret_cast<const HeadScores*>(scores_); }
-  __device__ __forceinline__ TileKind kind(int n) const {
-    if (n >= tiles.prefix && (n < tiles.begin || n > last)) return TileKind::hidden;
-    const TileKind masked = kinds ? TileKinds::kind(kinds, n) : TileKind::whole;
-    return masked == TileKind::whole && (n < tiles.whole_begin || n >= tiles.whole_end) ? TileKind::partial : masked;
+  __device__ __forceinline__ TileKind kind(int key_tile) const {
+    if (key_tile >= tiles.prefix && (key_tile < tiles.begin || key_tile > last)) return TileKind::hidden;
+    const TileKind masked = kinds ? TileKinds::kind(kinds, key_tile) : TileKind::whole;
+    return masked == TileKind::whole && (key_tile < tiles.whole_begin || key_tile >= tiles.whole_end)
+               ? TileKind::partial
+               : masked;
   }
 };
 

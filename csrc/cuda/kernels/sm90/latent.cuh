@@ -1,8 +1,9 @@
 // Decoding over latents for Hopper (after FlashMLA's two warpgroups that share an output): one block is 64 rows of a
 // sequence against its share of the keys, in pairs of tiles of 64 keys. Warpgroup w computes the scores of tile w;
-// after both have agreed on the maxima it weighs them, and sums columns 256 w .. of the output over both tiles: its own
-// weights from registers, the other's from shared memory. A third warpgroup copies: columns 0 .. 255, 256 .. 511 and
-// the rotary part of a tile are free, and full, by themselves. Masks are not read.
+// after both have agreed on the maxima it turns them into weights, and sums columns 256 w .. of the output over both
+// tiles: its own weights from registers, the other's from shared memory. A third warpgroup copies: columns 0 .. 255,
+// 256 .. 511 and the rotary part of a tile are free, and full, by themselves. Masks are not read. Proofs:
+// tests/emulator/test_latent.py.
 #pragma once
 #include "cuda/kernels/decode/latent_mma.cuh"
 #include "cuda/ptx/sm90.cuh"
@@ -44,13 +45,13 @@ struct Sm90Latent {
 
   // ---- the warps that copy: warp 0 part 0 of tile 0 and its rotary part, 1 part 1, 2 part 1 of tile 1 and its rotary
   // part, 3 part 0 ----
-  static __device__ __forceinline__ void produce(uint32_t smem, unsigned char* base, const DecodeTask& p,
+  static __device__ __forceinline__ void produce(uint32_t smem, unsigned char* base, const DecodeTask& task,
                                                  const DecodePart<kKeys>& part) {
     const int warp = ptx::uniform(threadIdx.x / 32) - 8, lane = threadIdx.x % 32;
     const int own = warp / 2, columns = warp == 0 || warp == 3 ? 0 : 1;
     const bool rotary = warp % 2 == 0;
-    const DecodeSequence& s = part.sequence;
-    const T* const latent = static_cast<const T*>(p.key) + part.head * p.k.head;
+    const DecodeSequence& sequence = part.sequence;
+    const T* const latent = static_cast<const T*>(task.key) + part.head * task.k.head;
     const uint32_t tile = tile_at(smem, own);
     uint32_t* const there = reinterpret_cast<uint32_t*>(base + kThereAt) + own * kKeys;
     for (int n = part.first, round = 0; n < part.last; n += 2, round++) {
@@ -58,12 +59,12 @@ struct Sm90Latent {
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const int item = (n + own) * kKeys + lane + 32 * i;
-        const Place at = place_of(p, s, part.batch, item, n + own < part.last ? s.total : 0);
-        offset[i] = at.outer < 0 ? -1 : static_cast<int>((at.outer * p.k.outer + at.slot * p.k.row) / 8);
+        const Place at = place_of(task, sequence, part.batch, item, n + own < part.last ? sequence.total : 0);
+        offset[i] = at.outer < 0 ? -1 : static_cast<int>((at.outer * task.k.outer + at.slot * task.k.row) / 8);
       }
       const auto copy = [&](uint32_t to, int i, int from, int chunk) {  // a chunk of the row of lane `from`
         const int at = static_cast<int>(ptx::shfl(static_cast<uint32_t>(offset[i]), from));
-        const bool valid = at >= 0 && chunk * 8 < p.head_dim;
+        const bool valid = at >= 0 && chunk * 8 < task.head_dim;
         ptx::cp_async_16(to, latent + (valid ? int64_t{at + chunk} * 8 : 0), valid);
       };
       if (rotary) {
@@ -101,43 +102,45 @@ struct Sm90Latent {
 
   // ---- the warpgroups that compute ----
 
-  static __device__ __forceinline__ void load_query(uint32_t smem, const DecodeTask& p, const DecodePart<kKeys>& part) {
+  static __device__ __forceinline__ void load_query(uint32_t smem, const DecodeTask& task,
+                                                    const DecodePart<kKeys>& part) {
     for (int i = threadIdx.x; i < kRows * 64; i += 256) {
       const int row = i / 64, chunk = i % 64;
-      const bool valid = part.row0 + row < p.rows && chunk * 8 < p.head_dim;
-      const T* from = static_cast<const T*>(p.query);
-      if (valid) from += query_at(p, part, part.row0 + row) + chunk * 8;
+      const bool valid = part.row0 + row < task.rows && chunk * 8 < task.head_dim;
+      const T* from = static_cast<const T*>(task.query);
+      if (valid) from += query_at(task, part, part.row0 + row) + chunk * 8;
       ptx::cp_async_16(smem + chunk / 8 * kPanelBytes + swizzled(row, chunk % 8), from, valid);
     }
     ptx::cp_async_commit();
     ptx::cp_async_wait<0>();
     ptx::fence_proxy_async();
   }
-  static __device__ __forceinline__ int64_t query_at(const DecodeTask& p, const DecodePart<kKeys>& part, int i) {
-    return part.batch * p.q_batch + (part.head * p.group + i / p.q_len) * p.q_head + i % p.q_len * p.q_row;
+  static __device__ __forceinline__ int64_t query_at(const DecodeTask& task, const DecodePart<kKeys>& part, int i) {
+    return part.batch * task.q_batch + (part.head * task.group + i / task.q_len) * task.q_head +
+           i % task.q_len * task.q_row;
   }
 
-  static __device__ __forceinline__ void consume(uint32_t smem, unsigned char* base, const DecodeTask& p,
+  static __device__ __forceinline__ void consume(uint32_t smem, unsigned char* base, const DecodeTask& task,
                                                  const DecodePart<kKeys>& part) {
     const int own = ptx::uniform(threadIdx.x / 128), lane = threadIdx.x % 32, t = lane % 4;
     const int row = threadIdx.x % 128 / 32 * 16 + lane / 4;  // and row + 8
-    const DecodeSequence& s = part.sequence;
+    const DecodeSequence& sequence = part.sequence;
     // tiles of these items hide nothing from any row
-    const int shift = s.keys.prefix - s.begin, total = s.total;
-    const int whole_begin = p.q_len == 1 ? 0 : max(s.keys.prefix, s.whole.begin + shift);
-    const int whole_end = p.q_len == 1 ? total : min(total, s.whole.end + shift);
+    const int shift = sequence.keys.prefix - sequence.begin, total = sequence.total;
+    const int whole_begin = task.q_len == 1 ? 0 : max(sequence.keys.prefix, sequence.whole.begin + shift);
+    const int whole_end = task.q_len == 1 ? total : min(total, sequence.whole.end + shift);
     float *const tops = reinterpret_cast<float*>(base + kTopsAt), *const sums =
                                                                       reinterpret_cast<float*>(base + kSumsAt);
     const uint32_t* const there = reinterpret_cast<const uint32_t*>(base + kThereAt) + own * kKeys;
-    load_query(smem, p, part);
+    load_query(smem, task, part);
     uint32_t rotary[4][4];  // A operand: Q's columns from 512 on
 #pragma unroll
     for (int kk = 0; kk < 4; kk++)
 #pragma unroll
       for (int q = 0; q < 4; q++) {
         const int i = part.row0 + row + q % 2 * 8, column = kLatentValueDim + kk * 16 + q / 2 * 8;
-        const bool valid = i < p.rows && column < p.head_dim;
-        const T* from = static_cast<const T*>(p.query) + (valid ? query_at(p, part, i) + column + 2 * t : 0);
+        const bool valid = i < task.rows && column < task.head_dim;
+        const T* from = static_cast<const T*>(task.query) + (valid ? query_at(task, part, i) + column + 2 * t : 0);
         rotary[kk][q] = valid ? *reinterpret_cast<const uint32_t*>(from) : 0u;
       }
     ptx::bar_sync(1, 256);  // Q is there
@@ -147,7 +150,7 @@ struct Sm90Latent {
       if (lane == 0) ptx::mbarrier_arrive(empty(smem, tile, which));
     };
     const uint32_t weights = kWeightsAt + own * kPanelBytes;  // this warpgroup's
-    float out[2][64], x[32], top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.f, 0.f};
+    float out[2][64], scores[32], top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.f, 0.f};
     uint32_t packed[4][4];
 #pragma unroll
     for (int i = 0; i < 64; i++) out[0][i] = out[1][i] = 0.f;
@@ -159,7 +162,7 @@ struct Sm90Latent {
       ptx::wgmma_fence();
 #pragma unroll
       for (int kk = 0; kk < 4; kk++)
-        ptx::wgmma_rs<T, 64, 0>(x, rotary[kk], keys + 8 * (kPanelBytes / 16) + kk * 2, kk > 0);
+        ptx::wgmma_rs<T, 64, 0>(scores, rotary[kk], keys + 8 * (kPanelBytes / 16) + kk * 2, kk > 0);
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const int columns = own ^ i;  // those that come first first
@@ -168,37 +171,37 @@ struct Sm90Latent {
         const uint32_t panel = columns * 4 * (kPanelBytes / 16);
 #pragma unroll
         for (int kk = 0; kk < 16; kk++)
-          ptx::wgmma_ss<T, 64, 0, 0>(x, queries + panel + kk / 4 * (kPanelBytes / 16) + kk % 4 * 2,
+          ptx::wgmma_ss<T, 64, 0, 0>(scores, queries + panel + kk / 4 * (kPanelBytes / 16) + kk % 4 * 2,
                                      keys + panel + kk / 4 * (kPanelBytes / 16) + kk % 4 * 2, true);
       }
       ptx::wgmma_commit();
       ptx::wgmma_wait<0>();
-      ptx::keep(x);
+      ptx::keep(scores);
 
-      const bool whole = !p.table && n + own < part.last && item0 >= whole_begin && item0 + kKeys <= whole_end;
-      score(x, p, part, row, item0, whole, there, t);
+      const bool whole = !task.table && n + own < part.last && item0 >= whole_begin && item0 + kKeys <= whole_end;
+      score(scores, task, part, row, item0, whole, there, t);
       release(own, kRotary);
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        float m = -INFINITY;
+        float largest = -INFINITY;
 #pragma unroll
-        for (int j = 0; j < 8; j++) m = fmaxf(m, fmaxf(x[4 * j + 2 * h], x[4 * j + 2 * h + 1]));
-        m = fmaxf(m, ptx::shfl_xor(m, 1));
-        m = fmaxf(m, ptx::shfl_xor(m, 2));
-        if (t == 0) tops[own * kRows + row + 8 * h] = m;
+        for (int j = 0; j < 8; j++) largest = fmaxf(largest, fmaxf(scores[4 * j + 2 * h], scores[4 * j + 2 * h + 1]));
+        largest = fmaxf(largest, ptx::shfl_xor(largest, 1));
+        largest = fmaxf(largest, ptx::shfl_xor(largest, 2));
+        if (t == 0) tops[own * kRows + row + 8 * h] = largest;
       }
       ptx::bar_sync(1, 256);  // @maxima_there: both; the other's products over the pair before are done
       float shrink[2];
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        const float m = fmaxf(top[h], fmaxf(tops[row + 8 * h], tops[kRows + row + 8 * h]));
-        const float zero = m == -INFINITY ? 0.f : m;
+        const float largest = fmaxf(top[h], fmaxf(tops[row + 8 * h], tops[kRows + row + 8 * h]));
+        const float zero = largest == -INFINITY ? 0.f : largest;
         shrink[h] = ptx::exp2(top[h] - zero);
-        top[h] = m;
+        top[h] = largest;
         float all = 0.f;
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-          const float low = ptx::exp2(x[4 * j + 2 * h] - zero), high = ptx::exp2(x[4 * j + 2 * h + 1] - zero);
+          const float low = ptx::exp2(scores[4 * j + 2 * h] - zero), high = ptx::exp2(scores[4 * j + 2 * h + 1] - zero);
           all += low + high;
           packed[j / 2][j % 2 * 2 + h] = ptx::pack2<T>(low, high);
           *reinterpret_cast<uint32_t*>(base + weights + swizzled(row + 8 * h, j) + t * 4) =
@@ -213,7 +216,7 @@ struct Sm90Latent {
       }
       ptx::bar_sync(1, 256);  // @weights_there: both
 
-      if (p.q_len > 1 && (n * kKeys < whole_begin || (n + 2) * kKeys > whole_end)) {
+      if (task.q_len > 1 && (n * kKeys < whole_begin || (n + 2) * kKeys > whole_end)) {
         ptx::mbarrier_wait(full(smem, own ^ 1, own), phase);
         guard(base, own);
       }
@@ -242,33 +245,35 @@ struct Sm90Latent {
       ptx::keep(out[1]);
       release(own ^ 1, own);
     }
-    write(p, part, out, top, sum, sums, own, row, t);
+    write(task, part, out, top, sum, sums, own, row, t);
   }
 
   // Products of items item0 + 8 j + 2 t + ... to scores in log2 units, -inf where there is no key.
-  static __device__ __forceinline__ void score(float (&x)[32], const DecodeTask& p, const DecodePart<kKeys>& part,
-                                               int row, int item0, bool whole, const uint32_t* there, int t) {
-    if (p.scaled_only) {
-      const float scale = static_cast<float>(p.scale * 1.4426950408889634);
+  static __device__ __forceinline__ void score(float (&scores)[32], const DecodeTask& task,
+                                               const DecodePart<kKeys>& part, int row, int item0, bool whole,
+                                               const uint32_t* there, int t) {
+    if (task.scaled_only) {
+      const float scale = static_cast<float>(task.scale * 1.4426950408889634);
 #pragma unroll
-      for (int i = 0; i < 32; i++) x[i] *= scale;
+      for (int i = 0; i < 32; i++) scores[i] *= scale;
     } else {  // made here, so that no register holds it through the loop
-      const DecodeSequence s = decode_sequence(p, part.batch);
-      const DecodeRow<float> rows[2] = {{p, part.batch, part.head, s.origin, part.row0 + row},
-                                        {p, part.batch, part.head, s.origin, part.row0 + row + 8}};
+      const DecodeSequence sequence = decode_sequence(task, part.batch);
+      const DecodeRow<float> rows[2] = {{task, part.batch, part.head, sequence.origin, part.row0 + row},
+                                        {task, part.batch, part.head, sequence.origin, part.row0 + row + 8}};
 #pragma unroll
       for (int i = 0; i < 32; i++) {
         const int item = item0 + i / 4 * 8 + 2 * t + i % 2;
-        x[i] = decode_score<T>(p, rows[i / 2 % 2], s.keys.offset, s.key(item), x[i]);
+        scores[i] = decode_score<T>(task, rows[i / 2 % 2], sequence.keys.offset, sequence.key(item), scores[i]);
       }
     }
     if (whole) return;
-    const DecodeSequence s = decode_sequence(p, part.batch);
-    const int number[2] = {(part.row0 + row) % p.q_len, (part.row0 + row + 8) % p.q_len};
+    const DecodeSequence sequence = decode_sequence(task, part.batch);
+    const int number[2] = {(part.row0 + row) % task.q_len, (part.row0 + row + 8) % task.q_len};
 #pragma unroll
     for (int i = 0; i < 32; i++) {
       const int column = i / 4 * 8 + 2 * t + i % 2;
-      if (!there[column] || !s.keys.visible(number[i / 2 % 2], s.key(item0 + column))) x[i] = -INFINITY;
+      if (!there[column] || !sequence.keys.visible(number[i / 2 % 2], sequence.key(item0 + column)))
+        scores[i] = -INFINITY;
     }
   }
 
@@ -302,7 +307,7 @@ struct Sm90Latent {
     ptx::bar_sync(2 + own, 128);
   }
 
-  static __device__ __forceinline__ void write(const DecodeTask& p, const DecodePart<kKeys>& part,
+  static __device__ __forceinline__ void write(const DecodeTask& task, const DecodePart<kKeys>& part,
                                                const float (&out)[2][64], const float (&top)[2], const float (&sum)[2],
                                                float* sums, int own, int row, int t) {
 #pragma unroll
@@ -316,34 +321,34 @@ struct Sm90Latent {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int r = row + 8 * h, i = part.row0 + r, column = own * kHalf + 2 * t;
-      if (i >= p.rows) continue;
+      if (i >= task.rows) continue;
       const RowSum<float> all{top[h], sums[r] + sums[kRows + r]};
       const bool first = own == 0 && t == 0;
-      if (p.splits > 1) {
-        const int64_t at = (part.unit * p.splits + part.split) * kRows + r;
-        if (first) static_cast<float2*>(p.part_stats)[at] = float2{all.top, all.sum};
-        float* const to = static_cast<float*>(p.part_out) + at * p.v_head_dim + column;
+      if (task.splits > 1) {
+        const int64_t at = (part.unit * task.splits + part.split) * kRows + r;
+        if (first) static_cast<float2*>(task.part_stats)[at] = float2{all.top, all.sum};
+        float* const to = static_cast<float*>(task.part_out) + at * task.v_head_dim + column;
 #pragma unroll
         for (int j = 0; j < 32; j++)
-          if (column + j * 8 < p.v_head_dim)
+          if (column + j * 8 < task.v_head_dim)
             *reinterpret_cast<float2*>(to + j * 8) =
                 float2{out[j / 16][j % 16 * 4 + 2 * h], out[j / 16][j % 16 * 4 + 2 * h + 1]};
         continue;
       }
-      const int64_t at = (static_cast<int64_t>(part.batch) * p.kv_heads + part.head) * p.rows + i;
+      const int64_t at = (static_cast<int64_t>(part.batch) * task.kv_heads + part.head) * task.rows + i;
       float lse;
-      const float factor = end_row(p, part.batch, part.head * p.group + i / p.q_len, all, lse);
-      if (first) static_cast<float*>(p.lse)[at] = lse;
-      T* const to = static_cast<T*>(p.out) + at * p.v_head_dim + column;
+      const float factor = end_row(task, part.batch, part.head * task.group + i / task.q_len, all, lse);
+      if (first) static_cast<float*>(task.lse)[at] = lse;
+      T* const to = static_cast<T*>(task.out) + at * task.v_head_dim + column;
 #pragma unroll
       for (int j = 0; j < 32; j++)
-        if (column + j * 8 < p.v_head_dim)
+        if (column + j * 8 < task.v_head_dim)
           *reinterpret_cast<uint32_t*>(to + j * 8) =
               ptx::pack2<T>(out[j / 16][j % 16 * 4 + 2 * h] * factor, out[j / 16][j % 16 * 4 + 2 * h + 1] * factor);
     }
   }
 
-  static __device__ __forceinline__ void run(const DecodeTask& p) {
+  static __device__ __forceinline__ void run(const DecodeTask& task) {
     unsigned char* const base = ptx::dynamic_smem();
     const uint32_t smem = ptx::smem_addr(base);
     if (threadIdx.x == 0) {
@@ -354,20 +359,20 @@ struct Sm90Latent {
       ptx::fence_mbarrier_init();
     }
     __syncthreads();
-    const DecodePart<kKeys> part(p, kRows);
+    const DecodePart<kKeys> part(task, kRows);
     if (threadIdx.x >= 256) {
       ptx::setmaxnreg_dec<40>();
-      produce(smem, base, p, part);
+      produce(smem, base, task, part);
     } else {
       ptx::setmaxnreg_inc<232>();
-      consume(smem, base, p, part);
+      consume(smem, base, task, part);
     }
   }
 };
 
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, 1) sm90_latent(const __grid_constant__ DecodeTask p) {
-  Kernel::run(p);
+__global__ void __launch_bounds__(Kernel::kThreads, 1) sm90_latent(const __grid_constant__ DecodeTask task) {
+  Kernel::run(task);
 }
 
 }  // namespace attnjourney

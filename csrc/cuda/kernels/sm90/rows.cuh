@@ -1,4 +1,5 @@
-// Rows of a tensor by TMA where some of them count as zeros.
+// Rows of a tensor by TMA where some of them count as zeros whatever memory holds, so that NaN in padding costs
+// nothing: by boxes of 8 rows and of one row.
 #pragma once
 #include "cuda/ptx/sm90.cuh"
 
@@ -12,22 +13,23 @@ __device__ __forceinline__ void tma_load_rows(uint32_t dst, const ptx::TensorMap
                                               int batch, uint32_t bar) {
   if (end >= min(row + Rows, length)) {
 #pragma unroll
-    for (int c = 0; c < Panels; c++) ptx::tma_load_4d(dst + c * Rows * 128, &whole, c * 64, head, row, batch, bar);
+    for (int panel = 0; panel < Panels; panel++)
+      ptx::tma_load_4d(dst + panel * Rows * 128, &whole, panel * 64, head, row, batch, bar);
     return;
   }
 #pragma unroll 1
-  for (int c = 0; c < Panels; c++)
+  for (int panel = 0; panel < Panels; panel++)
 #pragma unroll 1
     for (int r = 0; r < Rows; r += 8) {
-      const uint32_t to = dst + (c * Rows + r) * 128;
-      const int n = end - row - r;  // rows of these eight that count; past the tensor's end TMA fills in zeros
-      if (n >= 8 || n <= 0) {
-        ptx::tma_load_4d(to, &eight, c * 64, head, n > 0 ? row + r : length, batch, bar);
+      const uint32_t to = dst + (panel * Rows + r) * 128;
+      const int left = end - row - r;  // rows of these eight that count; past the tensor's end TMA fills in zeros
+      if (left >= 8 || left <= 0) {
+        ptx::tma_load_4d(to, &eight, panel * 64, head, left > 0 ? row + r : length, batch, bar);
         continue;
       }
 #pragma unroll 1
       for (int i = 0; i < 8; i++)
-        ptx::tma_load_4d(to + i * 128, &one, c * 64, head, i < n ? row + r + i : length, batch, bar);
+        ptx::tma_load_4d(to + i * 128, &one, panel * 64, head, i < left ? row + r + i : length, batch, bar);
     }
 }
 
