@@ -11,6 +11,7 @@ from torch import Tensor
 from ._fakes import need
 
 ALIGNMENTS = ("top_left", "bottom_right")  # their indices are the operators' int
+CHECKED = ("window_size", "key_lengths", "query_lengths", "softcap", "sinks", "alibi_slopes")  # options of `check`
 
 
 def alignment_index(causal_alignment: str) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ..block_mask import BlockMask
-from ._attention_checks import check
+from ._attention_checks import CHECKED, check
 from ._attention_rules import empty_results, vmap_forward, vmap_gradients, vmap_jvp
 from ._flops import attention_flops
 from ._operator import draw_seed
@@ -51,14 +51,11 @@ def block_attention(
     return forward(query, key, value, *blocks, dropout_p, is_causal, **options)
 
 
-_CHECKED = ("window_size", "key_lengths", "query_lengths", "softcap", "sinks", "alibi_slopes")
-
-
 def _fake(
     *, query: Tensor, key: Tensor, value: Tensor, block_offsets: Tensor, block_elements: Tensor, scale: float | None,
     enable_gqa: bool, **options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    lead = check(query, key, value, None, scale, enable_gqa, **{name: options[name] for name in _CHECKED})
+    lead = check(query, key, value, None, scale, enable_gqa, **{name: options[name] for name in CHECKED})
     size = block_elements.shape[-1]
     want = (*lead, -(-query.shape[-2] // size) + 1)
     fits = block_offsets.dim() <= len(want) and block_offsets.shape[-1] == want[-1]

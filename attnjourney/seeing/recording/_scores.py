@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
 from ..._dtypes import accumulation_dtype
+from ..._options import AttentionOptions
 from ...block_mask import BlockMask
 from ...nn._parts import split_heads
 from ...ops.block_attention import BLOCKS
@@ -123,10 +124,7 @@ class PackedScores(Scores):
         return weights, lse
 
 
-_OPTIONS = (
-    "attn_mask", "is_causal", "scale", "enable_gqa", "causal_alignment", "window_size", "prefix_length", "key_lengths",
-    "query_lengths", "softcap", "sinks", "alibi_slopes",
-)  # fmt: skip
+_OPTIONS = ("attn_mask", "is_causal", *(name for name in AttentionOptions.__annotations__ if name != "dropout_seed"))
 
 
 def _options(call: dict) -> dict:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..._dtypes import accumulation_dtype
 from ...block_mask import BlockMask
+from ...ops._attention_checks import ALIGNMENTS
 from ...reference._visibility import per_head, visibility, weighted_values
 from ...reference.dropout import kept
 
@@ -39,9 +40,7 @@ def attention_stages(
 
     Scores, softmax and sums are in float32 (float64 for float64), as in the kernels.
     """
-    alignment = (
-        causal_alignment if isinstance(causal_alignment, str) else ("top_left", "bottom_right")[causal_alignment]
-    )
+    alignment = causal_alignment if isinstance(causal_alignment, str) else ALIGNMENTS[causal_alignment]
     dtype, wide = query.dtype, accumulation_dtype(query.dtype)
     lead, q_heads = _lead(query, key, value), number_of_heads(query, key, enable_gqa)
     device = query.device

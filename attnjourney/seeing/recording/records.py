@@ -9,6 +9,8 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from ...ops._attention_checks import ALIGNMENTS
+
 Rows = Sequence[int] | Tensor | slice | None
 
 
@@ -104,7 +106,7 @@ def settings_of(call: dict, defaults: dict) -> dict:
         if isinstance(value, Tensor):
             value = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
         elif name == "causal_alignment":
-            value = ("top_left", "bottom_right")[value] if value else None
+            value = ALIGNMENTS[value] if value else None
         elif isinstance(value, (list, tuple)):
             value = tuple(value)
             default = defaults.get(name)

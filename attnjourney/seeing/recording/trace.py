@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...block_mask import BlockMask
 from ...info import explain
-from ...ops._attention_checks import check
+from ...ops._attention_checks import CHECKED, check
 from ...ops._operator import draw_seed
 from ...ops.block_attention import of_call
 from ._stages import attention_stages, number_of_heads
@@ -150,9 +150,8 @@ def trace(
     if query.device.type == "cpu":
         explain(query, key, value, attn_mask, dropout_p, is_causal, **options)  # its checks are those of attention
     else:
-        known = ("window_size", "key_lengths", "query_lengths", "softcap", "sinks", "alibi_slopes")
         mask = None if isinstance(attn_mask, BlockMask) else attn_mask
-        check(query, key, value, mask, scale, enable_gqa, **{name: options[name] for name in known})
+        check(query, key, value, mask, scale, enable_gqa, **{name: options[name] for name in CHECKED})
     if isinstance(attn_mask, BlockMask):
         attn_mask = of_call(attn_mask, query, key)
     if dropout_p > 0 and dropout_seed is None:
