@@ -77,15 +77,25 @@ constexpr ForwardKernelOf<double> fp64_forward[] = {
     {"fp64_forward", [](const AttentionCase&) { return true; }, launches::fp64_forward},
 };
 constexpr BackwardKernelOf<float> sm80_backward[] = {
-    {"sm80_full_backward", [](const AttentionCase& c) { return c.full && is_16_bit(c.type); },
-     launches::sm80_full_backward, tiles_16_bit<true>},
-    {"sm80_backward", [](const AttentionCase& c) { return is_16_bit(c.type); }, launches::sm80_backward,
-     tiles_16_bit<false>},
-    {"fp16x2_backward", serves_fp16x2, launches::fp16x2_backward, fp32_tiles},
-    {"fp32_backward", [](const AttentionCase&) { return true; }, launches::fp32_backward, fp32_tiles},
+    {.name = "sm80_full_backward",
+     .serves = [](const AttentionCase& c) { return c.full && is_16_bit(c.type); },
+     .launch = launches::sm80_full_backward,
+     .tiles = tiles_16_bit<true>},
+    {.name = "sm80_backward",
+     .serves = [](const AttentionCase& c) { return is_16_bit(c.type); },
+     .launch = launches::sm80_backward,
+     .tiles = tiles_16_bit<false>},
+    {.name = "fp16x2_backward", .serves = serves_fp16x2, .launch = launches::fp16x2_backward, .tiles = fp32_tiles},
+    {.name = "fp32_backward",
+     .serves = [](const AttentionCase&) { return true; },
+     .launch = launches::fp32_backward,
+     .tiles = fp32_tiles},
 };
 constexpr BackwardKernelOf<double> fp64_backward[] = {
-    {"fp64_backward", [](const AttentionCase&) { return true; }, launches::fp64_backward, fp64_tiles},
+    {.name = "fp64_backward",
+     .serves = [](const AttentionCase&) { return true; },
+     .launch = launches::fp64_backward,
+     .tiles = fp64_tiles},
 };
 constexpr LatentKernel sm80_latents[] = {
     {"sm80_latents_64_rows",

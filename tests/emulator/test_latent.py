@@ -59,9 +59,9 @@ MMA = [
 ]
 FMA = [
     ("a tile refilled while others read it", "@tile_read", ""),
-    ("one slice's products", "product += ptx::shfl_xor(product, w)", "product += C(0)"),
-    ("rows exchanged", "const DecodeRow<C>& r = rows[i / 2];", "const DecodeRow<C>& r = rows[i % 2];"),
-    ("a hidden value leaks", "guarded && weight == C(0)", "false && weight == C(0)"),
+    ("one slice's products", "product += ptx::shfl_xor(product, w)", "product += Real(0)"),
+    ("rows exchanged", "const DecodeRow<Real>& r = rows[i / 2];", "const DecodeRow<Real>& r = rows[i % 2];"),
+    ("a hidden value leaks", "guarded && weight == Real(0)", "false && weight == Real(0)"),
 ]
 SM90 = [
     ("columns used before they landed", "ptx::mbarrier_wait(full(smem, own, columns), phase);", ""),

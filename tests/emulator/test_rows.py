@@ -41,7 +41,7 @@ FAULTS = [
     (
         "the sum in place of the mean",
         "rows/rms_norm.cuh",
-        "warp_sum(sum) * static_cast<C>(task.inverse_width)",
+        "warp_sum(sum) * static_cast<Real>(task.inverse_width)",
         "warp_sum(sum)",
     ),
     ("the mean left out", "rows/rms_norm.cuh", "grads[i] - values[i] * mean", "grads[i]"),

@@ -417,7 +417,7 @@ NAN_SM90_FORWARD = [
     ("the same step again", "sm90/finite.cuh", "a[i][e] = a[i + 1][e];", ";"),
     ("a value never released", "sm90/forward.cuh", "@value_released", ""),
 ]
-PADDING = [("rows past the length", "sm90/rows.cuh", "if (end >= min(row + Rows, length)) {", "if (true) {")]
+PADDING = [("rows past the length", "sm90/tma_rows.cuh", "if (end >= min(row + Rows, length)) {", "if (true) {")]
 NAN_SM80_BACKWARD = [
     ("a hidden dS", "sm80/backward.cuh", "if (Guarded::value && pr[e] == 0.f) ds[e] = 0.f;", ""),
     (

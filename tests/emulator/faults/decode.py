@@ -56,7 +56,7 @@ DECODE = {
             "if (item + count <= keys.prefix)",
             "if (item < keys.prefix)",
         ),
-        ("outputs that nobody wrote", "decode/decode_merge.cuh", "if (!(weights[split] < C(0))) x", "x"),
+        ("outputs that nobody wrote", "decode/decode_merge.cuh", "if (!(weights[split] < Real(0))) value", "value"),
         (
             "weights read too early",
             "decode/decode_merge.cuh",
@@ -79,7 +79,7 @@ DECODE = {
             "upper ? sum[r + w] : sum[r], send",
             "upper ? sum[r] : sum[r + w], send",
         ),
-        ("a value that is hidden leaks", _FMA, "guarded && w.x[r] == C(0)", "false"),
+        ("a value that is hidden leaks", _FMA, "guarded && weight.x[r] == Real(0)", "false"),
         (
             "a ring without its oldest key",
             "decode/decode_task.cuh",
@@ -88,9 +88,9 @@ DECODE = {
         ),
         ("a ring's first slot", "decode/decode_task.cuh", "slot >= task.capacity ?", "slot > task.capacity ?"),
         ("a block that is not there", "decode/decode_task.cuh", "block < task.blocks ?", "block <= task.blocks ?"),
-        ("a sink alone", "decode/decode_scores.cuh", "lse = C(sink);", "lse = -C(INFINITY);"),
-        ("a large sink", "decode/decode_scores.cuh", "inverse = C(weight / whole);", "inverse = C(1 / whole);"),
-        ("-inf of a mask counts", "decode/decode_scores.cuh", "if (bias == -C(INFINITY)) return bias;", ""),
+        ("a sink alone", "decode/decode_scores.cuh", "lse = Real(sink);", "lse = -Real(INFINITY);"),
+        ("a large sink", "decode/decode_scores.cuh", "inverse = Real(weight / whole);", "inverse = Real(1 / whole);"),
+        ("-inf of a mask counts", "decode/decode_scores.cuh", "if (bias == -Real(INFINITY)) return bias;", ""),
         ("the lowest number hides", "decode/decode_scores.cuh", "(scaled < kLeast ? kLeast : scaled)", "scaled"),
     ],
     "fp16-loose": [
@@ -98,10 +98,10 @@ DECODE = {
     ],
 }
 
-_ROWS = "cache/rows.cuh"
+_ROWS = "cache/cache_rows.cuh"
 _PAGED = "cache/paged.cuh"
 CACHES = [  # of emulator/test_caches.py
-    ("tokens of the padding", _ROWS, "at(batch, h, task.tokens - count + t)", "at(batch, h, t)"),
+    ("tokens of the padding", _ROWS, "at(batch, head, task.tokens - count + t)", "at(batch, head, t)"),
     (
         "a length that moves on before all have read it",
         _ROWS,

@@ -47,7 +47,7 @@ BACKWARD = [  # found by values, or as races
         "panel_of(memory, it) + row * 128,",
         "panel_of(memory, it),",
     ),
-    ("dropped weights count", _SCORES, "keep ? w.weight : 0.f", "w.weight"),
+    ("dropped weights count", _SCORES, "keep ? weighted.weight : 0.f", "weighted.weight"),
     ("a hidden key leaks", _KERNEL, "if (hides(", "if (false && hides("),
     ("both parts of a tile vote in one place", _KERNEL, "again, again, row / 64);", "again, again, 0);"),
 ]

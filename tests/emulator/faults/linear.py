@@ -3,7 +3,9 @@ there, text instead of it)."""
 
 import torch
 
-_WALK, _ROWS, _PRODUCTS, _PASSES, _PLAN = (f"linear/{x}.cuh" for x in ("walk", "rows", "products", "passes", "plan"))
+_WALK, _ROWS, _PRODUCTS, _PASSES, _PLAN = (
+    f"linear/{x}.cuh" for x in ("walk", "row_tiles", "products", "passes", "plan")
+)
 _SIXTEEN_BITS = [
     (
         "A and B read before all have put them",
@@ -25,18 +27,18 @@ _SIXTEEN_BITS = [
         "g = lane / 4, t = lane % 4;\n    __syncthreads();",
         "g = lane / 4, t = lane % 4;",
     ),
-    ("what is hidden counts", _WALK, "x = band.seen(row, col) ? x : C(0);", ""),
+    ("what is hidden counts", _WALK, "x = band.seen(row, col) ? x : Real(0);", ""),
     ("a row does not see its own key", _PRODUCTS, "col >= row : col <= row);", "col > row : col < row);"),
     ("the state moves before the last head of a group has read it", _WALK, "@state_moves", "const bool moves = joins;"),
     ("rows past the end are written", _WALK, "if (at >= end || left <= 0)", "if (left <= 0)"),
     ("every slice writes the one vector", _WALK, "(task.extra == LinearExtra::value_column && first_col)", "false"),
-    ("the gradient without scale", _WALK, " * C(task.slope_of.factor)", ""),
+    ("the gradient without scale", _WALK, " * Real(task.slope_of.factor)", ""),
     ("rows past the end are read", _ROWS, "row < end && col < rows.cols", "col < rows.cols"),
     ("keys that do not exist count", _ROWS, "&& !(head.blocked && head.blocked[row])", ""),
     (
         "phi of columns that are not there",
         _ROWS,
-        "j < left ? feature(rows.map, x[j]) * factor : C(0)",
+        "j < left ? feature(rows.map, x[j]) * factor : Real(0)",
         "feature(rows.map, x[j]) * factor",
     ),
     ("the state is not rounded", _PRODUCTS, "if constexpr (RoundB)", "if constexpr (false)"),
@@ -46,7 +48,7 @@ _SIXTEEN_BITS = [
         "{a(g, k + t), a(g + 8, k + t)",
         "{a(g, k + t), a(g + 8, k + t + 1)",
     ),
-    ("an infinity goes to tensor cores", _WALK, "if (!bad) return", "return"),
+    ("an infinity goes to tensor cores", _WALK, "if (!bad)", "if (true)"),
     (
         "a piece begins with its own sum",
         _PASSES,
@@ -54,7 +56,7 @@ _SIXTEEN_BITS = [
         "sum += own;\n    if (!task.total) s = sum;",
     ),
     ("pieces from the wrong end", _PASSES, "task.reverse ? task.pieces - 1 - k : k", "k"),
-    ("no denominator, no zero", _PASSES, "denominator == C(0) ? C(0) : ", ""),
+    ("no denominator, no zero", _PASSES, "denominator == Real(0) ? Real(0) : ", ""),
 ]
 LINEAR = [(torch.bfloat16, *fault) for fault in _SIXTEEN_BITS]
 LINEAR += [
@@ -65,5 +67,11 @@ LINEAR += [
         "ptx::mma_m16n8k8(part, low, x.high, y.high);",
         "",
     ),
-    (torch.float64, "the further column of C left out", _PRODUCTS, "if (has_more) add(sums.more, more(k), C(0));", ""),
+    (
+        torch.float64,
+        "the further column of C left out",
+        _PRODUCTS,
+        "if (has_more) add(sums.more, more(k), Real(0));",
+        "",
+    ),
 ]

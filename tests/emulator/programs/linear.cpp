@@ -9,7 +9,7 @@
 
 using namespace attnjourney;
 using Walk = LinearWalk<ELEMENT, CHUNK>;
-using C = Walk::C;
+using C = Walk::Real;
 
 struct Launch {
   emulator::Options options;

@@ -16,7 +16,7 @@ struct Sm80Linear {
                   Walk::smem_bytes(t.depth), stream, t);
   }
   void scan(const LinearScan& t) const {
-    launch_kernel(linear_scan<typename Walk::C>, linear_scan_blocks(t), kLinearPassThreads, 0, stream, t);
+    launch_kernel(linear_scan<typename Walk::Real>, linear_scan_blocks(t), kLinearPassThreads, 0, stream, t);
   }
   void prepare(const LinearPrepare& t) const {
     launch_kernel(linear_prepare<T>, linear_prepare_blocks(t), kLinearPassThreads, 0, stream, t);
@@ -25,7 +25,7 @@ struct Sm80Linear {
 
 template <class T>
 void launch_sm80_linear(const LinearProblem& task, bool backward, cudaStream_t stream) {
-  constexpr int kNumber = sizeof(typename LinearElement<T>::C);
+  constexpr int kNumber = sizeof(typename LinearElement<T>::Real);
   using Large = LinearWalk<T, linear_chunk(kNumber, false, kLinearDepth)>;
   using Small = LinearWalk<T, linear_chunk(kNumber, true, kLinearDepth)>;
   static_assert(fits(Large::smem_bytes(kLinearDepth), false) && fits(Small::smem_bytes(kLinearDepth), true));

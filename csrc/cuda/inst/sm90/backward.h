@@ -23,8 +23,18 @@ Sm90BackwardMaps sm90_backward_maps(const BackwardTask& task) {
     return tensor_map(task.grad_out, task.grad_out_strides, batch, task.q_heads, task.q_len, task.v_head_dim, rows,
                       bf16);
   };
-  return {query(S::kRows), key(S::kKeys), value(S::kKeys), grad_out(S::kRows), query(8),   key(8), value(8),
-          grad_out(8),     query(1),      key(1),          value(1),           grad_out(1)};
+  return {.query = query(S::kRows),
+          .key = key(S::kKeys),
+          .value = value(S::kKeys),
+          .grad_out = grad_out(S::kRows),
+          .query8 = query(8),
+          .key8 = key(8),
+          .value8 = value(8),
+          .grad_out8 = grad_out(8),
+          .query1 = query(1),
+          .key1 = key(1),
+          .value1 = value(1),
+          .grad_out1 = grad_out(1)};
 }
 
 template <class T>

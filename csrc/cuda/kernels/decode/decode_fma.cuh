@@ -9,8 +9,8 @@ namespace attnjourney {
 // Sizes that depend on the call: rows of tiles in bytes, whole chunks, zeros behind the last element.
 template <class T>
 struct DecodeFmaShape {
-  using C = Compute<T>;
-  static constexpr int kRows = 8, kThreads = 128, kKeys = sizeof(C) == 8 ? 8 : 16, kChunk = 16 / sizeof(T);
+  using Real = Compute<T>;
+  static constexpr int kRows = 8, kThreads = 128, kKeys = sizeof(Real) == 8 ? 8 : 16, kChunk = 16 / sizeof(T);
   int q_pitch, k_pitch, v_pitch, stages;  // q_pitch in numbers of C
   constexpr __host__ __device__ DecodeFmaShape(int head_dim, int v_head_dim)
       : q_pitch(0), k_pitch(0), v_pitch(0), stages(0) {
@@ -23,7 +23,7 @@ struct DecodeFmaShape {
   constexpr __host__ __device__ int stage_bytes() const { return kKeys * (k_pitch + v_pitch); }
   // queries, scores, weights, what shrinks outputs, references and sums, flags, places of eight tiles
   constexpr __host__ __device__ int fixed_bytes() const {
-    return (kRows * q_pitch + 2 * kRows * kKeys + 3 * kRows) * int(sizeof(C)) + 16 + 8 * kKeys * 8;
+    return (kRows * q_pitch + 2 * kRows * kKeys + 3 * kRows) * int(sizeof(Real)) + 16 + 8 * kKeys * 8;
   }
   constexpr __host__ __device__ int bytes() const { return fixed_bytes() + stages * stage_bytes(); }
 };
@@ -32,9 +32,9 @@ template <class T_>
 struct DecodeFma {
   using T = T_;
   using Shape = DecodeFmaShape<T>;
-  using C = Compute<T>;
+  using Real = Compute<T>;
   static constexpr int kRows = Shape::kRows, kKeys = Shape::kKeys, kThreads = Shape::kThreads, kChunk = Shape::kChunk;
-  static constexpr int kBlocks = sizeof(C) == 8 ? 2 : 4;          // of a multiprocessor, as far as registers go
+  static constexpr int kBlocks = sizeof(Real) == 8 ? 2 : 4;       // of a multiprocessor, as far as registers go
   static constexpr int kSlices = kThreads / kKeys, kColumns = 2;  // threads for a key; columns of a thread, Dv <= 256
   static_assert(kSlices == 8 || kSlices == 16);
 
@@ -60,7 +60,7 @@ struct DecodeFma {
       if (at.outer >= 0 && d < dim)
         *to = base[at.outer * strides.outer + at.slot * strides.row + d];
       else
-        store_one<T>(to, C(0));
+        store_one<T>(to, Real(0));
     }
   }
 
@@ -72,15 +72,16 @@ struct DecodeFma {
   };
 
   // Products of the thread's key with all rows, over its slice; then that of row `slice` % 8, whole.
-  static __device__ __forceinline__ C product(const Shape& shape, const C* q, const unsigned char* k_row, int live) {
+  static __device__ __forceinline__ Real product(const Shape& shape, const Real* q, const unsigned char* k_row,
+                                                 int live) {
     const int slice = threadIdx.x % kSlices;
-    C sum[kRows] = {};
+    Real sum[kRows] = {};
     for (int c = slice; c < shape.k_pitch / 16; c += kSlices) {
       const auto x = Together<T, kChunk>::at(k_row + c * 16);
 #pragma unroll
       for (int r = 0; r < kRows; r++) {
         if (r >= live) break;
-        const auto y = Together<C, kChunk>::at(q + r * shape.q_pitch + c * kChunk);
+        const auto y = Together<Real, kChunk>::at(q + r * shape.q_pitch + c * kChunk);
 #pragma unroll
         for (int e = 0; e < kChunk; e++) sum[r] += y.x[e] * ptx::to_float(x.x[e]);
       }
@@ -90,7 +91,7 @@ struct DecodeFma {
       const bool upper = slice & w;
 #pragma unroll
       for (int r = 0; r < w; r++) {
-        const C keep = upper ? sum[r + w] : sum[r], send = upper ? sum[r] : sum[r + w];
+        const Real keep = upper ? sum[r + w] : sum[r], send = upper ? sum[r] : sum[r + w];
         sum[r] = keep + ptx::shfl_xor(send, w);
       }
     }
@@ -102,11 +103,11 @@ struct DecodeFma {
     const DecodePart<kKeys> part(task, kRows);
     const DecodeSequence& sequence = part.sequence;
     const int tid = threadIdx.x, live = min(kRows, task.rows - part.row0);
-    C* const q = reinterpret_cast<C*>(ptx::dynamic_smem());
-    C *const scores = q + kRows * shape.q_pitch, *const weights = scores + kRows * kKeys;  // [row][key], [key][row]
-    C *const shrink = weights + kRows * kKeys, *const stats = shrink + kRows;              // [row], [row][2]
-    int* const flags = reinterpret_cast<int*>(stats + 2 * kRows);                          // of each warp
-    Place* const places = reinterpret_cast<Place*>(flags + 4);                             // [tile % 8][key]
+    Real* const q = reinterpret_cast<Real*>(ptx::dynamic_smem());
+    Real *const scores = q + kRows * shape.q_pitch, *const weights = scores + kRows * kKeys;  // [row][key], [key][row]
+    Real *const shrink = weights + kRows * kKeys, *const stats = shrink + kRows;              // [row], [row][2]
+    int* const flags = reinterpret_cast<int*>(stats + 2 * kRows);                             // of each warp
+    Place* const places = reinterpret_cast<Place*>(flags + 4);                                // [tile % 8][key]
     unsigned char* const stages = reinterpret_cast<unsigned char*>(places + 8 * kKeys);
     const T* const key = static_cast<const T*>(task.key) + part.head * task.k.head;
     const T* const value = static_cast<const T*>(task.value) + part.head * task.v.head;
@@ -127,21 +128,21 @@ struct DecodeFma {
     for (int i = 0; i <= prefetched; i++) locate(part.first + i);
     for (int i = tid; i < kRows * shape.q_pitch; i += kThreads) {
       const int r = i / shape.q_pitch, d = i - r * shape.q_pitch, row = part.row0 + r;
-      C x = 0;
+      Real value = 0;
       if (r < live && d < task.head_dim)
-        x = ptx::to_float(static_cast<const T*>(
+        value = ptx::to_float(static_cast<const T*>(
             task.query)[part.batch * task.q_batch + (part.head * task.group + row / task.q_len) * task.q_head +
                         row % task.q_len * task.q_row + d]);
-      q[i] = x;
+      q[i] = value;
     }
     __syncthreads();
     for (int i = 0; i < prefetched; i++) start(part.first + i);
 
     // a thread's score: row `slice`, key tid / kSlices; its weight: row tid / kKeys, key tid % kKeys
     const int slice = tid % kSlices, score_key = tid / kSlices, weight_row = tid / kKeys, weight_key = tid % kKeys;
-    const DecodeRow<C> own(task, part.batch, part.head, sequence.origin, part.row0 + (slice < live ? slice : 0));
-    RowSum<C> row{-C(INFINITY), C(0)};  // of weight_row, this thread's share of the sum
-    C acc[kColumns][kRows] = {};
+    const DecodeRow<Real> own(task, part.batch, part.head, sequence.origin, part.row0 + (slice < live ? slice : 0));
+    RowSum<Real> row{-Real(INFINITY), Real(0)};  // of weight_row, this thread's share of the sum
+    Real acc[kColumns][kRows] = {};
     for (int tile = part.first; tile < part.last; tile++) {
       if (shape.stages == 4)
         ptx::cp_async_wait<2>();
@@ -151,26 +152,26 @@ struct DecodeFma {
       start(tile + prefetched);
       locate(tile + prefetched + 1);
       const unsigned char* k_tile = stages + tile % shape.stages * shape.stage_bytes();
-      const C dot = product(shape, q, k_tile + score_key * shape.k_pitch, live);
+      const Real dot = product(shape, q, k_tile + score_key * shape.k_pitch, live);
       if (slice < live) {
         const int item = tile * kKeys + score_key, at = sequence.key(item);
         const bool seen = places[tile % 8 * kKeys + score_key].outer >= 0 && sequence.keys.visible(own.row, at);
         scores[slice * kKeys + score_key] =
-            seen ? decode_score<T>(task, own, sequence.keys.offset, at, dot) : -C(INFINITY);
+            seen ? decode_score<T>(task, own, sequence.keys.offset, at, dot) : -Real(INFINITY);
       }
       __syncthreads();
       bool hides = false;
       if (weight_row < kRows) {  // whole warps: shuffles stay within a row
-        const C x = weight_row < live ? scores[weight_row * kKeys + weight_key] : C(0);
-        hides = x == -C(INFINITY);
-        C top = x;
+        const Real score = weight_row < live ? scores[weight_row * kKeys + weight_key] : Real(0);
+        hides = score == -Real(INFINITY);
+        Real top = score;
 #pragma unroll
         for (int w = 1; w < kKeys; w *= 2) {
-          const C other = ptx::shfl_xor(top, w);
+          const Real other = ptx::shfl_xor(top, w);
           top = other > top || !(top == top) ? other : top;
         }
         top = row.top > top || !(top == top) ? row.top : top;
-        const C weight = part_weight(x, top), old = part_weight(row.top, top);
+        const Real weight = part_weight(score, top), old = part_weight(row.top, top);
         row = {top, row.sum * old + weight};
         weights[weight_key * kRows + weight_row] = weight;
         if (weight_key == 0) shrink[weight_row] = old;
@@ -194,20 +195,20 @@ struct DecodeFma {
 
   // The tile's weighted values are summed by themselves first: sums that start from the total would round every
   // product at its size. guarded: a weight of exactly 0 hides a value, whatever that is.
-  static __device__ __forceinline__ void add_values(C (&acc)[kColumns][kRows], const DecodeTask& task,
-                                                    const unsigned char* v_tile, int pitch, const C* weights,
-                                                    const C* shrink, int live, bool guarded) {
+  static __device__ __forceinline__ void add_values(Real (&acc)[kColumns][kRows], const DecodeTask& task,
+                                                    const unsigned char* v_tile, int pitch, const Real* weights,
+                                                    const Real* shrink, int live, bool guarded) {
 #pragma unroll
     for (int c = 0; c < kColumns; c++) {
       const int column = c * kThreads + threadIdx.x;
       if (column >= task.v_head_dim) break;
-      C part[kRows] = {};
+      Real part[kRows] = {};
 #pragma unroll 4
-      for (int k = 0; k < kKeys; k++) {
-        const C x = ptx::to_float(reinterpret_cast<const T*>(v_tile + k * pitch)[column]);
-        const auto w = Together<C, kRows>::at(weights + k * kRows);
+      for (int key = 0; key < kKeys; key++) {
+        const Real value = ptx::to_float(reinterpret_cast<const T*>(v_tile + key * pitch)[column]);
+        const auto weight = Together<Real, kRows>::at(weights + key * kRows);
 #pragma unroll
-        for (int r = 0; r < kRows; r++) part[r] += guarded && w.x[r] == C(0) ? C(0) : w.x[r] * x;
+        for (int r = 0; r < kRows; r++) part[r] += guarded && weight.x[r] == Real(0) ? Real(0) : weight.x[r] * value;
       }
 #pragma unroll
       for (int r = 0; r < kRows; r++)
@@ -216,27 +217,27 @@ struct DecodeFma {
   }
 
   static __device__ __forceinline__ void write(const DecodeTask& task, const DecodePart<kKeys>& part,
-                                               const C (&acc)[kColumns][kRows], const C* stats, int live) {
+                                               const Real (&acc)[kColumns][kRows], const Real* stats, int live) {
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
       if (r >= live) break;
-      const RowSum<C> row{stats[2 * r], stats[2 * r + 1]};
+      const RowSum<Real> row{stats[2 * r], stats[2 * r + 1]};
       if (task.splits > 1) {
         const int64_t at = (part.unit * task.splits + part.split) * kRows + r;
-        if (threadIdx.x < 2) static_cast<C*>(task.part_stats)[2 * at + threadIdx.x] = stats[2 * r + threadIdx.x];
+        if (threadIdx.x < 2) static_cast<Real*>(task.part_stats)[2 * at + threadIdx.x] = stats[2 * r + threadIdx.x];
 #pragma unroll
         for (int c = 0; c < kColumns; c++) {
           const int column = c * kThreads + threadIdx.x;
-          if (column < task.v_head_dim && row.sum != C(0))
-            static_cast<C*>(task.part_out)[at * task.v_head_dim + column] = acc[c][r];
+          if (column < task.v_head_dim && row.sum != Real(0))
+            static_cast<Real*>(task.part_out)[at * task.v_head_dim + column] = acc[c][r];
         }
         continue;
       }
       const int i = part.row0 + r, head = part.head * task.group + i / task.q_len;
       const int64_t to = (static_cast<int64_t>(part.batch) * task.kv_heads + part.head) * task.rows + i;
-      C lse;
-      const C factor = end_row(task, part.batch, head, row, lse);
-      if (threadIdx.x == 0) static_cast<C*>(task.lse)[to] = lse;
+      Real lse;
+      const Real factor = end_row(task, part.batch, head, row, lse);
+      if (threadIdx.x == 0) static_cast<Real*>(task.lse)[to] = lse;
 #pragma unroll
       for (int c = 0; c < kColumns; c++) {
         const int column = c * kThreads + threadIdx.x;

@@ -6,33 +6,34 @@ namespace attnjourney {
 
 constexpr int kMergeThreads = 256, kMergeWarps = kMergeThreads / 32;
 // A weight for each split, two numbers and an output for each warp.
-template <class C>
+template <class Real>
 constexpr int merge_smem(int splits, int v_head_dim) {
-  return (splits + kMergeWarps * (2 + v_head_dim)) * static_cast<int>(sizeof(C));
+  return (splits + kMergeWarps * (2 + v_head_dim)) * static_cast<int>(sizeof(Real));
 }
 
 // grid: batch * kv_heads * rows; tile_rows: those of the kernel before. Each warp adds up every kMergeWarps-th split.
 template <class T>
 __global__ void __launch_bounds__(kMergeThreads) decode_merge(const DecodeTask task, int tile_rows) {
-  using C = Compute<T>;
+  using Real = Compute<T>;
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, i = blockIdx.x % task.rows,
             pair = blockIdx.x / task.rows;
   const int batch = pair / task.kv_heads, head = pair % task.kv_heads * task.group + i / task.q_len;
   const int64_t unit = static_cast<int64_t>(pair) * task.row_tiles + i / tile_rows;
   const int64_t first = unit * task.splits * tile_rows + i % tile_rows;  // the row's part of the first split
   const auto part = [&](int split) { return first + static_cast<int64_t>(split) * tile_rows; };
-  const C *const stats = static_cast<const C*>(task.part_stats), *const parts = static_cast<const C*>(task.part_out);
-  C *const weights = reinterpret_cast<C*>(ptx::dynamic_smem()), *const tops = weights + task.splits,
-           *const sums = tops + kMergeWarps, *const outputs = sums + kMergeWarps;  // outputs [warp][v_head_dim]
+  const Real *const stats = static_cast<const Real*>(task.part_stats), *const parts =
+                                                                           static_cast<const Real*>(task.part_out);
+  Real *const weights = reinterpret_cast<Real*>(ptx::dynamic_smem()), *const tops = weights + task.splits,
+              *const sums = tops + kMergeWarps, *const outputs = sums + kMergeWarps;  // outputs [warp][v_head_dim]
 
-  C top = -C(INFINITY), sum = 0;
+  Real top = -Real(INFINITY), sum = 0;
   for (int split = tid; split < task.splits; split += kMergeThreads) {
-    const C own = stats[2 * part(split)];
+    const Real own = stats[2 * part(split)];
     top = own > top ? own : top;
   }
 #pragma unroll
   for (int w = 16; w > 0; w /= 2) {
-    const C other = ptx::shfl_xor(top, w);
+    const Real other = ptx::shfl_xor(top, w);
     top = other > top ? other : top;
   }
   if (lane == 0) tops[warp] = top;
@@ -40,9 +41,9 @@ __global__ void __launch_bounds__(kMergeThreads) decode_merge(const DecodeTask t
 #pragma unroll
   for (int w = 0; w < kMergeWarps; w++) top = tops[w] > top ? tops[w] : top;
   for (int split = tid; split < task.splits; split += kMergeThreads) {
-    const C own = stats[2 * part(split) + 1], weight = part_weight(stats[2 * part(split)], top);
+    const Real own = stats[2 * part(split) + 1], weight = part_weight(stats[2 * part(split)], top);
     sum += weight * own;
-    weights[split] = own == C(0) ? C(-1) : weight;  // -1: there is no output
+    weights[split] = own == Real(0) ? Real(-1) : weight;  // -1: there is no output
   }
 #pragma unroll
   for (int w = 16; w > 0; w /= 2) sum += ptx::shfl_xor(sum, w);
@@ -50,25 +51,25 @@ __global__ void __launch_bounds__(kMergeThreads) decode_merge(const DecodeTask t
   __syncthreads();
 
   for (int column = lane; column < task.v_head_dim; column += 32) {
-    C x = 0;
+    Real value = 0;
 #pragma unroll 4
     for (int split = warp; split < task.splits; split += kMergeWarps)
-      if (!(weights[split] < C(0))) x += weights[split] * parts[part(split) * task.v_head_dim + column];
-    outputs[warp * task.v_head_dim + column] = x;
+      if (!(weights[split] < Real(0))) value += weights[split] * parts[part(split) * task.v_head_dim + column];
+    outputs[warp * task.v_head_dim + column] = value;
   }
   sum = sums[0];
 #pragma unroll
   for (int w = 1; w < kMergeWarps; w++) sum += sums[w];
-  C lse;
-  const C factor = end_row(task, batch, head, RowSum<C>{top, sum}, lse);
-  if (tid == 0) static_cast<C*>(task.lse)[blockIdx.x] = lse;
+  Real lse;
+  const Real factor = end_row(task, batch, head, RowSum<Real>{top, sum}, lse);
+  if (tid == 0) static_cast<Real*>(task.lse)[blockIdx.x] = lse;
   __syncthreads();
   T* const out = static_cast<T*>(task.out) + static_cast<int64_t>(blockIdx.x) * task.v_head_dim;
   for (int column = tid; column < task.v_head_dim; column += kMergeThreads) {
-    C x = 0;
+    Real value = 0;
 #pragma unroll
-    for (int w = 0; w < kMergeWarps; w++) x += outputs[w * task.v_head_dim + column];
-    store_one<T>(out + column, x * factor);
+    for (int w = 0; w < kMergeWarps; w++) value += outputs[w * task.v_head_dim + column];
+    store_one<T>(out + column, value * factor);
   }
 }
 

@@ -10,8 +10,8 @@ namespace attnjourney {
 template <class T_>
 struct LatentFma {
   using T = T_;
-  using C = Compute<T>;
-  static constexpr int kThreads = 128, kRows = sizeof(C) == 8 ? 8 : 16, kKeys = kRows;
+  using Real = Compute<T>;
+  static constexpr int kThreads = 128, kRows = sizeof(Real) == 8 ? 8 : 16, kKeys = kRows;
   static constexpr int kSlices = kThreads * 4 / (kRows * kKeys);  // threads that share four products
   static constexpr int kColumns = kLatentValueDim / kThreads;
   static constexpr int kBlocks = 3;  // of a multiprocessor: 168 registers a thread
@@ -22,24 +22,24 @@ struct LatentFma {
   }
   static constexpr int smem_bytes(
       int head_dim) {  // queries, keys, weights, what shrinks outputs, sums; whether a key is anywhere
-    return static_cast<int>(((kRows + kKeys) * pitch(head_dim) + kKeys * kRows + 3 * kRows) * sizeof(C)) + kKeys * 4;
+    return static_cast<int>(((kRows + kKeys) * pitch(head_dim) + kKeys * kRows + 3 * kRows) * sizeof(Real)) + kKeys * 4;
   }
 
   struct alignas(16) Four {
-    C x[4];
+    Real x[4];
   };
   // One row by one warp, zeros behind it; from null: zeros.
-  static __device__ __forceinline__ void load_row(C* to, const T* from, int dim, int width) {
-    for (int d = threadIdx.x % 32; d < width; d += 32) to[d] = from && d < dim ? C(ptx::to_float(from[d])) : C(0);
+  static __device__ __forceinline__ void load_row(Real* to, const T* from, int dim, int width) {
+    for (int d = threadIdx.x % 32; d < width; d += 32) to[d] = from && d < dim ? Real(ptx::to_float(from[d])) : Real(0);
   }
 
   static __device__ __forceinline__ void run(const DecodeTask& task) {
     const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, width = pitch(task.head_dim) - 4, step = width + 4;
     const DecodePart<kKeys> part(task, kRows);
     const DecodeSequence& sequence = part.sequence;
-    C* const queries = reinterpret_cast<C*>(ptx::dynamic_smem());
-    C *const keys = queries + kRows * step, *const weights = keys + kKeys * step;  // weights [key][row]
-    C *const shrinks = weights + kKeys * kRows, *const stats = shrinks + kRows;    // [row], [row][2]
+    Real* const queries = reinterpret_cast<Real*>(ptx::dynamic_smem());
+    Real *const keys = queries + kRows * step, *const weights = keys + kKeys * step;  // weights [key][row]
+    Real *const shrinks = weights + kKeys * kRows, *const stats = shrinks + kRows;    // [row], [row][2]
     uint32_t* const there = reinterpret_cast<uint32_t*>(stats + 2 * kRows);
     const T* const latent = static_cast<const T*>(task.key) + part.head * task.k.head;
     for (int r = warp; r < kRows; r += kThreads / 32) {
@@ -51,10 +51,10 @@ struct LatentFma {
 
     // rows 2 a and 2 a + 1, keys 2 b and 2 b + 1
     const int slice = tid % kSlices, a = tid / kSlices % (kRows / 2), b = tid / kSlices / (kRows / 2);
-    const DecodeRow<C> rows[2] = {{task, part.batch, part.head, sequence.origin, part.row0 + 2 * a},
-                                  {task, part.batch, part.head, sequence.origin, part.row0 + 2 * a + 1}};
-    RowSum<C> row{-C(INFINITY), C(0)};  // of row tid, for tid < kRows
-    C acc[kColumns][kRows] = {};
+    const DecodeRow<Real> rows[2] = {{task, part.batch, part.head, sequence.origin, part.row0 + 2 * a},
+                                     {task, part.batch, part.head, sequence.origin, part.row0 + 2 * a + 1}};
+    RowSum<Real> row{-Real(INFINITY), Real(0)};  // of row tid, for tid < kRows
+    Real acc[kColumns][kRows] = {};
     for (int tile = part.first; tile < part.last; tile++) {
       __syncthreads();  // @tile_read: every thread is past the tile before
       for (int k = warp; k < kKeys; k += kThreads / 32) {
@@ -64,7 +64,7 @@ struct LatentFma {
         if (lane == 0) there[k] = at.outer >= 0;
       }
       __syncthreads();
-      C x[2][2] = {};
+      Real products[2][2] = {};
       for (int d = 4 * slice; d < width; d += 4 * kSlices) {
         Four q[2], k[2];
 #pragma unroll
@@ -75,20 +75,20 @@ struct LatentFma {
 #pragma unroll
         for (int e = 0; e < 4; e++)
 #pragma unroll
-          for (int i = 0; i < 4; i++) x[i / 2][i % 2] += q[i / 2].x[e] * k[i % 2].x[e];
+          for (int i = 0; i < 4; i++) products[i / 2][i % 2] += q[i / 2].x[e] * k[i % 2].x[e];
       }
       const bool whole = !task.table && sequence.is_whole(tile * kKeys, kKeys);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        C product = x[i / 2][i % 2];
+        Real product = products[i / 2][i % 2];
 #pragma unroll
         for (int w = kSlices / 2; w > 0; w /= 2) product += ptx::shfl_xor(product, w);
         if (i % kSlices != slice) continue;
         const int k = 2 * b + i % 2, key = sequence.key(tile * kKeys + k);
-        const DecodeRow<C>& r = rows[i / 2];
+        const DecodeRow<Real>& r = rows[i / 2];
         const bool seen = there[k] && (whole || sequence.keys.visible(r.row, key));
         weights[k * kRows + 2 * a + i / 2] =
-            seen ? decode_score<T>(task, r, sequence.keys.offset, key, product) : -C(INFINITY);
+            seen ? decode_score<T>(task, r, sequence.keys.offset, key, product) : -Real(INFINITY);
       }
       __syncthreads();
       if (tid < kRows) softmax(weights + tid, row, shrinks[tid]);
@@ -101,17 +101,17 @@ struct LatentFma {
   }
 
   // A row's scores of a tile to weights, by one thread.
-  static __device__ __forceinline__ void softmax(C* weights, RowSum<C>& row, C& shrink) {
-    C top = row.top;
-    for (int k = 0; k < kKeys; k++) {
-      const C x = weights[k * kRows];
-      top = x > top ? x : top;
+  static __device__ __forceinline__ void softmax(Real* weights, RowSum<Real>& row, Real& shrink) {
+    Real top = row.top;
+    for (int key = 0; key < kKeys; key++) {
+      const Real score = weights[key * kRows];
+      top = score > top ? score : top;
     }
     shrink = part_weight(row.top, top);
-    C sum = 0;
-    for (int k = 0; k < kKeys; k++) {
-      const C weight = part_weight(weights[k * kRows], top);
-      weights[k * kRows] = weight;
+    Real sum = 0;
+    for (int key = 0; key < kKeys; key++) {
+      const Real weight = part_weight(weights[key * kRows], top);
+      weights[key * kRows] = weight;
       sum += weight;
     }
     row = {top, row.sum * shrink + sum};
@@ -119,20 +119,21 @@ struct LatentFma {
 
   // The tile's weighted values are summed by themselves first: sums that start from the total would round every
   // product at its size. guarded: a weight of exactly 0 hides a value, whatever that is.
-  static __device__ __forceinline__ void add_values(C (&acc)[kColumns][kRows], const DecodeTask& task, const C* keys,
-                                                    int step, const C* weights, const C* shrinks, bool guarded) {
+  static __device__ __forceinline__ void add_values(Real (&acc)[kColumns][kRows], const DecodeTask& task,
+                                                    const Real* keys, int step, const Real* weights,
+                                                    const Real* shrinks, bool guarded) {
 #pragma unroll
     for (int c = 0; c < kColumns; c++) {
       const int column = c * kThreads + threadIdx.x;
       if (column >= task.v_head_dim) break;
-      C sum[kRows] = {};
+      Real sum[kRows] = {};
 #pragma unroll 2
-      for (int k = 0; k < kKeys; k++) {
-        const C x = keys[k * step + column];
+      for (int key = 0; key < kKeys; key++) {
+        const Real value = keys[key * step + column];
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
-          const C weight = weights[k * kRows + r];
-          sum[r] += guarded && weight == C(0) ? C(0) : weight * x;
+          const Real weight = weights[key * kRows + r];
+          sum[r] += guarded && weight == Real(0) ? Real(0) : weight * value;
         }
       }
 #pragma unroll
@@ -141,27 +142,27 @@ struct LatentFma {
   }
 
   static __device__ __forceinline__ void write(const DecodeTask& task, const DecodePart<kKeys>& part,
-                                               const C (&acc)[kColumns][kRows], const C* stats) {
+                                               const Real (&acc)[kColumns][kRows], const Real* stats) {
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
       const int i = part.row0 + r;
       if (i >= task.rows) break;
-      const RowSum<C> all{stats[2 * r], stats[2 * r + 1]};
+      const RowSum<Real> all{stats[2 * r], stats[2 * r + 1]};
       const int64_t at = (part.unit * task.splits + part.split) * kRows + r;
       const int64_t to = (static_cast<int64_t>(part.batch) * task.kv_heads + part.head) * task.rows + i;
-      C lse, factor = 1;
+      Real lse, factor = 1;
       if (task.splits > 1) {
-        if (threadIdx.x < 2) static_cast<C*>(task.part_stats)[2 * at + threadIdx.x] = stats[2 * r + threadIdx.x];
+        if (threadIdx.x < 2) static_cast<Real*>(task.part_stats)[2 * at + threadIdx.x] = stats[2 * r + threadIdx.x];
       } else {
         factor = end_row(task, part.batch, part.head * task.group + i / task.q_len, all, lse);
-        if (threadIdx.x == 0) static_cast<C*>(task.lse)[to] = lse;
+        if (threadIdx.x == 0) static_cast<Real*>(task.lse)[to] = lse;
       }
 #pragma unroll
       for (int c = 0; c < kColumns; c++) {
         const int column = c * kThreads + threadIdx.x;
         if (column >= task.v_head_dim) break;
         if (task.splits > 1)
-          static_cast<C*>(task.part_out)[at * task.v_head_dim + column] = acc[c][r];
+          static_cast<Real*>(task.part_out)[at * task.v_head_dim + column] = acc[c][r];
         else
           store_one<T>(static_cast<T*>(task.out) + to * task.v_head_dim + column, acc[c][r] * factor);
       }

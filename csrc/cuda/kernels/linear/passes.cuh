@@ -1,6 +1,6 @@
 // The passes around the walk of linear attention; 256 threads a block.
 #pragma once
-#include "rows.cuh"
+#include "row_tiles.cuh"
 
 namespace attnjourney {
 
@@ -16,7 +16,7 @@ inline int64_t linear_prepare_blocks(const LinearPrepare& task) {
 }
 
 // One thread for each number of the state of a head.
-template <class C>
+template <class Real>
 __global__ void __launch_bounds__(kLinearPassThreads) linear_scan(const LinearScan task) {
   const int64_t i = int64_t(blockIdx.x) * kLinearPassThreads + threadIdx.x;
   const int numbers = task.rows * task.cols + task.vector;
@@ -24,20 +24,20 @@ __global__ void __launch_bounds__(kLinearPassThreads) linear_scan(const LinearSc
   if (head >= task.heads) return;
   const bool in_matrix = n < task.rows * task.cols;
   const int row = in_matrix ? n / task.cols : 0, col = in_matrix ? n - row * task.cols : n - task.rows * task.cols;
-  const auto place = [&](const LinearState& s) -> C* {
-    C* base = static_cast<C*>(in_matrix ? s.matrix : s.vector);
+  const auto place = [&](const LinearState& s) -> Real* {
+    Real* base = static_cast<Real*>(in_matrix ? s.matrix : s.vector);
     if (!base) return nullptr;
     return base + (in_matrix ? head * s.head + row * s.row + col * s.col : head * s.vector_head + col);
   };
-  const C* first = place(task.first);
-  C* const states = place(task.states);
-  C* const last = place(task.last);
+  const Real* first = place(task.first);
+  Real* const states = place(task.states);
+  Real* const last = place(task.last);
   const int64_t step = in_matrix ? task.states.piece : task.states.vector_piece;
-  C sum = first ? *first : C(0);
+  Real sum = first ? *first : Real(0);
 #pragma unroll 4
   for (int k = 0; k < task.pieces; k++) {
-    C& s = states[(task.reverse ? task.pieces - 1 - k : k) * step];
-    const C own = s;
+    Real& s = states[(task.reverse ? task.pieces - 1 - k : k) * step];
+    const Real own = s;
     if (!task.total) s = sum;
     sum += own;
   }
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kLinearPassThreads) linear_scan(const LinearSc
 // One warp for each row.
 template <class T>
 __global__ void __launch_bounds__(kLinearPassThreads) linear_prepare(const LinearPrepare task) {
-  using C = typename LinearElement<T>::C;
+  using Real = typename LinearElement<T>::Real;
   const int64_t row = int64_t(blockIdx.x) * (kLinearPassThreads / 32) + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   if (row >= task.rows) return;
@@ -56,15 +56,15 @@ __global__ void __launch_bounds__(kLinearPassThreads) linear_prepare(const Linea
   const T* grad_out = static_cast<const T*>(task.grad_out) + pair / task.q_heads * task.batch +
                       pair % task.q_heads * task.head + at * task.row;
   const T* out = static_cast<const T*>(task.out) + row * task.cols;
-  const C denominator = static_cast<const C*>(task.denominator)[row];
-  const C inverse = denominator == C(0) ? C(0) : C(1) / denominator;
-  C sum = 0;
+  const Real denominator = static_cast<const Real*>(task.denominator)[row];
+  const Real inverse = denominator == Real(0) ? Real(0) : Real(1) / denominator;
+  Real sum = 0;
   for (int e = lane; e < task.cols; e += 32) sum += ptx::to_float(grad_out[e]) * inverse * ptx::to_float(out[e]);
   sum = warp_sum(sum);
   if (lane) return;
-  if (task.grad_denominator) sum -= static_cast<const C*>(task.grad_denominator)[row];
-  static_cast<C*>(task.inverse)[row] = inverse;
-  static_cast<C*>(task.grad)[row] = -sum;
+  if (task.grad_denominator) sum -= static_cast<const Real*>(task.grad_denominator)[row];
+  static_cast<Real*>(task.inverse)[row] = inverse;
+  static_cast<Real*>(task.grad)[row] = -sum;
 }
 
 }  // namespace attnjourney

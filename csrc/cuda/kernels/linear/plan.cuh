@@ -48,9 +48,7 @@ class LinearPlan {
     task.extra = problem.normalize ? LinearExtra::value_column : LinearExtra::none;
     task.result = LinearResult::out, task.x = problem.out, task.denominator = problem.denominator,
     task.eps = problem.eps;
-    const auto dense = [&](void* s, void* z) {
-      return LinearState{s, z, 0, matrix(), problem.v_head_dim, 1, 0, problem.head_dim};
-    };
+    const auto dense = [&](void* s, void* z) { return state(s, z, problem.v_head_dim, 1); };
     run(launch, task, dense(problem.initial_state, problem.initial_normalizer),
         dense(problem.state, problem.normalizer), problem.q_len, problem.kv_len);
   }
@@ -59,16 +57,23 @@ class LinearPlan {
   void backward(Launch&& launch) const {
     LinearRows grad = problem.grad_out;
     if (problem.normalize) {
-      launch.prepare(LinearPrepare{grad.data, problem.out, grad.batch, grad.head, grad.row, problem.denominator,
-                                   problem.grad_denominator, problem.inverse, problem.grad, problem.q_heads,
-                                   problem.q_len, problem.v_head_dim,
-                                   int64_t{problem.batch} * problem.q_heads * problem.q_len});
+      launch.prepare(LinearPrepare{.grad_out = grad.data,
+                                   .out = problem.out,
+                                   .batch = grad.batch,
+                                   .head = grad.head,
+                                   .row = grad.row,
+                                   .denominator = problem.denominator,
+                                   .grad_denominator = problem.grad_denominator,
+                                   .inverse = problem.inverse,
+                                   .grad = problem.grad,
+                                   .q_heads = problem.q_heads,
+                                   .length = problem.q_len,
+                                   .cols = problem.v_head_dim,
+                                   .rows = int64_t{problem.batch} * problem.q_heads * problem.q_len});
       grad.scales = problem.inverse;
     }
     const LinearExtra extra = problem.normalize ? LinearExtra::depth_column : LinearExtra::none;
-    const auto transposed = [&](void* s, void* z) {
-      return LinearState{s, z, 0, matrix(), 1, problem.v_head_dim, 0, problem.head_dim};
-    };
+    const auto transposed = [&](void* s, void* z) { return state(s, z, 1, problem.v_head_dim); };
     if (problem.grad_query) {
       LinearTask task = product(grad, problem.value, problem.key, problem.v_head_dim, problem.head_dim, true);
       task.extra = extra, task.a_column = problem.grad;
@@ -90,7 +95,14 @@ class LinearPlan {
                            false);  // T is the transposed of T^T
     v.reverse = true;
     v.result = LinearResult::grad_value, v.x = problem.grad_value, v.slope_of = problem.value;
-    v.before = {held.matrix, nullptr, held.piece, held.head, held.col, held.row, 0, 0};
+    v.before = {.matrix = held.matrix,
+                .vector = nullptr,
+                .piece = held.piece,
+                .head = held.head,
+                .row = held.col,
+                .col = held.row,
+                .vector_piece = 0,
+                .vector_head = 0};
     walk(launch, v,
          problem.causal ? pieces(problem.head_dim, problem.q_len) : pieces(problem.v_head_dim, problem.kv_len),
          problem.kv_len);
@@ -99,6 +111,17 @@ class LinearPlan {
  private:
   static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
   int64_t matrix() const { return int64_t{problem.head_dim} * problem.v_head_dim; }
+  // a dense state of one piece, with these strides of the matrix
+  LinearState state(void* matrix_data, void* vector_data, int64_t row, int64_t col) const {
+    return {.matrix = matrix_data,
+            .vector = vector_data,
+            .piece = 0,
+            .head = matrix(),
+            .row = row,
+            .col = col,
+            .vector_piece = 0,
+            .vector_head = problem.head_dim};
+  }
   int64_t slot() const { return matrix() + most(problem.head_dim, problem.v_head_dim); }  // numbers of a head's state
   int slices(int cols) const { return cols > chunk_ ? (cols + chunk_ - 1) / chunk_ : 1; }
 
@@ -141,10 +164,14 @@ class LinearPlan {
       return first;
     }
     const int64_t step = heads_ * slot();
-    LinearState slots{problem.states, static_cast<char*>(problem.states) + matrix() * problem.number_size,
-                      step,           slot(),
-                      task.cols,      1,
-                      step,           slot()};
+    LinearState slots{.matrix = problem.states,
+                      .vector = static_cast<char*>(problem.states) + matrix() * problem.number_size,
+                      .piece = step,
+                      .head = slot(),
+                      .row = task.cols,
+                      .col = 1,
+                      .vector_piece = step,
+                      .vector_head = slot()};
     LinearTask sums = task;
     sums.sums = true, sums.after = slots;
     walk(launch, sums, summed, b_length);
@@ -152,8 +179,16 @@ class LinearPlan {
                        : task.extra == LinearExtra::value_column ? task.depth
                                                                  : task.cols;
     if (heads_ > 0)
-      launch.scan(LinearScan{first, slots, last, summed.count, static_cast<int>(heads_), task.depth, task.cols, vector,
-                             task.reverse, !problem.causal});
+      launch.scan(LinearScan{.first = first,
+                             .states = slots,
+                             .last = last,
+                             .pieces = summed.count,
+                             .heads = static_cast<int>(heads_),
+                             .rows = task.depth,
+                             .cols = task.cols,
+                             .vector = vector,
+                             .reverse = task.reverse,
+                             .total = !problem.causal});
     if (!problem.causal) slots.piece = slots.vector_piece = 0;
     if (!task.x) return slots;
     task.before = slots;

@@ -2,7 +2,7 @@
 // and in three parts for float32, or by plain multiply and add: float64, and whatever holds an inf or a NaN.
 // 16-bit inputs are exact in TF32, and with the state in float32 no sum leaves its range.
 #pragma once
-#include "rows.cuh"
+#include "row_tiles.cuh"
 
 namespace attnjourney {
 
@@ -18,13 +18,13 @@ struct LinearBand {
 
 template <class T>
 struct LinearProducts {
-  using C = typename LinearElement<T>::C;
-  static constexpr bool kTensor = sizeof(C) == 4;
+  using Real = typename LinearElement<T>::Real;
+  static constexpr bool kTensor = sizeof(Real) == 4;
   static constexpr int kParts = sizeof(T) == 4 ? 3 : 1;   // of a product
   static constexpr bool kRound = kTensor && kParts == 1;  // tiles hold rounded numbers
 
   // what is put into a tile
-  static __device__ __forceinline__ C stored(C x) {
+  static __device__ __forceinline__ Real stored(Real x) {
     if constexpr (kRound) x = ptx::round_tf32(x);
     return x;
   }
@@ -33,13 +33,13 @@ struct LinearProducts {
   // column of which t = 0 holds the elements 0 and 2.
   template <int Tiles>
   struct Sums {
-    C acc[Tiles][4], more[4];
+    Real acc[Tiles][4], more[4];
     __device__ __forceinline__ void clear() {
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        more[e] = C(0);
+        more[e] = Real(0);
 #pragma unroll
-        for (int i = 0; i < Tiles; i++) acc[i][e] = C(0);
+        for (int i = 0; i < Tiles; i++) acc[i][e] = Real(0);
       }
     }
   };
@@ -108,8 +108,8 @@ struct LinearProducts {
 #pragma unroll 1
       for (int h = 0; h < 2; h++) {
         if (!seen(g + 8 * h, k)) continue;
-        const C x = a(g + 8 * h, k);
-        const auto add = [&](C(&d)[4], C b0, C b1) {
+        const Real x = a(g + 8 * h, k);
+        const auto add = [&](Real(&d)[4], Real b0, Real b1) {
           if (h == 0) {
             d[0] += x * b0, d[1] += x * b1;
           } else {
@@ -118,7 +118,7 @@ struct LinearProducts {
         };
 #pragma unroll
         for (int i = 0; i < Tiles; i++) add(sums.acc[i], b(k, columns(i) + 2 * t), b(k, columns(i) + 2 * t + 1));
-        if (has_more) add(sums.more, more(k), C(0));
+        if (has_more) add(sums.more, more(k), Real(0));
       }
   }
 };

@@ -10,9 +10,9 @@ namespace attnjourney {
 template <class T_, int Chunk>
 struct LinearWalk {
   using T = T_;
-  using E = LinearElement<T>;
-  using C = typename E::C;
-  using P = LinearProducts<T>;
+  using Element = LinearElement<T>;
+  using Real = typename Element::Real;
+  using Products = LinearProducts<T>;
   static constexpr int kRows = Chunk, kCols = Chunk, kDepth = 32, kThreads = 128;
   // warps over the 16-row tiles of a chunk, and over columns
   static constexpr int kRowWarps = kRows / 16, kColWarps = 4 / kRowWarps;
@@ -21,7 +21,8 @@ struct LinearWalk {
   // Numbers from row to row of A and B; of P and X, which lie where A and B were; of C and the state. Eight rows of
   // four columns of the former, four rows of eight columns of the latter meet no bank twice; double, whose threads read
   // one row of the latter, is denser, so that 99 KB hold 256 rows of the state.
-  static constexpr int kPartPitch = kDepth + 4, kScorePitch = kCols + 4, kStatePitch = kCols + (sizeof(C) == 4 ? 8 : 0);
+  static constexpr int kPartPitch = kDepth + 4, kScorePitch = kCols + 4,
+                       kStatePitch = kCols + (sizeof(Real) == 4 ? 8 : 0);
   static_assert(kScorePitch <= 2 * kPartPitch);
 
   static constexpr bool kPrefetch = sizeof(T) == 2;  // parts are fetched before they are needed; more would spill
@@ -30,18 +31,18 @@ struct LinearWalk {
   // A and B, or P or X; C; columns of A and B; denominators; the vector; the warps' flags; the state
   static constexpr int kBeforeState = kRows * (2 * kPartPitch + kStatePitch + 3) + kLinearDepth + 16;
   static constexpr int smem_bytes(int depth) {
-    return int(sizeof(C)) * (kBeforeState + parts(depth) * kDepth * kStatePitch);
+    return int(sizeof(Real)) * (kBeforeState + parts(depth) * kDepth * kStatePitch);
   }
 
   const LinearTask& task;
-  C *state, *vector, *a, *b, *c, *a_column, *b_column, *denominator;
+  Real *state, *vector, *a, *b, *c, *a_column, *b_column, *denominator;
   uint32_t* flags;
   int warp;
   int batch, kv_head, piece, first_col;
   bool bad = false;  // something is not finite: found by this thread's warp, then known to all
 
   __device__ __forceinline__ explicit LinearWalk(const LinearTask& task_) : task(task_) {
-    a = reinterpret_cast<C*>(ptx::dynamic_smem()), b = a + kRows * kPartPitch, c = b + kRows * kPartPitch;
+    a = reinterpret_cast<Real*>(ptx::dynamic_smem()), b = a + kRows * kPartPitch, c = b + kRows * kPartPitch;
     a_column = c + kRows * kStatePitch, b_column = a_column + kRows, denominator = b_column + kRows;
     vector = denominator + kRows, flags = reinterpret_cast<uint32_t*>(vector + kLinearDepth);
     state = a + kBeforeState;
@@ -66,23 +67,24 @@ struct LinearWalk {
 
   __device__ __forceinline__ void begin_state() {
     const LinearState& s = task.before;
-    const C* matrix = task.sums ? nullptr : static_cast<const C*>(s.matrix);
-    const C* given = task.sums ? nullptr : static_cast<const C*>(s.vector);
-    C sum = 0;
+    const Real* matrix = task.sums ? nullptr : static_cast<const Real*>(s.matrix);
+    const Real* given = task.sums ? nullptr : static_cast<const Real*>(s.vector);
+    Real sum = 0;
     for (int i = threadIdx.x; i < parts(task.depth) * kDepth * kCols; i += kThreads) {
       const int row = i / kCols, col = i % kCols;
       const bool there = matrix && row < task.depth && first_col + col < task.cols;
-      const C x = there ? matrix[piece * s.piece + head() * s.head + row * s.row + (first_col + col) * s.col] : C(0);
+      const Real x =
+          there ? matrix[piece * s.piece + head() * s.head + row * s.row + (first_col + col) * s.col] : Real(0);
       sum += x - x;
       state[row * kStatePitch + col] = x;
     }
     for (int i = threadIdx.x; i < kLinearDepth; i += kThreads) {
       const bool there = given && i < vector_count();
-      const C x = there ? given[piece * s.vector_piece + head() * s.vector_head + vector_begin() + i] : C(0);
+      const Real x = there ? given[piece * s.vector_piece + head() * s.vector_head + vector_begin() + i] : Real(0);
       sum += x - x;
       vector[i] = x;
     }
-    bad = sum != C(0);
+    bad = sum != Real(0);
   }
   __device__ __forceinline__ void end_state() const {
     const LinearState& s = task.after;
@@ -92,13 +94,13 @@ struct LinearWalk {
       for (int i = threadIdx.x; i < task.depth * kCols; i += kThreads) {
         const int row = i / kCols, col = i % kCols;
         if (first_col + col < task.cols)
-          static_cast<C*>(s.matrix)[piece * s.piece + head() * s.head + row * s.row + (first_col + col) * s.col] =
+          static_cast<Real*>(s.matrix)[piece * s.piece + head() * s.head + row * s.row + (first_col + col) * s.col] =
               state[row * kStatePitch + col];
       }
     if (!s.vector || (task.extra == LinearExtra::value_column && first_col))
       return;  // one slice's vector is every slice's
     for (int i = threadIdx.x; i < vector_count(); i += kThreads)
-      static_cast<C*>(s.vector)[piece * s.vector_piece + head() * s.vector_head + vector_begin() + i] = vector[i];
+      static_cast<Real*>(s.vector)[piece * s.vector_piece + head() * s.vector_head + vector_begin() + i] = vector[i];
   }
 
   // ---- whether any thread of the block has found a number that is not finite ----
@@ -120,59 +122,62 @@ struct LinearWalk {
 
   // sums += sum over begin <= k < end; see LinearProducts
   template <bool RoundB, int Tiles, class A, class B, class More, class Columns, class Used, class Seen>
-  __device__ __forceinline__ void multiply(typename P::template Sums<Tiles>& sums, int begin, int end, A&& x, B&& y,
-                                           bool has_more, More&& more, Columns&& columns, Used&& used,
+  __device__ __forceinline__ void multiply(typename Products::template Sums<Tiles>& sums, int begin, int end, A&& x,
+                                           B&& y, bool has_more, More&& more, Columns&& columns, Used&& used,
                                            Seen&& seen) const {
-    if constexpr (P::kTensor)
-      if (!bad) return P::template on_tensor_cores<RoundB>(sums, begin, end, x, y, has_more, more, columns, used);
-    P::one_by_one(sums, begin, end, x, y, has_more, more, columns, seen);
+    if constexpr (Products::kTensor)
+      if (!bad)
+        return Products::template on_tensor_cores<RoundB>(sums, begin, end, x, y, has_more, more, columns, used);
+    Products::one_by_one(sums, begin, end, x, y, has_more, more, columns, seen);
   }
 
   // P += A B^T
-  __device__ __forceinline__ void add_scores(typename P::template Sums<kTiles>& scores, const LinearBand& band) const {
+  __device__ __forceinline__ void add_scores(typename Products::template Sums<kTiles>& scores,
+                                             const LinearBand& band) const {
     const int row = row_tile();
     multiply<false>(
         scores, 0, kDepth, [&](int r, int k) { return a[(row + r) * kPartPitch + k]; },
-        [&](int k, int j) { return b[j * kPartPitch + k]; }, false, [](int) { return C(0); },
+        [&](int k, int j) { return b[j * kPartPitch + k]; }, false, [](int) { return Real(0); },
         [&](int i) { return column(i); }, [&](int i) { return band.any(row, column(i)); },
         [](int, int) { return true; });
   }
   // X += A S
-  __device__ __forceinline__ void add_state(typename P::template Sums<kTiles>& x, int depth) const {
+  __device__ __forceinline__ void add_state(typename Products::template Sums<kTiles>& x, int depth) const {
     const int row = row_tile();
     multiply<true>(
         x, 0, kDepth, [&](int r, int k) { return a[(row + r) * kPartPitch + k]; },
         [&](int k, int j) { return state[(depth + k) * kStatePitch + j]; }, has_ones() && warp / kRowWarps == 0,
-        [&](int k) { return P::stored(vector[depth + k]); }, [&](int i) { return column(i); }, [](int) { return true; },
-        [&](int, int k) { return depth + k < task.depth; });
+        [&](int k) { return Products::stored(vector[depth + k]); }, [&](int i) { return column(i); },
+        [](int) { return true; }, [&](int, int k) { return depth + k < task.depth; });
   }
   // X += P C
-  __device__ __forceinline__ void add_values(typename P::template Sums<kTiles>& x, const LinearBand& band) const {
+  __device__ __forceinline__ void add_values(typename Products::template Sums<kTiles>& x,
+                                             const LinearBand& band) const {
     const int row = row_tile();
     multiply<false>(
         x, band.upper ? row : 0, band.upper ? kRows : row + 16,
         [&](int r, int k) { return a[(row + r) * kScorePitch + k]; },
         [&](int k, int j) { return c[k * kStatePitch + j]; }, has_ones() && warp / kRowWarps == 0,
-        [](int) { return C(1); }, [&](int i) { return column(i); }, [](int) { return true; },
+        [](int) { return Real(1); }, [&](int i) { return column(i); }, [](int) { return true; },
         [&](int r, int k) { return band.seen(row + r, k); });
   }
   // B^T C, of 32 rows of the state
-  __device__ __forceinline__ void state_of_chunk(typename P::template Sums<kStateTiles>& u) const {
+  __device__ __forceinline__ void state_of_chunk(typename Products::template Sums<kStateTiles>& u) const {
     const int row = state_row_tile();
     multiply<false>(
         u, 0, kRows, [&](int r, int k) { return b[k * kPartPitch + row + r]; },
-        [&](int k, int j) { return c[k * kStatePitch + j]; }, has_ones() && warp / 2 == 0, [](int) { return C(1); },
+        [&](int k, int j) { return c[k * kStatePitch + j]; }, has_ones() && warp / 2 == 0, [](int) { return Real(1); },
         [&](int i) { return state_column(i); }, [](int) { return true; }, [](int, int) { return true; });
   }
-  __device__ __forceinline__ void keep_state(const typename P::template Sums<kStateTiles>& u, int depth) {
+  __device__ __forceinline__ void keep_state(const typename Products::template Sums<kStateTiles>& u, int depth) {
     const int lane = ptx::opaque(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
-    C sum = 0;
+    Real sum = 0;
 #pragma unroll
     for (int e = 0; e < 4; e++) {
       const int row = depth + state_row_tile() + g + e / 2 * 8;
 #pragma unroll
       for (int i = 0; i < kStateTiles; i++) {
-        C& s = state[row * kStatePitch + state_column(i) + 2 * t + e % 2];
+        Real& s = state[row * kStatePitch + state_column(i) + 2 * t + e % 2];
         s += u.acc[i][e];
         sum += s - s;
       }
@@ -181,47 +186,48 @@ struct LinearWalk {
         sum += vector[row] - vector[row];
       }
     }
-    bad |= sum != C(0);
+    bad |= sum != Real(0);
   }
 
   // P, with what the further column of A and B adds and 0 where hidden, to where A and B were
-  __device__ __forceinline__ void keep_scores(const typename P::template Sums<kTiles>& scores, const LinearBand& band) {
+  __device__ __forceinline__ void keep_scores(const typename Products::template Sums<kTiles>& scores,
+                                              const LinearBand& band) {
     const int lane = ptx::opaque(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
     const bool more = task.extra == LinearExtra::depth_column;
-    C sum = 0;
+    Real sum = 0;
 #pragma unroll
     for (int e = 0; e < 4; e++) {
       const int row = row_tile() + g + e / 2 * 8;
-      const C of_row = more ? a_column[row] : C(0);
+      const Real of_row = more ? a_column[row] : Real(0);
 #pragma unroll
       for (int i = 0; i < kTiles; i++) {
         const int col = column(i) + 2 * t + e % 2;
-        C x = scores.acc[i][e];
+        Real x = scores.acc[i][e];
         if (more) x += of_row * b_column[col];
-        x = band.seen(row, col) ? x : C(0);
+        x = band.seen(row, col) ? x : Real(0);
         sum += x - x;
-        a[row * kScorePitch + col] = P::stored(x);
+        a[row * kScorePitch + col] = Products::stored(x);
       }
     }
-    bad |= sum != C(0);
+    bad |= sum != Real(0);
   }
 
   // X before anything is added: what the further column of A reads of the state
-  __device__ __forceinline__ void begin_result(typename P::template Sums<kTiles>& x) const {
+  __device__ __forceinline__ void begin_result(typename Products::template Sums<kTiles>& x) const {
     x.clear();
     if (task.extra != LinearExtra::depth_column) return;
     const int lane = ptx::opaque(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int e = 0; e < 4; e++) {
-      const C of_row = a_column[row_tile() + g + e / 2 * 8];
+      const Real of_row = a_column[row_tile() + g + e / 2 * 8];
 #pragma unroll
       for (int i = 0; i < kTiles; i++) x.acc[i][e] = of_row * vector[column(i) + 2 * t + e % 2];
     }
   }
 
   // X to memory: through where A and B were, so that whole chunks of rows are written
-  __device__ __forceinline__ void write(const typename P::template Sums<kTiles>& x, int head, int heads, int row0,
-                                        int end) const {
+  __device__ __forceinline__ void write(const typename Products::template Sums<kTiles>& x, int head, int heads,
+                                        int row0, int end) const {
     const int lane = ptx::opaque(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
     __syncthreads();
 #pragma unroll
@@ -229,40 +235,40 @@ struct LinearWalk {
       const int row = row_tile() + g + e / 2 * 8;
 #pragma unroll
       for (int i = 0; i < kTiles; i++) a[row * kScorePitch + column(i) + 2 * t + e % 2] = x.acc[i][e];
-      if (has_ones() && warp / kRowWarps == 0 && t == 0 && e % 2 == 0) denominator[row] = x.more[e] + C(task.eps);
+      if (has_ones() && warp / kRowWarps == 0 && t == 0 && e % 2 == 0) denominator[row] = x.more[e] + Real(task.eps);
     }
     __syncthreads();
     const int64_t first = (int64_t(batch) * heads + head) * task.length;
     const LinearHeadRows<T> slope(task.slope_of, batch, head, heads, task.length);
     if (has_ones() && first_col == 0)
       for (int row = threadIdx.x; row < min(kRows, end - row0); row += kThreads)
-        static_cast<C*>(task.denominator)[first + row0 + row] = denominator[row];
-    constexpr int kPer = kCols / E::kChunk;
+        static_cast<Real*>(task.denominator)[first + row0 + row] = denominator[row];
+    constexpr int kPer = kCols / Element::kChunk;
 #pragma unroll 1
     for (int i = threadIdx.x; i < kRows * kPer; i += kThreads) {
-      const int row = i / kPer, col = i % kPer * E::kChunk, at = row0 + row, left = task.cols - first_col - col;
+      const int row = i / kPer, col = i % kPer * Element::kChunk, at = row0 + row, left = task.cols - first_col - col;
       if (at >= end || left <= 0) continue;
-      C y[E::kChunk];
+      Real y[Element::kChunk];
 #pragma unroll
-      for (int j = 0; j < E::kChunk; j++) y[j] = a[row * kScorePitch + col + j];
+      for (int j = 0; j < Element::kChunk; j++) y[j] = a[row * kScorePitch + col + j];
       if (has_ones()) {
-        const C d = denominator[row];
+        const Real d = denominator[row];
 #pragma unroll
-        for (int j = 0; j < E::kChunk; j++) y[j] = d == C(0) ? C(0) : y[j] / d;  // a row that sees no key
+        for (int j = 0; j < Element::kChunk; j++) y[j] = d == Real(0) ? Real(0) : y[j] / d;  // a row that sees no key
       }
       if (task.result != LinearResult::out) {
         const bool blocked = slope.blocked && slope.blocked[at];
-        C s[E::kChunk];
+        Real s[Element::kChunk];
         if (task.result != LinearResult::grad_value && !blocked)
           load_chunk<T>(slope.data, at * task.slope_of.row + first_col + col, left, task.slope_of.chunks, s);
 #pragma unroll
-        for (int j = 0; j < E::kChunk; j++) {
+        for (int j = 0; j < Element::kChunk; j++) {
           if (task.result != LinearResult::grad_value && !blocked)
-            y[j] *= feature_slope(task.slope_of.map, s[j]) * C(task.slope_of.factor);
-          if (blocked) y[j] = C(0);
+            y[j] *= feature_slope(task.slope_of.map, s[j]) * Real(task.slope_of.factor);
+          if (blocked) y[j] = Real(0);
         }
       }
-      store_chunk<T>(task.x, (first + at) * task.cols + first_col + col, left, task.cols % E::kChunk == 0, y);
+      store_chunk<T>(task.x, (first + at) * task.cols + first_col + col, left, task.cols % Element::kChunk == 0, y);
     }
   }
 
@@ -270,7 +276,7 @@ struct LinearWalk {
     using Part = LinearTile<T, kRows, kDepth, kThreads>;
     const LinearBand band{!task.causal, task.reverse};
     const bool joins = task.causal || task.sums;  // B and C are there
-    typename P::template Sums<kTiles> x;
+    typename Products::template Sums<kTiles> x;
 #pragma unroll 1
     for (int i = 0; i < task.group; i++) {
       const bool fresh = task.a_grouped || i == 0, done = task.a_grouped || i == task.group - 1;
@@ -291,14 +297,14 @@ struct LinearWalk {
         const LinearHeadRows<T> c_rows(task.c, batch, b_head, b_heads, task.length);
         LinearTile<T, kRows, kCols, kThreads> next_c;
         next_c.fetch(task.c, c_rows, row0, end, first_col);
-        bad |= !next_c.template put<kStatePitch, P::kRound>(task.c, c_rows, row0, first_col, c);
+        bad |= !next_c.template put<kStatePitch, Products::kRound>(task.c, c_rows, row0, first_col, c);
       }
       if (task.extra == LinearExtra::depth_column) {
         for (int r = threadIdx.x; r < kRows; r += kThreads) {
           const auto read = [&](const void* column, int head, int heads) {
-            if (row0 + r >= end) return C(0);
-            return column ? static_cast<const C*>(column)[(int64_t(batch) * heads + head) * task.length + row0 + r]
-                          : C(1);
+            if (row0 + r >= end) return Real(0);
+            return column ? static_cast<const Real*>(column)[(int64_t(batch) * heads + head) * task.length + row0 + r]
+                          : Real(1);
           };
           if (!task.sums) a_column[r] = read(task.a_column, a_head, a_heads);
           if (joins) b_column[r] = read(task.b_column, b_head, b_heads);
@@ -306,14 +312,14 @@ struct LinearWalk {
         __syncthreads();
       }
       if (fresh && !task.sums) begin_result(x);
-      typename P::template Sums<kTiles> scores;
+      typename Products::template Sums<kTiles> scores;
       scores.clear();
       if (kPrefetch) fetch(0);
 #pragma unroll 1
       for (int depth = 0; depth < task.depth; depth += kDepth) {
         if (!kPrefetch) fetch(depth);
-        if (!task.sums) bad |= !next_a.template put<kPartPitch, P::kRound>(task.a, a_rows(), row0, depth, a);
-        if (joins) bad |= !next_b.template put<kPartPitch, P::kRound>(task.b, b_rows(), row0, depth, b);
+        if (!task.sums) bad |= !next_a.template put<kPartPitch, Products::kRound>(task.a, a_rows(), row0, depth, a);
+        if (joins) bad |= !next_b.template put<kPartPitch, Products::kRound>(task.b, b_rows(), row0, depth, b);
         write_flag();
         __syncthreads();
         read_flags();
@@ -322,7 +328,7 @@ struct LinearWalk {
           if (task.causal) add_scores(scores, band);
           if (fresh) add_state(x, depth);
         }
-        typename P::template Sums<kStateTiles> u;
+        typename Products::template Sums<kStateTiles> u;
         u.clear();
         if (moves) state_of_chunk(u);
         __syncthreads();  // @state_read: of these rows, A and B too
@@ -338,10 +344,10 @@ struct LinearWalk {
       if (task.extra == LinearExtra::depth_column && moves) {
         if (task.depth == 0) __syncthreads();  // no barrier yet since C was put
         for (int j = threadIdx.x; j < kCols; j += kThreads) {
-          C sum = 0;
+          Real sum = 0;
           for (int r = 0; r < kRows; r++) sum += b_column[r] * c[r * kStatePitch + j];
           vector[j] += sum;
-          bad |= vector[j] - vector[j] != C(0);
+          bad |= vector[j] - vector[j] != Real(0);
         }
       }
       if (!task.sums && done) write(x, a_head, a_heads, row0, end);

@@ -22,29 +22,29 @@ inline int rms_column_blocks(const RmsTask& task) { return (task.width + kRmsThr
 // grid: rms_row_blocks. V > 1: rows and width in multiples of V numbers.
 template <class T, int V>
 __global__ void __launch_bounds__(kRmsThreads) rms_forward(const RmsTask task) {
-  using C = Compute<T>;
+  using Real = Compute<T>;
   const int lane = threadIdx.x % 32;
   const int64_t row = int64_t(blockIdx.x) * (kRmsThreads / 32) + threadIdx.x / 32;
   if (row >= task.rows) return;
   const T *x = static_cast<const T*>(task.x) + row * task.x_row, *weight = static_cast<const T*>(task.weight);
   T* y = static_cast<T*>(task.out) + row * task.out_row;
-  C* rstd = static_cast<C*>(task.rstd) + row;
-  C factor;
+  Real* rstd = static_cast<Real*>(task.rstd) + row;
+  Real factor;
   if (task.given) {
     factor = *rstd;
   } else {
-    C sum = 0;
+    Real sum = 0;
     for (int j = lane * V; j < task.width; j += 32 * V) {
-      C values[V];
+      Real values[V];
       load_numbers<T, V>(values, x + j);
 #pragma unroll
       for (int i = 0; i < V; i++) sum += values[i] * values[i];
     }
-    factor = 1 / std::sqrt(warp_sum(sum) * static_cast<C>(task.inverse_width) + static_cast<C>(task.eps));
+    factor = 1 / std::sqrt(warp_sum(sum) * static_cast<Real>(task.inverse_width) + static_cast<Real>(task.eps));
     if (lane == 0) *rstd = factor;
   }
   for (int j = lane * V; j < task.width; j += 32 * V) {
-    C values[V], weights[V];
+    Real values[V], weights[V];
     load_numbers<T, V>(values, x + j);
     load_numbers<T, V>(weights, weight + j);
 #pragma unroll
@@ -56,15 +56,15 @@ __global__ void __launch_bounds__(kRmsThreads) rms_forward(const RmsTask task) {
 // With g = grad_y * weight: grad_x = rstd * (g - x * rstd^2 * mean(g * x)). grid: rms_row_blocks
 template <class T, int V>
 __global__ void __launch_bounds__(kRmsThreads, 6) rms_grad_x(const RmsTask task) {
-  using C = Compute<T>;
+  using Real = Compute<T>;
   const int lane = threadIdx.x % 32;
   const int64_t row = int64_t(blockIdx.x) * (kRmsThreads / 32) + threadIdx.x / 32;
   if (row >= task.rows) return;
   const T *x = static_cast<const T*>(task.x) + row * task.x_row, *weight = static_cast<const T*>(task.weight);
   const T* grad_y = static_cast<const T*>(task.grad_y) + row * task.width;
   T* grad_x = static_cast<T*>(task.out) + row * task.out_row;
-  const C rstd = static_cast<const C*>(task.rstd)[row];
-  C values[V], grads[V], weights[V], dot = 0;
+  const Real rstd = static_cast<const Real*>(task.rstd)[row];
+  Real values[V], grads[V], weights[V], dot = 0;
   const auto read = [&](int j) {
     load_numbers<T, V>(values, x + j);
     load_numbers<T, V>(grads, grad_y + j);
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kRmsThreads, 6) rms_grad_x(const RmsTask task)
 #pragma unroll
     for (int i = 0; i < V; i++) dot += grads[i] * values[i];
   }
-  const C mean = rstd * rstd * warp_sum(dot) * static_cast<C>(task.inverse_width);
+  const Real mean = rstd * rstd * warp_sum(dot) * static_cast<Real>(task.inverse_width);
   for (int j = lane * V; j < task.width; j += 32 * V) {
     read(j);
 #pragma unroll
@@ -89,16 +89,17 @@ __global__ void __launch_bounds__(kRmsThreads, 6) rms_grad_x(const RmsTask task)
 // parts[s] = sum over the rows of span s of grad_y * x * rstd. grid: spans * rms_column_blocks
 template <class T>
 __global__ void __launch_bounds__(kRmsThreads) rms_grad_weight_parts(const RmsTask task) {
-  using C = Compute<T>;
+  using Real = Compute<T>;
   const int columns = (task.width + kRmsThreads - 1) / kRmsThreads;
   const int span = blockIdx.x / columns, j = blockIdx.x % columns * kRmsThreads + threadIdx.x;
   if (j >= task.width) return;
   const int64_t begin = int64_t(span) * task.span, end = min(begin + task.span, task.rows);
-  C sum = 0;
+  Real sum = 0;
   for (int64_t row = begin; row < end; row++)
     sum += ptx::to_float(static_cast<const T*>(task.grad_y)[row * task.width + j]) *
-           ptx::to_float(static_cast<const T*>(task.x)[row * task.x_row + j]) * static_cast<const C*>(task.rstd)[row];
-  static_cast<C*>(task.parts)[int64_t(span) * task.width + j] = sum;
+           ptx::to_float(static_cast<const T*>(task.x)[row * task.x_row + j]) *
+           static_cast<const Real*>(task.rstd)[row];
+  static_cast<Real*>(task.parts)[int64_t(span) * task.width + j] = sum;
 }
 
 // grid: rms_column_blocks

@@ -31,12 +31,12 @@ inline int64_t rotary_blocks(const RotaryTask& task, int v) {
 template <class T, int V>
 __device__ __forceinline__ void rotate_pairs(T* to, const T* from, const Compute<T>* cos, const Compute<T>* sin,
                                              const RotaryTask& task, int j) {
-  using C = Compute<T>;
-  C first[V], second[V], c[V], s[V];
-  load_numbers<C, V>(c, cos + j);
-  load_numbers<C, V>(s, sin + j);
+  using Real = Compute<T>;
+  Real first[V], second[V], c[V], s[V];
+  load_numbers<Real, V>(c, cos + j);
+  load_numbers<Real, V>(s, sin + j);
   if (task.interleaved) {
-    C both[2 * V];
+    Real both[2 * V];
     if constexpr (V == 1) {
       both[0] = ptx::to_float(from[2 * j]), both[1] = ptx::to_float(from[2 * j + 1]);
     } else {
@@ -50,12 +50,12 @@ __device__ __forceinline__ void rotate_pairs(T* to, const T* from, const Compute
   }
 #pragma unroll
   for (int i = 0; i < V; i++) {
-    const C x1 = first[i], x2 = second[i], turn = task.inverse ? -s[i] : s[i];
+    const Real x1 = first[i], x2 = second[i], turn = task.inverse ? -s[i] : s[i];
     first[i] = x1 * c[i] - x2 * turn;
     second[i] = x2 * c[i] + x1 * turn;
   }
   if (task.interleaved) {
-    C both[2 * V];
+    Real both[2 * V];
 #pragma unroll
     for (int i = 0; i < V; i++) both[2 * i] = first[i], both[2 * i + 1] = second[i];
     if constexpr (V == 1) {

@@ -15,9 +15,9 @@ namespace attnjourney {
 template <class S, bool Ranged>
 struct Sm90BackwardConsumer {
   using T = typename S::T;
-  static constexpr int D = S::kD, kRows = S::kRows;
+  static constexpr int kD = S::kD, kRows = S::kRows;
   // statistics read before the wait that they are used after, as far as registers allow
-  static constexpr bool kEarlyLse = D == 128 || !S::kDeterministic || !Ranged, kEarlyDelta = D == 128;
+  static constexpr bool kEarlyLse = kD == 128 || !S::kDeterministic || !Ranged, kEarlyDelta = kD == 128;
   using Queries = BackwardQueries<kRows, S::kKeys, Ranged>;
   using Fragments = uint32_t[kRows / 16][4];
   using Scores = float[kRows / 2];
@@ -30,8 +30,8 @@ struct Sm90BackwardConsumer {
   unsigned char* const smem;
   const int group, tid, warp, lane;  // group 0 or 1: 64 keys each
   const int n0, key;                 // this thread's keys: key, key + 8
-  float dk[D / 2] = {}, dv[D / 2] = {};
-  Scores s;
+  float dk[kD / 2] = {}, dv[kD / 2] = {};
+  Scores scores;
   bool bad_keys = false;  // there are such: see Guard
 
   __device__ __forceinline__ Sm90BackwardConsumer(const BackwardTask& task_, const BackwardTile& where_,
@@ -59,21 +59,21 @@ struct Sm90BackwardConsumer {
   // d = (64 keys of `keys`) (a stage of `queries`)^T
   __device__ __forceinline__ void issue_scores(Scores& d, uint32_t keys, uint32_t queries, int stage) {
     const uint32_t a = S::code(keys) + group * 512, b = S::code(queries) + stage * (S::kQueryBytes / 16);
-    gemm<kRows, 0, 0, D>(
+    gemm<kRows, 0, 0, kD>(
         d, [&](int kk) { return S::desc(a, kk / 4 * S::kKeyPanel + kk % 4 * 32); },
         [&](int kk) { return S::desc(b, kk / 4 * S::kQueryPanel + kk % 4 * 32); });
   }
   // d += A (a stage of `queries`)
-  __device__ __forceinline__ void issue_sum(float (&d)[D / 2], const Fragments& a, uint32_t queries, int stage) {
+  __device__ __forceinline__ void issue_sum(float (&d)[kD / 2], const Fragments& a, uint32_t queries, int stage) {
     const uint32_t b = S::code(queries, S::kQueryPanel) + stage * (S::kQueryBytes / 16);
 #pragma unroll
-    for (int kk = 0; kk < kRows / 16; kk++) ptx::wgmma_rs<T, D, 1>(d, a[kk], S::desc(b, kk * 2048), true);
+    for (int kk = 0; kk < kRows / 16; kk++) ptx::wgmma_rs<T, kD, 1>(d, a[kk], S::desc(b, kk * 2048), true);
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ void issue_dq(float (&dq)[32], uint32_t ds_tile) {
     ptx::wgmma_fence();
-    const uint32_t a = S::code(ds_tile) + (D == 128 ? 0 : group * (S::kScorePanel / 16));
-    const uint32_t b = S::code(memory.k) + (D == 128 ? group * (S::kKeyPanel / 16) : 0);
+    const uint32_t a = S::code(ds_tile) + (kD == 128 ? 0 : group * (S::kScorePanel / 16));
+    const uint32_t b = S::code(memory.k) + (kD == 128 ? group * (S::kKeyPanel / 16) : 0);
     gemm<64, 1, 1, S::kKeys>(
         dq, [&](int kk) { return S::desc(a, kk * 2048); }, [&](int kk) { return S::desc(b, kk * 2048); });
   }
@@ -93,7 +93,7 @@ struct Sm90BackwardConsumer {
   // s = P of the query tile `at`, pf = P rounded. Element 4 j + e: key + 8 (e / 2), query m0 + 8 j + 2 t + e % 2.
   __device__ __forceinline__ void softmax(Fragments& pf, const Stats& lse, const Queries& at) {
     const int m0 = at.tile * kRows;
-    if (Ranged && bad_keys) Guard::poison_scores(s, memory, smem, key - n0);
+    if (Ranged && bad_keys) Guard::poison_scores(scores, memory, smem, key - n0);
     if (!at.whole(m0)) {
 #pragma unroll
       for (int h = 0; h < 2; h++) {
@@ -105,17 +105,19 @@ struct Sm90BackwardConsumer {
 #pragma unroll
           for (int e = 0; e < 2; e++) {
             const int x = j * 8 + e;
-            if (x < begin || x >= end) s[4 * j + 2 * h + e] = -INFINITY;
+            if (x < begin || x >= end) scores[4 * j + 2 * h + e] = -INFINITY;
           }
       }
     }
 #pragma unroll
     for (int j = 0; j < kRows / 8; j++) {
-      const float2 l = j % 2 ? float2{lse[j / 2].z, lse[j / 2].w} : float2{lse[j / 2].x, lse[j / 2].y};
+      const float2 two = j % 2 ? float2{lse[j / 2].z, lse[j / 2].w} : float2{lse[j / 2].x, lse[j / 2].y};
 #pragma unroll
-      for (int e = 0; e < 4; e++) s[4 * j + e] = ptx::exp2(s[4 * j + e] * task.scale_log2 - (e & 1 ? l.y : l.x));
+      for (int e = 0; e < 4; e++)
+        scores[4 * j + e] = ptx::exp2(scores[4 * j + e] * task.scale_log2 - (e & 1 ? two.y : two.x));
 #pragma unroll
-      for (int h = 0; h < 2; h++) pf[j / 2][j % 2 * 2 + h] = ptx::pack2<T>(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]);
+      for (int h = 0; h < 2; h++)
+        pf[j / 2][j % 2 * 2 + h] = ptx::pack2<T>(scores[4 * j + 2 * h], scores[4 * j + 2 * h + 1]);
     }
   }
   // df = dS, also stored for the other warpgroup, visible to wgmma after a barrier; 0 where the weight is, whatever dP
@@ -124,9 +126,9 @@ struct Sm90BackwardConsumer {
                                            const Fragments& pf, const Queries& at) {
 #pragma unroll
     for (int j = 0; j < kRows / 8; j++) {
-      const float2 l = j % 2 ? float2{delta[j / 2].z, delta[j / 2].w} : float2{delta[j / 2].x, delta[j / 2].y};
+      const float2 two = j % 2 ? float2{delta[j / 2].z, delta[j / 2].w} : float2{delta[j / 2].x, delta[j / 2].y};
 #pragma unroll
-      for (int e = 0; e < 4; e++) dp[4 * j + e] = s[4 * j + e] * (dp[4 * j + e] - (e & 1 ? l.y : l.x));
+      for (int e = 0; e < 4; e++) dp[4 * j + e] = scores[4 * j + e] * (dp[4 * j + e] - (e & 1 ? two.y : two.x));
 #pragma unroll
       for (int h = 0; h < 2; h++) df[j / 2][j % 2 * 2 + h] = ptx::pack2<T>(dp[4 * j + 2 * h], dp[4 * j + 2 * h + 1]);
     }
@@ -148,7 +150,7 @@ struct Sm90BackwardConsumer {
       ptx::fence_proxy_async();
       ptx::bar_arrive(2 + group, 160);
     } else {
-      float* acc = task.query_sum + int64_t(tile) * (kRows * D) + group * 4096;
+      float* acc = task.query_sum + int64_t(tile) * (kRows * kD) + group * 4096;
       acc = ptx::opaque(acc + tid * 4);
 #pragma unroll
       for (int j = 0; j < 8; j++)
@@ -164,9 +166,9 @@ struct Sm90BackwardConsumer {
       if (Ranged) bad_keys = Guard::clean_keys(memory, smem);
       ptx::mbarrier_wait(memory.q_full, 0);
       ptx::wgmma_fence();
-      issue_scores(s, memory.k, memory.q, 0);
+      issue_scores(scores, memory.k, memory.q, 0);
       ptx::wgmma_wait<0>();  // the compiler zeroes dK and dV on the way into the loop: no wgmma may be in flight there
-      ptx::keep(s);
+      ptx::keep(scores);
       Stats lse;
       load_stats(lse, memory.lse, 0);
       softmax(pf, lse, at);
@@ -202,10 +204,10 @@ struct Sm90BackwardConsumer {
       ptx::wgmma_fence();
       issue_sum(dk, df, memory.q, this_qs);
       ptx::wgmma_fence();
-      issue_scores(s, memory.k, memory.q, qs);
+      issue_scores(scores, memory.k, memory.q, qs);
       ptx::wgmma_wait<0>();  // @products_done: dV, dK, S of the next tile
       release(memory.q_empty + 8 * this_qs);
-      ptx::keep(s);
+      ptx::keep(scores);
       release(memory.do_empty + 8 * this_ds);
       ptx::bar_sync(4 + 2 * (it & 1) + (group ^ 1), 256);
       issue_dq(dq, ds_tile);
@@ -231,12 +233,12 @@ struct Sm90BackwardConsumer {
   // to the sums of a group of query heads
   __device__ __forceinline__ void add() {
     const int64_t tile = (int64_t(where.batch) * task.kv_heads + where.head_k) * task.key_tiles + where.key_tile;
-    float* to_k = task.key_value_sum + (tile * 2 + group) * (64 * D) + tid * 4;
+    float* to_k = task.key_value_sum + (tile * 2 + group) * (64 * kD) + tid * 4;
     to_k = ptx::opaque(to_k);
-    float* to_v = to_k + int64_t(task.batch) * task.kv_heads * task.key_tiles * (S::kKeys * D);
+    float* to_v = to_k + int64_t(task.batch) * task.kv_heads * task.key_tiles * (S::kKeys * kD);
     to_v = ptx::opaque(to_v);
 #pragma unroll
-    for (int j = 0; j < D / 8; j++) {
+    for (int j = 0; j < kD / 8; j++) {
       ptx::reduce_add_v4(to_k + j * 512, dk[4 * j], dk[4 * j + 1], dk[4 * j + 2], dk[4 * j + 3]);
       ptx::reduce_add_v4(to_v + j * 512, dv[4 * j], dv[4 * j + 1], dv[4 * j + 2], dv[4 * j + 3]);
     }
@@ -246,7 +248,7 @@ struct Sm90BackwardConsumer {
   __device__ __forceinline__ void write(int k_begin, int k_rows) {
     ptx::bar_sync(1, 256);
 #pragma unroll
-    for (int kk = 0; kk < D / 16; kk++) {
+    for (int kk = 0; kk < kD / 16; kk++) {
       const uint32_t at = S::chunk_at(0, S::kKeyPanel, group * 64 + warp * 16 + lane % 16, kk * 2 + lane / 16);
       uint32_t a[4], b[4];
 #pragma unroll
@@ -264,8 +266,8 @@ struct Sm90BackwardConsumer {
     T* out_k = head_of(task.grad_key, task.grad_key_strides);
     T* out_v = head_of(task.grad_value, task.grad_value_strides);
 #pragma unroll 4
-    for (int i = 0; i < D / 16; i++) {
-      const int c = i * 32 + lane, row = group * 64 + warp * 16 + c / (D / 8), chunk = c % (D / 8);
+    for (int i = 0; i < kD / 16; i++) {
+      const int c = i * 32 + lane, row = group * 64 + warp * 16 + c / (kD / 8), chunk = c % (kD / 8);
       const unsigned char* from = smem + S::chunk_at(0, S::kKeyPanel, row, chunk);
       if (n0 + row >= k_rows) continue;
       if (task.grad_key && chunk * 8 < task.head_dim)

@@ -12,7 +12,7 @@ namespace attnjourney {
 template <class S, class Memory = Sm90BackwardMemory<S>>
 struct Sm90BackwardGuard {
   using T = typename S::T;
-  static constexpr int D = S::kD, kRows = S::kRows;
+  static constexpr int kD = S::kD, kRows = S::kRows;
 
   // of the two warpgroups; opaque, or what is computed from it would be held through the loop
   static __device__ __forceinline__ int thread() { return static_cast<int>(ptx::opaque(threadIdx.x)) - 128; }
@@ -35,7 +35,7 @@ struct Sm90BackwardGuard {
   // Rows of a tile, Rows * Share == 256: a thread has 1 / Share of one, and what is found of it goes to marks[row].
   template <int Rows, int Panel>
   static __device__ __forceinline__ bool clean_rows(unsigned char* tile, uint32_t* marks) {
-    constexpr int kShare = 256 / Rows, kChunks = D / 8 / kShare;
+    constexpr int kShare = 256 / Rows, kChunks = kD / 8 / kShare;
     const int row = thread() / kShare, first = thread() % kShare * kChunks;
     uint32_t some = clean(tile + first / 8 * Panel + row * 128, first % 8, kChunks);
 #pragma unroll

@@ -2,7 +2,7 @@
 #pragma once
 #include "cuda/kernels/common/backward_task.cuh"
 #include "cuda/ptx/sm90.cuh"
-#include "rows.cuh"
+#include "tma_rows.cuh"
 
 namespace attnjourney {
 

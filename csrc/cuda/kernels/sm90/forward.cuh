@@ -127,8 +127,8 @@ struct Sm90ForwardConsumer {
   }
   __device__ __forceinline__ bool softmax() {
     if (hides) {
-      const Slot& x = slot();
-      soft.hide(scores, task, x.sequence(task), x.row + own_row, key_tile * S::kKeys + 2 * (lane % 4));
+      const Slot& own = slot();
+      soft.hide(scores, task, own.sequence(task), own.row + own_row, key_tile * S::kKeys + 2 * (lane % 4));
     }
     return soft.run(scores, task.scale_log2);
   }

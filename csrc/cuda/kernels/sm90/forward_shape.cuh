@@ -2,7 +2,7 @@
 #pragma once
 #include "cuda/kernels/common/forward_task.cuh"
 #include "cuda/ptx/sm90.cuh"
-#include "rows.cuh"
+#include "tma_rows.cuh"
 
 namespace attnjourney {
 

@@ -22,7 +22,7 @@ template <class S>
 struct Sm90FullConsumer : Sm90BackwardConsumer<S, true> {
   using Base = Sm90BackwardConsumer<S, true>;
   using T = typename S::T;
-  static constexpr int D = S::kD, kRows = S::kRows;
+  static constexpr int kD = S::kD, kRows = S::kRows;
   using Work = typename S::Work;
   using Guard = Sm90BackwardGuard<typename S::Part, Sm90FullBackwardMemory<S>>;
   using Scores = Sm90FullBackwardScores<S>;
@@ -73,14 +73,14 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<S, true> {
   // The products with 64 rows of the tile, `part` of a stage counted in such.
   __device__ __forceinline__ void issue_part_scores(float (&d)[32], uint32_t keys, uint32_t queries, int part) {
     const uint32_t a = S::code(keys) + group * 512, b = S::code(queries) + part * (Part::kQueryBytes / 16);
-    Base::template gemm<64, 0, 0, D>(
+    Base::template gemm<64, 0, 0, kD>(
         d, [&](int kk) { return S::desc(a, kk / 4 * S::kKeyPanel + kk % 4 * 32); },
         [&](int kk) { return S::desc(b, kk / 4 * Part::kQueryPanel + kk % 4 * 32); });
   }
-  __device__ __forceinline__ void issue_part_sum(float (&d)[D / 2], const Fragments& a, uint32_t queries, int part) {
+  __device__ __forceinline__ void issue_part_sum(float (&d)[kD / 2], const Fragments& a, uint32_t queries, int part) {
     const uint32_t b = S::code(queries, Part::kQueryPanel) + part * (Part::kQueryBytes / 16);
 #pragma unroll
-    for (int kk = 0; kk < 4; kk++) ptx::wgmma_rs<T, D, 1>(d, a[kk], S::desc(b, kk * 2048), true);
+    for (int kk = 0; kk < 4; kk++) ptx::wgmma_rs<T, kD, 1>(d, a[kk], S::desc(b, kk * 2048), true);
     ptx::wgmma_commit();
   }
   // 16 rows from 16 kk on of the warp's dS
@@ -205,7 +205,7 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<S, true> {
     ptx::keep(dv);
     if (task.scores.seed) {
 #pragma unroll
-      for (int i = 0; i < D / 2; i++) dv[i] *= task.scores.keep_scale;
+      for (int i = 0; i < kD / 2; i++) dv[i] *= task.scores.keep_scale;
     }
     if (S::kDeterministic && it > 0) ptx::bar_sync(8 + group, 160);
     if (task.key_value_sum)

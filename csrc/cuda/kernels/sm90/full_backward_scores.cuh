@@ -106,15 +106,15 @@ struct Sm90FullBackwardScores {
           float pr[2], ds[2];
 #pragma unroll
           for (int e = 0; e < 2; e++) {
-            const int x = 8 * i + 4 * j + 2 * h + e, r = Fragment::row(x), k = Fragment::key(x);
-            const bool visible = here >> x & 1, keep = (Bias && !All) || (bits >> x & 1);
+            const int element = 8 * i + 4 * j + 2 * h + e, r = Fragment::row(element), k = Fragment::key(element);
+            const bool visible = here >> element & 1, keep = (Bias && !All) || (bits >> element & 1);
             const auto distance = [&] { return fabsf(away + static_cast<float>(r - k)); };
             const auto value = [&] { return bias[4 * j + 2 * h + e]; };
-            const auto w = weighted_by<T>(options, head.slope, distance, value, visible, keep, scores[x],
-                                          task.scale_log2, lse[2 * j + e], dp[x], delta[2 * j + e]);
-            if (slopes) sum -= w.grad * distance();
-            pr[e] = keep ? w.weight : 0.f;
-            ds[e] = All ? w.grad * w.slope : w.grad;
+            const auto weighted = weighted_by<T>(options, head.slope, distance, value, visible, keep, scores[element],
+                                                 task.scale_log2, lse[2 * j + e], dp[element], delta[2 * j + e]);
+            if (slopes) sum -= weighted.grad * distance();
+            pr[e] = keep ? weighted.weight : 0.f;
+            ds[e] = All ? weighted.grad * weighted.slope : weighted.grad;
           }
           pf[i][2 * j + h] = ptx::pack2<T>(pr[0], pr[1]);
           df[i][2 * j + h] = ptx::pack2<T>(ds[0], ds[1]);

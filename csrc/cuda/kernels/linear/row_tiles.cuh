@@ -9,24 +9,24 @@ namespace attnjourney {
 __device__ __forceinline__ float exponential(float x) { return expf(x); }
 __device__ __forceinline__ double exponential(double x) { return exp(x); }
 
-template <class C>
-__device__ __forceinline__ C feature(FeatureMap map, C x) {
-  if (map == FeatureMap::relu) return x <= C(0) ? C(0) : x;  // a NaN stays
-  if (map == FeatureMap::elu_plus_one) return x >= C(0) ? x + C(1) : exponential(x);
+template <class Real>
+__device__ __forceinline__ Real feature(FeatureMap map, Real x) {
+  if (map == FeatureMap::relu) return x <= Real(0) ? Real(0) : x;  // a NaN stays
+  if (map == FeatureMap::elu_plus_one) return x >= Real(0) ? x + Real(1) : exponential(x);
   return x;
 }
-template <class C>
-__device__ __forceinline__ C feature_slope(FeatureMap map, C x) {
-  if (map == FeatureMap::relu) return x <= C(0) ? C(0) : C(1);
-  if (map == FeatureMap::elu_plus_one) return x >= C(0) ? C(1) : exponential(x);
-  return C(1);
+template <class Real>
+__device__ __forceinline__ Real feature_slope(FeatureMap map, Real x) {
+  if (map == FeatureMap::relu) return x <= Real(0) ? Real(0) : Real(1);
+  if (map == FeatureMap::elu_plus_one) return x >= Real(0) ? Real(1) : exponential(x);
+  return Real(1);
 }
 
 template <class T>
 struct LinearElement {  // of tensors; arithmetic is in C
-  using C = Compute<T>;
+  using Real = Compute<T>;
   static constexpr int kChunk = kVector<T>;
-  static __device__ __forceinline__ void unpack(const uint4& chunk, C (&values)[kChunk]) {
+  static __device__ __forceinline__ void unpack(const uint4& chunk, Real (&values)[kChunk]) {
     const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -34,20 +34,20 @@ struct LinearElement {  // of tensors; arithmetic is in C
       values[2 * i] = pair.x, values[2 * i + 1] = pair.y;
     }
   }
-  static __device__ __forceinline__ uint4 pack(const C (&values)[kChunk]) {
+  static __device__ __forceinline__ uint4 pack(const Real (&values)[kChunk]) {
     return {ptx::pack2<T>(values[0], values[1]), ptx::pack2<T>(values[2], values[3]),
             ptx::pack2<T>(values[4], values[5]), ptx::pack2<T>(values[6], values[7])};
   }
 };
-template <class C_>
+template <class Real_>
 struct LinearPlainElement {
-  using C = C_;
-  static constexpr int kChunk = kVector<C>;
-  static __device__ __forceinline__ void unpack(const uint4& chunk, C (&values)[kChunk]) {
+  using Real = Real_;
+  static constexpr int kChunk = kVector<Real>;
+  static __device__ __forceinline__ void unpack(const uint4& chunk, Real (&values)[kChunk]) {
 #pragma unroll
-    for (int i = 0; i < kChunk; i++) values[i] = reinterpret_cast<const C*>(&chunk)[i];
+    for (int i = 0; i < kChunk; i++) values[i] = reinterpret_cast<const Real*>(&chunk)[i];
   }
-  static __device__ __forceinline__ uint4 pack(const C (&values)[kChunk]) {
+  static __device__ __forceinline__ uint4 pack(const Real (&values)[kChunk]) {
     return *reinterpret_cast<const uint4*>(values);
   }
 };
@@ -59,56 +59,59 @@ struct LinearElement<double> : LinearPlainElement<double> {};
 // Elements `at` .. of a row, kChunk of them of which `count` exist; others 0.
 template <class T>
 __device__ __forceinline__ void load_chunk(const void* base, int64_t at, int count, bool chunks,
-                                           typename LinearElement<T>::C (&values)[LinearElement<T>::kChunk]) {
-  using E = LinearElement<T>;
-  if (chunks && count >= E::kChunk) {
-    E::unpack(*reinterpret_cast<const uint4*>(static_cast<const T*>(base) + at), values);
+                                           typename LinearElement<T>::Real (&values)[LinearElement<T>::kChunk]) {
+  using Element = LinearElement<T>;
+  if (chunks && count >= Element::kChunk) {
+    Element::unpack(*reinterpret_cast<const uint4*>(static_cast<const T*>(base) + at), values);
     return;
   }
 #pragma unroll
-  for (int j = 0; j < E::kChunk; j++)
-    values[j] = j < count ? ptx::to_float(static_cast<const T*>(base)[at + j]) : typename E::C(0);
+  for (int j = 0; j < Element::kChunk; j++)
+    values[j] = j < count ? ptx::to_float(static_cast<const T*>(base)[at + j]) : typename Element::Real(0);
 }
 template <class T>
 __device__ __forceinline__ void store_chunk(void* base, int64_t at, int count, bool chunks,
-                                            const typename LinearElement<T>::C (&values)[LinearElement<T>::kChunk]) {
-  using E = LinearElement<T>;
-  if (chunks && count >= E::kChunk) {
-    *reinterpret_cast<uint4*>(static_cast<T*>(base) + at) = E::pack(values);
+                                            const typename LinearElement<T>::Real (&values)[LinearElement<T>::kChunk]) {
+  using Element = LinearElement<T>;
+  if (chunks && count >= Element::kChunk) {
+    *reinterpret_cast<uint4*>(static_cast<T*>(base) + at) = Element::pack(values);
     return;
   }
 #pragma unroll
-  for (int j = 0; j < E::kChunk; j++)
+  for (int j = 0; j < Element::kChunk; j++)
     if (j < count) store_one(static_cast<T*>(base) + at + j, values[j]);
 }
 
 // One head of A, B or C.
 template <class T>
 struct LinearHeadRows {
-  using E = LinearElement<T>;
-  using C = typename E::C;
+  using Element = LinearElement<T>;
+  using Real = typename Element::Real;
   const T* data;
-  const C* scales;
+  const Real* scales;
   const uint8_t* blocked;
   __device__ __forceinline__ LinearHeadRows(const LinearRows& rows, int batch, int head, int heads, int length)
       : data(static_cast<const T*>(rows.data) + batch * rows.batch + head * rows.head),
-        scales(rows.scales ? static_cast<const C*>(rows.scales) + (int64_t(batch) * heads + head) * length : nullptr),
+        scales(rows.scales ? static_cast<const Real*>(rows.scales) + (int64_t(batch) * heads + head) * length
+                           : nullptr),
         blocked(rows.blocked ? rows.blocked + int64_t(batch) * length : nullptr) {}
 };
 
 // A tile of Rows x Cols on its way from memory to shared memory: fetched before it is needed, mapped when put.
 template <class T, int Rows, int Cols, int Threads>
 struct LinearTile {
-  using E = LinearElement<T>;
-  using C = typename E::C;
-  static constexpr int kPer = Cols / E::kChunk, kCount = Rows * kPer / Threads;
+  using Element = LinearElement<T>;
+  using Real = typename Element::Real;
+  static constexpr int kPer = Cols / Element::kChunk, kCount = Rows * kPer / Threads;
   static_assert(Rows * kPer % Threads == 0);
 
   uint4 raw[kCount];
   uint32_t exists;  // a bit for each chunk
 
   static __device__ __forceinline__ int row_of(int i) { return (i * Threads + int(threadIdx.x)) / kPer; }
-  static __device__ __forceinline__ int col_of(int i) { return (i * Threads + int(threadIdx.x)) % kPer * E::kChunk; }
+  static __device__ __forceinline__ int col_of(int i) {
+    return (i * Threads + int(threadIdx.x)) % kPer * Element::kChunk;
+  }
 
   __device__ __forceinline__ void fetch(const LinearRows& rows, const LinearHeadRows<T>& head, int row0, int end,
                                         int col0) {
@@ -124,41 +127,41 @@ struct LinearTile {
       if (rows.chunks) {
         raw[i] = *reinterpret_cast<const uint4*>(x);
       } else {
-        C values[E::kChunk];
+        Real values[Element::kChunk];
         load_chunk<T>(x, 0, rows.cols - col, false, values);
-        raw[i] = E::pack(values);
+        raw[i] = Element::pack(values);
       }
     }
   }
   // Round: to what tensor cores read. Tells whether all numbers are finite.
   template <int Pitch, bool Round>
   __device__ __forceinline__ bool put(const LinearRows& rows, const LinearHeadRows<T>& head, int row0, int col0,
-                                      C* tile) const {
-    C sum = 0;  // x - x is 0 for a finite x, else NaN
+                                      Real* tile) const {
+    Real sum = 0;  // x - x is 0 for a finite x, else NaN
 #pragma unroll
     for (int i = 0; i < kCount; i++) {
-      C x[E::kChunk];
-      E::unpack(raw[i], x);
-      C factor = C(rows.factor);
+      Real x[Element::kChunk];
+      Element::unpack(raw[i], x);
+      Real factor = Real(rows.factor);
       if (head.scales && exists >> i & 1) factor *= head.scales[row0 + row_of(i)];
       const int left = exists >> i & 1 ? rows.cols - col0 - col_of(i) : 0;
 #pragma unroll
-      for (int j = 0; j < E::kChunk; j++) {
-        x[j] = j < left ? feature(rows.map, x[j]) * factor : C(0);
+      for (int j = 0; j < Element::kChunk; j++) {
+        x[j] = j < left ? feature(rows.map, x[j]) * factor : Real(0);
         sum += x[j] - x[j];
         if constexpr (Round) x[j] = ptx::round_tf32(x[j]);
       }
-      if constexpr (sizeof(C) == 4) {
+      if constexpr (sizeof(Real) == 4) {
 #pragma unroll
-        for (int j = 0; j < E::kChunk; j += 4)
+        for (int j = 0; j < Element::kChunk; j += 4)
           *reinterpret_cast<float4*>(tile + row_of(i) * Pitch + col_of(i) + j) =
               float4{x[j], x[j + 1], x[j + 2], x[j + 3]};
       } else {
-        C* to = tile + row_of(i) * Pitch + col_of(i);
+        Real* to = tile + row_of(i) * Pitch + col_of(i);
         to[0] = x[0], to[1] = x[1];
       }
     }
-    return sum == C(0);
+    return sum == Real(0);
   }
 };
 

@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kCacheThreads, 8) cache_append(const AppendTas
   const int oldest = task.ring && count > task.capacity ? count - task.capacity : 0;  // a ring keeps the last
   for (int i = 0; i < task.to.count; i++)
     each_unit(task.heads * count, task.to.units[i], part, task.parts, [&](int row, int unit) {
-      const int h = row / count, t = row - h * count;
+      const int head = row / count, t = row - head * count;
       const int64_t at = have + t;
       if (t < oldest || at >= limit) return;
       int64_t outer = batch, slot = at;
@@ -45,8 +45,8 @@ __global__ void __launch_bounds__(kCacheThreads, 8) cache_append(const AppendTas
         outer = task.table[static_cast<int64_t>(batch) * task.max_blocks + j], slot = at - int64_t{j} * task.block_size;
         if (outer < 0 || outer >= task.blocks) return;
       }
-      reinterpret_cast<Unit*>(task.to.cache[i].at(outer, h, slot))[unit] =
-          reinterpret_cast<const Unit*>(task.fresh[i].at(batch, h, task.tokens - count + t))[unit];
+      reinterpret_cast<Unit*>(task.to.cache[i].at(outer, head, slot))[unit] =
+          reinterpret_cast<const Unit*>(task.fresh[i].at(batch, head, task.tokens - count + t))[unit];
     });
   if (task.parts > 1 || task.plan) return;
   __syncthreads();
@@ -85,7 +85,7 @@ __device__ __forceinline__ int source_of(const int64_t* index, int item, int bat
 template <class Unit>
 __global__ void __launch_bounds__(kCacheThreads) cache_reorder(const ReorderTask task) {
   Unit* const held = reinterpret_cast<Unit*>(ptx::dynamic_smem());  // [batch][width]
-  const int units = task.units, width = task.width, h = blockIdx.x % task.heads;
+  const int units = task.units, width = task.width, head = blockIdx.x % task.heads;
   const int64_t first = int64_t{blockIdx.x / task.heads} * width;
   // f(unit in memory, unit held) of every sequence that changes, as far as what it becomes is long
   const auto each = [&](auto&& f) {
@@ -93,7 +93,9 @@ __global__ void __launch_bounds__(kCacheThreads) cache_reorder(const ReorderTask
       const int item = i / width, from = source_of(task.index, item, task.batch);
       const int64_t piece = first + i - item * width, slot = piece / units;
       if (from == item || slot >= task.capacity || slot >= task.lengths[from]) continue;
-      const auto at = [&](int outer) { return reinterpret_cast<Unit*>(task.rows.at(outer, h, slot)) + piece % units; };
+      const auto at = [&](int outer) {
+        return reinterpret_cast<Unit*>(task.rows.at(outer, head, slot)) + piece % units;
+      };
       f(at(from), at(item), held[i]);
     }
   };
@@ -124,12 +126,12 @@ __global__ void __launch_bounds__(kCacheThreads) cache_gather(const GatherTask t
   if (part == 0 && threadIdx.x == 0) task.held[i] = count;
   for (int t = 0; t < task.from.count; t++)
     each_unit(task.heads * count, task.from.units[t], part, task.parts, [&](int row, int unit) {
-      const int h = row / count, key = row - h * count;
+      const int head = row / count, key = row - head * count;
       if (key >= s.keys.prefix + kNear && key < s.begin - kNear) return;
       const Place at = place_of_key(task.cache, s, batch, key);
       Unit x{};
-      if (at.outer >= 0) x = reinterpret_cast<const Unit*>(task.from.cache[t].at(at.outer, h, at.slot))[unit];
-      reinterpret_cast<Unit*>(task.to[t].at(i, h, key))[unit] = x;
+      if (at.outer >= 0) x = reinterpret_cast<const Unit*>(task.from.cache[t].at(at.outer, head, at.slot))[unit];
+      reinterpret_cast<Unit*>(task.to[t].at(i, head, key))[unit] = x;
     });
 }
 
