@@ -51,8 +51,8 @@ struct DecodeCall {
     k.offset = length - q_len;
     k.left = left;
     k.right = right;
-    k.prefix = prefix < length ? prefix : length;
-    k.key_length = length;
+    k.prefix = prefix;
+    k.set_length(length);
     return k;
   }
 };

@@ -64,9 +64,7 @@ double visible_pairs(const AttentionParams& p) {
   double seen = 0;
   for (int64_t i = 0; i < n; i++) {
     const int64_t row = (2 * i + 1) * p.q_len / (2 * n);
-    const KeyRange window = p.keys.any(row, row);
-    const int64_t prefix = std::min(p.keys.prefix, p.keys.key_length);
-    seen += static_cast<double>(prefix + std::max<int64_t>(0, window.end - std::max(window.begin, prefix)));
+    seen += static_cast<double>(p.keys.row(row).count());
   }
   return p.density * seen / static_cast<double>(n) * static_cast<double>(p.q_len);
 }
@@ -111,8 +109,7 @@ AttentionParams Sequences::params(int64_t batch) const {
   const Item& s = list_[static_cast<size_t>(batch)];
   p.q_len = s.q_len;
   p.kv_len = s.kv_len;
-  p.keys.key_length = s.key_length;
-  p.keys.prefix = std::min(p.keys.prefix, s.key_length);
+  p.keys.set_length(s.key_length);
   if (call_.bottom_right) p.keys.offset = s.key_length - s.q_len;
   return p;
 }
@@ -125,7 +122,7 @@ AttentionParams Sequences::largest() const {
     p.q_len = std::max(p.q_len, s.q_len);
     p.kv_len = std::max(p.kv_len, s.kv_len);
   }
-  p.keys.key_length = p.kv_len;
+  p.keys.set_length(p.kv_len);
   return p;
 }
 

@@ -18,8 +18,7 @@ constexpr int64_t row_block = decode_row_block;
 // What one sequence's query rows may see, in chunks.
 struct Sequence {
   DecodeParams params;
-  KeyRange seen;       // of the window, past the prefix
-  int64_t total;       // keys of prefix and window: number i is key i of the prefix, then those of the window
+  VisibleKeys seen;
   int64_t chunks;      // at least 1: a sequence that sees nothing has one empty chunk
   int64_t first_unit;  // (key/value head, row block) of this sequence, counted over all sequences
   int64_t first_item;  // unit and chunk
@@ -51,9 +50,7 @@ void decode_few(const DecodeCall& c, const DecodeInputs& in, const Tensor& query
     p.keys = c.keys(lengths[b]);
     Sequence& s = all[static_cast<size_t>(b)];
     s.seen = p.keys.any(0, c.q_len - 1);
-    s.seen.begin = std::max(s.seen.begin, p.keys.prefix);
-    s.total = p.keys.prefix + std::max<int64_t>(0, s.seen.end - s.seen.begin);
-    keys += s.total;
+    keys += s.seen.count();
   }
   // The length of a chunk follows from the call alone, not from the threads: the same bits for any number of them.
   int64_t chunk = 2048;
@@ -61,7 +58,7 @@ void decode_few(const DecodeCall& c, const DecodeInputs& in, const Tensor& query
   int64_t items = 0;
   for (int64_t b = 0; b < c.batch; b++) {
     Sequence& s = all[static_cast<size_t>(b)];
-    s.chunks = std::max<int64_t>(1, (s.total + chunk - 1) / chunk);
+    s.chunks = std::max<int64_t>(1, (s.seen.count() + chunk - 1) / chunk);
     s.first_unit = b * units;
     s.first_item = items;
     items += units * s.chunks;
@@ -103,10 +100,9 @@ void decode_few(const DecodeCall& c, const DecodeInputs& in, const Tensor& query
     if (!sinks.empty()) r.sinks = sinks.data() + bh;
     if (!slopes.empty()) r.slopes = slopes.data() + bh;
     std::vector<DecodeRun> runs;
-    const int64_t from = n * chunk, to = std::min(from + chunk, s.total), prefix = s.params.keys.prefix;
+    const int64_t from = n * chunk, to = std::min(from + chunk, s.seen.count()), prefix = s.seen.prefix;
     if (from < prefix) walk.runs(b, kv, from, std::min(to, prefix), runs);
-    if (to > prefix)
-      walk.runs(b, kv, std::max(from - prefix, int64_t{0}) + s.seen.begin, to - prefix + s.seen.begin, runs);
+    if (to > prefix) walk.runs(b, kv, s.seen.key(std::max(from, prefix)), s.seen.key(to - 1) + 1, runs);
     char* const mine = parts + (s.first_item + unit * s.chunks) * partial;
     kernel.chunk(s.params, r, runs.data(), static_cast<int64_t>(runs.size()),
                  mine + n * kernel.partial_size(s.params, r.count), scratch);

@@ -74,10 +74,7 @@ void decode_tiled(const DecodeCall& c, const DecodeInputs& in, const Tensor& que
 
   std::vector<KeyRange> seen;
   for (int64_t b = 0; b < c.batch; b++) {
-    const KeyRanges keys = c.keys(lengths[b]);
-    KeyRange range = keys.any(0, c.q_len - 1);
-    if (keys.prefix > 0) range = {0, std::max(range.end, keys.prefix)};
-    seen.push_back(range);
+    seen.push_back(c.keys(lengths[b]).any(0, c.q_len - 1).hull());
     shared.kv_len = std::max(shared.kv_len, seen.back().end - seen.back().begin);
   }
   const Pieces pieces = in_one_piece(c, in, seen);
@@ -93,7 +90,7 @@ void decode_tiled(const DecodeCall& c, const DecodeInputs& in, const Tensor& que
     p.kv_len = std::max<int64_t>(0, range.end - range.begin);
     p.keys = c.keys(lengths[b]);
     p.keys.offset -= range.begin;
-    p.keys.key_length = p.kv_len;
+    p.keys.set_length(p.kv_len);
     space = std::max(space, plan.kernel->forward_space(p, std::min(plan.rows, c.q_len)));
   }
   const int64_t item = bytes_of(query.scalar_type()), lse_item = bytes_of(lse.scalar_type());

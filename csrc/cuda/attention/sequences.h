@@ -43,10 +43,7 @@ struct Indices {
 template <class Real>
 void describe_sequences(SequenceTaskOf<Real>& p, const AttentionCall& c, const Indices& indices) {
   p.q_len = static_cast<int>(c.params.q_len), p.kv_len = static_cast<int>(c.params.kv_len);
-  const KeyRanges& keys = c.params.keys;
-  const auto bound = [](int64_t x) { return static_cast<int>(std::min<int64_t>(x, Ranges::unbounded)); };
-  p.keys.offset = static_cast<int>(keys.offset), p.keys.left = bound(keys.left), p.keys.right = bound(keys.right);
-  p.keys.prefix = static_cast<int>(keys.prefix), p.keys.key_length = p.kv_len, p.bottom_right = c.bottom_right;
+  p.keys = c.params.keys.narrow(), p.bottom_right = c.bottom_right;
   p.cu_q = Indices::data(indices.cu_q), p.cu_k = Indices::data(indices.cu_k);
   p.query_lengths = Indices::data(indices.query_lengths), p.key_lengths = Indices::data(indices.key_lengths);
 }

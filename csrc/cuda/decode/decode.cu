@@ -14,7 +14,6 @@ constexpr int64_t few_rows = 128;
 CacheStrides strides_of(const Tensor& t) { return {t.stride(0), t.stride(1), t.stride(2)}; }
 
 void describe(DecodeTask& p, const DecodeCall& c, const DecodeInputs& in) {
-  const auto bound = [](int64_t x) { return static_cast<int>(std::min<int64_t>(x, Ranges::unbounded)); };
   p.key = in.key.data_ptr(), p.value = in.value.data_ptr();
   p.k = strides_of(in.key), p.v = strides_of(in.value);
   p.lengths = static_cast<const int64_t*>(in.lengths.data_ptr());
@@ -29,7 +28,7 @@ void describe(DecodeTask& p, const DecodeCall& c, const DecodeInputs& in) {
   p.batch = static_cast<int>(c.batch), p.kv_heads = static_cast<int>(c.kv_heads), p.group = static_cast<int>(c.group);
   p.q_len = static_cast<int>(c.q_len), p.rows = p.group * p.q_len;
   p.head_dim = static_cast<int>(c.head_dim), p.v_head_dim = static_cast<int>(c.v_head_dim);
-  p.left = bound(c.left), p.right = bound(c.right), p.prefix = static_cast<int>(c.prefix);
+  p.keys = c.keys(c.capacity).narrow();
   p.scale = c.scale, p.softcap = c.softcap;
   p.scaled_only = c.softcap == 0 && !in.alibi_slopes && c.mask == MaskKind::none;
   if (!in.attn_mask) return;
@@ -79,9 +78,7 @@ void decode_split(const CudaDecode& kernel, bool chunked, const DecodeCall& c, c
   const DecodeTiling tiling = kernel.tiling(p.head_dim, p.v_head_dim, p.rows, chunked);
   p.row_tiles = (p.rows + tiling.rows - 1) / tiling.rows;
   const int64_t units = c.batch * c.kv_heads * p.row_tiles;
-  int64_t keys = std::min<int64_t>(c.capacity, p.longest);  // that a sequence has at most
-  if (c.left < KeyRanges::unbounded)
-    keys = std::min(keys, c.prefix + c.left + c.q_len + std::min(c.right, KeyRanges::unbounded - 1));
+  const int64_t keys = c.keys(std::min<int64_t>(c.capacity, p.longest)).most(c.q_len);  // of a sequence
   p.splits = decode_splits(units, keys, tiling, device);
   OptionalTensor parts;  // outputs, references and sums of every split
   if (p.splits > 1) {

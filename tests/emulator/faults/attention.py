@@ -18,7 +18,7 @@ SM80_FORWARD = [
         "value_fragment(b, kk, j, at);",
         "ptx::ldmatrix_x4_trans(b, chunk_at<kDv>(sv, kk * 16 + at % 16, j * 2 + at / 16) + 8);",
     ),
-    ("mask off by one", "sm80/forward.cuh", "x >= end ||", "x > end ||"),
+    ("mask off by one", "sm80/forward.cuh", "keys.hides(j * 8 + e)", "keys.hides(j * 8 + e) && j * 8 + e != keys.end"),
     (
         "only the last tile is masked",
         "sm80/forward.cuh",
@@ -43,7 +43,12 @@ SM80_FORWARD = [
         "t.end = t.key_end / Keys",
     ),
     ("prefix forgotten", "common/sequence.cuh", "t.prefix = min(t.begin,", "t.prefix = min(0,"),
-    ("window starts one key late", "sm80/forward.cuh", "x < begin &&", "x <= begin &&"),
+    (
+        "window starts one key late",
+        "sm80/forward.cuh",
+        "keys.hides(j * 8 + e)",
+        "keys.hides(j * 8 + e) || j * 8 + e == keys.begin",
+    ),
     ("own lengths forgotten", "common/sequence.cuh", "if (p.bottom_right) s.keys.offset = k_len - s.q_len;", ""),
 ]
 
@@ -104,7 +109,7 @@ SM90_FORWARD = [
         "ptx::atomic_add(task.counter, 0u - uint32_t(task.total));",
         "",
     ),
-    ("window not masked on the left", "sm90/forward_softmax.cuh", "x < begin && x >= prefix", "false"),
+    ("window not masked on the left", "sm90/forward_softmax.cuh", "keys.hides(j * 8 + e)", "j * 8 + e >= keys.end"),
     ("a lane still waits for a phase that comes again", "sm90/forward.cuh", "@lanes_met", ""),
     (
         "the tile below the window is taken for the prefix's",

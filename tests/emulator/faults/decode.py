@@ -40,21 +40,21 @@ DECODE = {
         (
             "a window over the prefix again",
             "decode/decode_task.cuh",
-            "sequence.begin = max(any.begin, sequence.keys.prefix)",
-            "sequence.begin = any.begin",
+            "sequence.total = sequence.seen.count();",
+            "sequence.total = sequence.seen.prefix + sequence.seen.end, sequence.seen.begin = 0;",
         ),
         ("a mask from the first key of a ring", "decode/decode_scores.cuh", " + origin * task.mask_col", ""),
         (
             "keys before those that all rows see",
             "decode/decode_task.cuh",
-            "key(item) >= whole.begin",
-            "key(item) + 1 >= whole.begin",
+            "one_holds(key(item), ",
+            "one_holds(key(item) + 1, ",
         ),
         (
             "a tile that begins in the prefix taken for whole",
             "decode/decode_task.cuh",
-            "if (item + count <= keys.prefix)",
-            "if (item < keys.prefix)",
+            "whole.one_holds(key(item), key(item) + count)",
+            "(item < seen.prefix || whole.one_holds(key(item), key(item) + count))",
         ),
         ("outputs that nobody wrote", "decode/decode_merge.cuh", "if (!(weights[split] < Real(0))) value", "value"),
         (
@@ -132,8 +132,18 @@ CACHES = [  # of emulator/test_caches.py
     ("new holders not counted", _PAGED, "if (here >= 0) ptx::atomic_add(task.refs + here, 1);", ""),
     ("a length below 0 moves on", _ROWS, "(have < 0 ? 0 : have) + new_tokens", "have + new_tokens"),
     ("a source behind the last", _ROWS, "index[item] < batch ?", "index[item] <= batch ?"),
-    ("keys beside the window left out", _ROWS, "key < s.begin - kNear", "key < s.begin"),
-    ("keys beside the prefix left out", _ROWS, "key >= s.keys.prefix + kNear", "key >= s.keys.prefix"),
+    (
+        "keys beside the window left out",
+        _ROWS,
+        "s.seen.between(key, kNear)",
+        "s.seen.between(key, kNear) || key >= s.seen.prefix + kNear && key < s.seen.begin",
+    ),
+    (
+        "keys beside the prefix left out",
+        _ROWS,
+        "s.seen.between(key, kNear)",
+        "key >= s.seen.prefix && key < s.seen.begin - kNear",
+    ),
     ("blocks that are not there", _PAGED, "return block < task.blocks ? block : -1;", "return block;"),
     (
         "tokens into blocks that are not there",

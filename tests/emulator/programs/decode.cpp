@@ -41,7 +41,7 @@ int main(int argc, char** argv) {
     if (a["longest"]) p.longest = a["longest"];
     p.max_blocks = a["max_blocks"], p.blocks = a["blocks"], p.block_size = a["block_size"];
     if (p.max_blocks) p.table = table.data;
-    p.left = bound(a["left"]), p.right = bound(a["right"]), p.prefix = a["prefix"];
+    p.keys.left = bound(a["left"]), p.keys.right = bound(a["right"]), p.keys.prefix = a["prefix"];
     p.scale = a["scale"] / 1e6, p.softcap = a["softcap"] / 1e3;
     p.sinks_batch = p.slopes_batch = heads;
     if (a["sinks"]) p.sinks = sinks.data;

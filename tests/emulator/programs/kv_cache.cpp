@@ -113,7 +113,8 @@ struct Operator {
     c.longest = c.ring ? int64_t{1} << 40 : capacity;
     if (blocks) c.table = table.data;
     c.blocks = blocks, c.block_size = block_size, c.max_blocks = max_blocks;
-    c.q_len = 1, c.left = a["left"] < 0 ? Ranges::unbounded : a["left"], c.right = 0, c.prefix = a["prefix"];
+    c.q_len = 1, c.keys.left = a["left"] < 0 ? Ranges::unbounded : a["left"], c.keys.right = 0,
+    c.keys.prefix = a["prefix"];
     emulator::launch(cache_gather<Unit>, dim3(batch * p.parts), block, 0, how, p);
     for (const auto* x : {&keys, &values}) driver::write(*x);
     driver::write(held);

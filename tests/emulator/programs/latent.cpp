@@ -54,7 +54,7 @@ int main(int argc, char** argv) {
     p.q_row = p.head_dim, p.q_head = p.q_row * p.q_len, p.q_batch = p.q_head * p.group;
     p.k = p.v = {inner * pitch, 0, pitch};
     const auto bound = [](int x) { return x < 0 ? Ranges::unbounded : x; };
-    p.left = bound(a["left"]), p.right = bound(a["right"]), p.prefix = a["prefix"];
+    p.keys.left = bound(a["left"]), p.keys.right = bound(a["right"]), p.keys.prefix = a["prefix"];
     p.scale = a["scale"] / 1000.0, p.softcap = a["softcap"] / 1000.0;
     p.sinks = sinks.read(a["sinks"], int64_t{p.batch} * p.group, "sinks");
     p.slopes = slopes.read(a["slopes"], int64_t{p.batch} * p.group, "slopes");

@@ -22,35 +22,13 @@ struct LaneRange {
 };
 template <class C>
 ATTN_INLINE LaneRange<C> lane_range(const KeyRanges& keys, int64_t first_row, int64_t key) {
-  constexpr int64_t far = 1 << 20;
-  if (key >= keys.key_length) return {C(far), C(-far)};
-  if (key < keys.prefix) return {C(-far), C(far)};
-  const int64_t p = key - keys.offset - first_row;
-  return {C(max_of(-far, min_of(far, p - keys.right))), C(max_of(-far, min_of(far, p + keys.left)))};
+  constexpr int64_t far = 1 << 20;  // past every lane
+  const KeyRange rows = keys.rows(key, key, first_row, first_row + far);
+  return {C(rows.begin - first_row), C(rows.end - first_row - 1)};
 }
 
-// What rows [first, last] see of the keys [k0, k0 + n), relative to k0: [begin, end) holds all any row sees (and, where
-// prefix and window share the block, what lies between them), [all_begin, all_end) is seen whole by every row.
-struct TileKeys {
-  int64_t begin, all_begin, all_end, end;
-  bool empty() const { return begin >= end; }
-};
 ATTN_INLINE TileKeys tile_keys(const KeyRanges& keys, int64_t first, int64_t last, int64_t k0, int64_t n) {
-  KeyRange any = keys.any(first, last), all = keys.all(first, last);
-  const int64_t k1 = k0 + n, prefix = min_of(keys.prefix, keys.key_length);
-  if (prefix > k0) {
-    const bool window = max_of(any.begin, k0) < min_of(any.end, k1);
-    any = {k0, window ? max_of(any.end, prefix) : prefix};
-    all = {k0, all.empty() || all.begin > prefix ? prefix : max_of(all.end, prefix)};
-  }
-  TileKeys t;
-  t.begin = max_of(any.begin, k0) - k0;
-  t.end = min_of(any.end, k1) - k0;
-  t.all_begin = max_of(all.begin, k0) - k0;
-  t.all_end = min_of(all.end, k1) - k0;
-  if (t.begin >= t.end) t.begin = t.end = 0;
-  if (t.all_begin >= t.all_end) t.all_begin = t.all_end = t.end;
-  return t;
+  return keys.tile(first, last, k0, n);
 }
 
 // Which vectors of W rows, of `count` rows from first_row on, see any of the keys [key, key + n); `whole`: all of their
@@ -61,14 +39,12 @@ struct SeenLanes {
 };
 template <int W>
 ATTN_INLINE SeenLanes seen_lanes(const KeyRanges& keys, int64_t first_row, int64_t count, int64_t key, int64_t n) {
-  const KeyRange rows = keys.rows(key, key + n - 1, first_row + count);
-  const int64_t from = max_of(0, rows.begin - first_row), to = min_of(count, rows.end - first_row);
-  if (from >= to) return {0, 0, false};
+  const KeyRange rows = keys.rows(key, key + n - 1, first_row, first_row + count);
+  if (rows.empty()) return {0, 0, false};
   SeenLanes s;
-  s.begin = from / W;
-  s.end = (to + W - 1) / W;
-  const TileKeys seen = tile_keys(keys, first_row + s.begin * W, first_row + min_of(count, s.end * W) - 1, key, n);
-  s.whole = seen.all_begin == 0 && seen.all_end == n;
+  s.begin = (rows.begin - first_row) / W;
+  s.end = (rows.end - first_row + W - 1) / W;
+  s.whole = keys.tile(first_row + s.begin * W, first_row + min_of(count, s.end * W) - 1, key, n).whole(n);
   return s;
 }
 

@@ -85,11 +85,9 @@ struct Decode {
       for (int r = 0; r < R; r++) {
         if (r >= count) continue;  // a row that only fills the registers
         const int64_t t = (row + r) % p.q_len;
-        const KeyRange seen = p.keys.any(t, t);
-        const int64_t from = min_of(n, max_of(0, seen.begin - k0)), to = max_of(from, min_of(n, seen.end - k0));
-        const int64_t shown = min_of(n, max_of(0, p.keys.prefix - k0));
-        for (int64_t k = shown; k < from; k++) S[k * R + r] = x;
-        for (int64_t k = max_of(shown, to); k < n; k++) S[k * R + r] = x;
+        const VisibleKeys seen = p.keys.row(t).from(k0);
+        for (int64_t k = max_of(0, seen.prefix); k < min_of(n, seen.begin); k++) S[k * R + r] = x;
+        for (int64_t k = max_of(0, seen.end); k < n; k++) S[k * R + r] = x;
       }
     };
     if (p.softcap > 0) cap_scores(S, int(end / W), C(p.softcap * log2_e));
@@ -196,7 +194,7 @@ struct Decode {
     }
     memset(O, 0, sizeof(C) * size_t(s.groups * R * s.vd));
     if (n_runs == 0) return;
-    const KeyRange all = p.keys.all(0, p.q_len - 1);
+    const VisibleKeys all = p.keys.all(0, p.q_len - 1);
     bool unseen[decode_row_block / max_rows];  // groups of which the mask hides every key of the block
     BlockWalk walk(runs, n_runs, s.keys);
     LinesAhead ahead = lines_ahead(p, s, runs, walk);
@@ -206,7 +204,7 @@ struct Decode {
     };
     for (DecodeBlock b; walk.next(b);) {
       const int64_t n = b.count;
-      const bool border = (b.first < all.begin || b.first + n > all.end) && b.first + n > p.keys.prefix;
+      const bool border = !all.one_holds(b.first, b.first + n);
       bool hides = border;
       for (int64_t g = 0; g < s.groups; g++) {
         C* w = S + g * s.score_size();

@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kCacheThreads) cache_gather(const GatherTask t
   for (int t = 0; t < task.from.count; t++)
     each_unit(task.heads * count, task.from.units[t], part, task.parts, [&](int row, int unit) {
       const int head = row / count, key = row - head * count;
-      if (key >= s.keys.prefix + kNear && key < s.begin - kNear) return;
+      if (s.seen.between(key, kNear)) return;
       const Place at = place_of_key(task.cache, s, batch, key);
       Unit x{};
       if (at.outer >= 0) x = reinterpret_cast<const Unit*>(task.from.cache[t].at(at.outer, head, at.slot))[unit];

@@ -109,7 +109,7 @@ struct BackwardQueries {
     if (Ranged) {
       const Range any = s.keys.rows(n0, n0 + Keys - 1, s.q_len);
       const Range all = s.keys.rows_of_all(n0, n0 + Keys - 1, s.q_len);
-      const bool some = n0 < s.keys.key_length && !any.empty();
+      const bool some = !any.empty();
       first = some ? any.begin / Rows : 0;
       end = some ? (any.end + Rows - 1) / Rows : 0;
       whole_begin = all.begin;
@@ -144,12 +144,10 @@ struct BackwardQueries {
   }
   // do rows [row, row + Rows) see all keys of the block?
   __device__ __forceinline__ bool whole(int row) const { return row >= whole_begin && row + Rows <= whole_end; }
-  // How many blocks add to this query tile before this one: those of the prefix, and of the window from its first one.
+  // How many blocks add to this query tile before this one: of those whose keys its first row sees, and the later ones.
   __device__ __forceinline__ int turn(const BackwardTile& t, const Sequence& s) const {
     if (!Ranged) return t.key_tile;
-    const int prefix = (s.keys.prefix + Keys - 1) / Keys;
-    const int window = s.keys.any(tile * Rows, tile * Rows).begin / Keys;
-    return t.key_tile < prefix ? t.key_tile : prefix + t.key_tile - max(prefix, window);
+    return tiles_of<Keys>(s.keys.row(tile * Rows)).number(t.key_tile);
   }
 };
 

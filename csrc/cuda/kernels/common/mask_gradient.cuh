@@ -34,8 +34,7 @@ struct MaskGradientOfTiles {
         for (int r = out.row ? row_tile : 0; r < (out.row ? row_tile + 1 : row_tiles); r++) {
           const KeyTiles tiles = key_tiles_of<kKeys, true>(p, sequence, r * kRows, r * kRows + kRows - 1);
           for (int n = out.col ? key_tile : 0; n < (out.col ? key_tile + 1 : key_tiles); n++)
-            if (n < tiles.prefix || (n >= tiles.begin && n < tiles.end))
-              add(sum, p, sequence, b, h, r * kRows, n * kKeys);
+            if (tiles.has(n)) add(sum, p, sequence, b, h, r * kRows, n * kKeys);
         }
     }
     const int64_t first = own_item * item_size + own_head * out.head;

@@ -1,4 +1,4 @@
-// Lengths of the batch items, and the keys that their rows see: csrc/core/mask.h in tiles.
+// Lengths of the batch items, and the keys that their rows see: csrc/core/mask.h in 32 bits, and in tiles.
 #pragma once
 #include "core/mask.h"
 
@@ -6,6 +6,7 @@ namespace attnjourney {
 
 using Ranges = KeyRangesOf<int>;
 using Range = KeyRangeOf<int>;
+using SeenKeys = VisibleKeysOf<int>;
 constexpr int kMaskDims = 16;
 
 // same: the dtype of query; blocks: there are BlockLists, and `mask` is their offsets, int [.., row blocks + 1]
@@ -79,8 +80,7 @@ __device__ __forceinline__ Sequence sequence_of(const SequenceTaskOf<Real>& p, i
   }
   if (p.query_lengths) s.q_len = max(0, min(p.query_lengths[batch], p.q_len));
   if (p.key_lengths) k_len = max(0, min(p.key_lengths[batch], p.kv_len));
-  s.keys.key_length = k_len;
-  s.keys.prefix = s.keys.prefix < k_len ? s.keys.prefix : k_len;
+  s.keys.set_length(k_len);
   if (p.bottom_right) s.keys.offset = k_len - s.q_len;
   return s;
 }
@@ -94,8 +94,23 @@ struct KeyTiles {
   __device__ __forceinline__ int above(int n) const { return n + 1 == prefix ? begin : n + 1; }
   __device__ __forceinline__ int below(int n) const { return n == begin ? prefix - 1 : n - 1; }
   __device__ __forceinline__ int first() const { return prefix > 0 ? 0 : begin; }
+  // how many come before tile n
+  __device__ __forceinline__ int number(int n) const { return n >= begin ? n - begin + prefix : n; }
+  __device__ __forceinline__ bool has(int n) const { return n < prefix || (n >= begin && n < end); }
   __device__ __forceinline__ bool whole(int n) const { return n >= whole_begin && n < whole_end; }
 };
+
+template <int Keys>
+__device__ __forceinline__ KeyTiles tiles_of(const SeenKeys& some) {
+  KeyTiles t;
+  const bool none = some.begin == some.end;  // past the prefix
+  t.key_end = none ? some.prefix : some.end;
+  t.begin = (none ? some.prefix : some.begin) / Keys;
+  t.end = (t.key_end + Keys - 1) / Keys;
+  t.prefix = min(t.begin, (some.prefix + Keys - 1) / Keys);
+  if (t.prefix == t.begin) t.prefix = t.begin = 0;
+  return t;
+}
 
 // Rows first .. last of a sequence. Not Ranged: they see all keys of the tensor.
 template <int Keys, bool Ranged, class Real>
@@ -105,51 +120,18 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const SequenceTaskOf<Real>& p, 
   const bool cut = last >= s.q_len && s.q_len < p.q_len;  // there are rows that see nothing
   last = min(last, s.q_len - 1);
   if (first > last) return {0, 0, 0, 0, 0, 0};
-  Range any = s.keys.any(first, last), all = s.keys.all(first, last);
-  const int prefix = s.keys.prefix;
-  if (any.empty()) any = {prefix, prefix};
-  if (any.begin <= prefix) any.begin = 0;
-  if (any.end < prefix) any.end = prefix;
-  if (all.begin <= prefix && all.begin < all.end)
-    all.begin = 0;
-  else if (all.empty())
-    all = {0, prefix};
-  if (all.end < prefix) all.end = prefix;
-  KeyTiles t;
-  t.key_end = any.end;
-  t.begin = any.begin / Keys;
-  t.end = (t.key_end + Keys - 1) / Keys;
-  t.prefix = min(t.begin, (prefix + Keys - 1) / Keys);
-  t.whole_begin = (all.begin + Keys - 1) / Keys;
-  t.whole_end = cut ? 0 : all.end / Keys;
-  if (t.prefix == t.begin) t.prefix = t.begin = 0;
+  const Range every = s.keys.all(first, last).last();
+  KeyTiles t = tiles_of<Keys>(s.keys.any(first, last));
+  t.whole_begin = (every.begin + Keys - 1) / Keys;
+  t.whole_end = cut ? 0 : every.end / Keys;
   return t;
 }
 
-// The keys that one row sees: [0, prefix) and [begin, end).
-struct RowKeys {
-  int begin, end, prefix;
-};
-__device__ __forceinline__ RowKeys row_keys_of(const Sequence& s, int row) {
+// The keys that one row sees, the rows that see one key.
+__device__ __forceinline__ SeenKeys row_keys_of(const Sequence& s, int row) {
   if (row >= s.q_len) return {0, 0, 0};
-  Range any = s.keys.any(row, row);
-  int prefix = s.keys.prefix;
-  if (any.begin <= prefix) {
-    any.begin = 0;
-    any.end = any.end < prefix ? prefix : any.end;
-    prefix = 0;
-  }
-  return {any.begin, any.end, prefix};
+  return s.keys.row(row);
 }
-
-// The rows that see one key: [begin, end).
-struct KeyRows {
-  int begin, end;
-};
-__device__ __forceinline__ KeyRows key_rows_of(const Sequence& s, int key) {
-  if (key >= s.keys.key_length) return {0, 0};
-  const Range rows = s.keys.rows(key, key, s.q_len);
-  return {rows.begin, rows.end};
-}
+__device__ __forceinline__ Range key_rows_of(const Sequence& s, int key) { return s.keys.rows(key, key, s.q_len); }
 
 }  // namespace attnjourney

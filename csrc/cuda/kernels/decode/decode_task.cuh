@@ -24,8 +24,8 @@ struct DecodeTask {
   int capacity;
   bool ring;
   int batch, kv_heads, group, q_len, head_dim, v_head_dim;
-  int rows, row_tiles;      // rows that read one key head, group * q_len, and tiles of them
-  int left, right, prefix;  // as Ranges has them
+  int rows, row_tiles;  // rows that read one key head, group * q_len, and tiles of them
+  Ranges keys;          // without a sequence's offset and length
   double scale, softcap;
   bool scaled_only;  // neither softcap nor ALiBi nor mask
   const void* mask;
@@ -43,18 +43,17 @@ struct DecodeTask {
 // One sequence. Keys are numbered from the first one that is there, `origin`.
 struct DecodeSequence {
   int64_t origin;
-  Ranges keys;  // of all its rows
-  // the keys that some row may see: item n is key n of the prefix, then begin + n - prefix
-  int begin, total;
-  Range whole;  // keys in every row's window
-  int slot;     // ring: where key 0 lies
-  __device__ __forceinline__ int key(int item) const { return item < keys.prefix ? item : item - keys.prefix + begin; }
+  Ranges keys;           // of all its rows
+  SeenKeys seen, whole;  // keys that some row sees, the items; that all rows see
+  int total;             // items
+  int slot;              // ring: where key 0 lies
+  __device__ __forceinline__ int key(int item) const { return seen.key(item); }
   // do all rows see all of `count` items from `item` on?
   __device__ __forceinline__ bool is_whole(int item, int count) const {
-    if (item + count > total) return false;
-    if (item + count <= keys.prefix) return true;
-    return item >= keys.prefix && key(item) >= whole.begin && key(item) + count <= whole.end;
+    return item + count <= total && whole.one_holds(key(item), key(item) + count);
   }
+  // items in one piece that all rows see
+  __device__ __forceinline__ Range whole_items() const { return {seen.number(whole.begin), seen.number(whole.end)}; }
 };
 
 __device__ __forceinline__ DecodeSequence decode_sequence(const DecodeTask& task, int batch) {
@@ -64,14 +63,12 @@ __device__ __forceinline__ DecodeSequence decode_sequence(const DecodeTask& task
   sequence.origin = task.ring && length > task.capacity ? length - task.capacity : 0;
   sequence.slot = task.ring ? static_cast<int>(sequence.origin % task.capacity) : 0;
   const int there = static_cast<int>(length - sequence.origin);
+  sequence.keys = task.keys;
   sequence.keys.offset = there - task.q_len;
-  sequence.keys.left = task.left, sequence.keys.right = task.right;
-  sequence.keys.prefix = min(task.prefix, there);
-  sequence.keys.key_length = there;
-  const Range any = sequence.keys.any(0, task.q_len - 1);
-  sequence.begin = max(any.begin, sequence.keys.prefix);
-  sequence.total = sequence.keys.prefix + max(0, any.end - sequence.begin);
+  sequence.keys.set_length(there);
+  sequence.seen = sequence.keys.any(0, task.q_len - 1);
   sequence.whole = sequence.keys.all(0, task.q_len - 1);
+  sequence.total = sequence.seen.count();
   return sequence;
 }
 

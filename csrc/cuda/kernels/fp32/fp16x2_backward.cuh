@@ -257,7 +257,7 @@ struct Fp16x2Backward {
     const int first = row + static_cast<int>(lane() % 4 * 2);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const KeyRows rows = key_rows_of(sequence, key + static_cast<int>(16 * warp() + lane() / 4) + 8 * h);
+      const Range rows = key_rows_of(sequence, key + static_cast<int>(16 * warp() + lane() / 4) + 8 * h);
       const int begin = rows.begin - first, end = rows.end - first;
 #pragma unroll
       for (int j = 0; j < Rows / 8; j++)

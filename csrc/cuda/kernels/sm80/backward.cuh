@@ -320,7 +320,7 @@ struct Sm80Backward {
 #pragma unroll
           for (int h = 0; h < 2; h++) {
             const int key = n0 + l.wn * kWarpKeys + i * 16 + l.g + 8 * h, row = m0 + l.wm * (Rows / 2) + 2 * l.t;
-            const KeyRows rows = Ranged ? key_rows_of(sequence, key) : KeyRows{0, key < p.kv_len ? p.rows : 0};
+            const Range rows = Ranged ? key_rows_of(sequence, key) : Range{0, key < p.kv_len ? p.rows : 0};
             const int begin = rows.begin - row, end = rows.end - row;
 #pragma unroll
             for (int j = 0; j < kMT; j++)

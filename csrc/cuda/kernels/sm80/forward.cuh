@@ -200,15 +200,12 @@ struct Sm80Forward {
                                               int row, int key) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const RowKeys keys = Ranged ? row_keys_of(sequence, row + 8 * h) : RowKeys{0, p.kv_len, 0};
-      const int begin = keys.begin - key, end = keys.end - key, prefix = keys.prefix - key;
+      const SeenKeys keys = (Ranged ? row_keys_of(sequence, row + 8 * h) : SeenKeys{0, 0, p.kv_len}).from(key);
 #pragma unroll
       for (int j = 0; j < kKeys / 8; j++)
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
-          const int x = j * 8 + e;
-          if (x >= end || (Ranged && x < begin && x >= prefix)) s[j][2 * h + e] = -INFINITY;
-        }
+        for (int e = 0; e < 2; e++)
+          if (keys.hides(j * 8 + e)) s[j][2 * h + e] = -INFINITY;
     }
   }
 

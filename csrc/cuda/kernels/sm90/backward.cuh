@@ -87,8 +87,8 @@ struct Sm90BackwardConsumer {
 #pragma unroll
     for (int i = 0; i < kRows / 16; i++) stats[i] = src[4 * i];
   }
-  __device__ __forceinline__ KeyRows key_rows(int n) const {
-    return Ranged ? key_rows_of(sequence_of(task, where.batch), n) : KeyRows{0, n < task.kv_len ? task.rows : 0};
+  __device__ __forceinline__ Range key_rows(int n) const {
+    return Ranged ? key_rows_of(sequence_of(task, where.batch), n) : Range{0, n < task.kv_len ? task.rows : 0};
   }
   // s = P of the query tile `at`, pf = P rounded. Element 4 j + e: key + 8 (e / 2), query m0 + 8 j + 2 t + e % 2.
   __device__ __forceinline__ void softmax(Fragments& pf, const Stats& lse, const Queries& at) {
@@ -98,7 +98,7 @@ struct Sm90BackwardConsumer {
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         const int row = m0 + 2 * (lane % 4);
-        const KeyRows rows = key_rows(key + 8 * h);
+        const Range rows = key_rows(key + 8 * h);
         const int begin = rows.begin - row, end = rows.end - row;
 #pragma unroll
         for (int j = 0; j < kRows / 8; j++)

@@ -96,9 +96,7 @@ struct Sm90ForwardProducer : Sm90ForwardLoads<S> {
     Slot& slot = slots[group * 4 + round % 4];
     const int count = tiles.count();
     slot.first = own.count() ? own.end - 1 : tiles.first();
-    const int last =
-        slot.first >= tiles.begin ? slot.first - tiles.begin + tiles.prefix : slot.first;  // how many come before it
-    slot.start = !more ? -1 : count ? count - last : 0;
+    slot.start = !more ? -1 : count ? count - tiles.number(slot.first) : 0;
     slot.tiles.begin = tiles.begin;
     slot.tiles.prefix = tiles.prefix;
     slot.tiles.whole_begin = own.whole_begin;

@@ -48,8 +48,7 @@ struct __align__(16) Sm90ForwardSlot {
   int rows, q_begin;                     // with options: see Sequence
   __device__ __forceinline__ Sequence sequence(const ForwardTask& task) const {
     Sequence s{q_len, task.keys};
-    s.keys.key_length = key_length;
-    s.keys.prefix = s.keys.prefix < key_length ? s.keys.prefix : key_length;
+    s.keys.set_length(key_length);
     s.keys.offset = offset;
     return s;
   }

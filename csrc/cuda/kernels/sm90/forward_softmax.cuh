@@ -21,18 +21,15 @@ struct Sm90ForwardSoftmax {
   static __device__ __forceinline__ void hide(float (&scores)[S::kKeys / 2], const ForwardTask& task,
                                               const Sequence& sequence, int row, int key) {
     if constexpr (S::kRanged) {
-      if (task.keys.left < Ranges::unbounded) {
+      if (task.keys.bounded_left()) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          const RowKeys keys = row_keys_of(sequence, row + 8 * h);
-          const int begin = keys.begin - key, end = keys.end - key, prefix = keys.prefix - key;
+          const SeenKeys keys = row_keys_of(sequence, row + 8 * h).from(key);
 #pragma unroll
           for (int j = 0; j < S::kKeys / 8; j++)
 #pragma unroll
-            for (int e = 0; e < 2; e++) {
-              const int x = j * 8 + e;
-              if (x >= end || (x < begin && x >= prefix)) scores[4 * j + 2 * h + e] = -INFINITY;
-            }
+            for (int e = 0; e < 2; e++)
+              if (keys.hides(j * 8 + e)) scores[4 * j + 2 * h + e] = -INFINITY;
         }
         return;
       }

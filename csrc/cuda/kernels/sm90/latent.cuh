@@ -125,10 +125,7 @@ struct Sm90Latent {
     const int own = ptx::uniform(threadIdx.x / 128), lane = threadIdx.x % 32, t = lane % 4;
     const int row = threadIdx.x % 128 / 32 * 16 + lane / 4;  // and row + 8
     const DecodeSequence& sequence = part.sequence;
-    // tiles of these items hide nothing from any row
-    const int shift = sequence.keys.prefix - sequence.begin, total = sequence.total;
-    const int whole_begin = task.q_len == 1 ? 0 : max(sequence.keys.prefix, sequence.whole.begin + shift);
-    const int whole_end = task.q_len == 1 ? total : min(total, sequence.whole.end + shift);
+    const Range whole_items = task.q_len == 1 ? Range{0, sequence.total} : sequence.whole_items();
     float *const tops = reinterpret_cast<float*>(base + kTopsAt), *const sums =
                                                                       reinterpret_cast<float*>(base + kSumsAt);
     const uint32_t* const there = reinterpret_cast<const uint32_t*>(base + kThereAt) + own * kKeys;
@@ -178,7 +175,8 @@ struct Sm90Latent {
       ptx::wgmma_wait<0>();
       ptx::keep(scores);
 
-      const bool whole = !task.table && n + own < part.last && item0 >= whole_begin && item0 + kKeys <= whole_end;
+      const bool whole =
+          !task.table && n + own < part.last && item0 >= whole_items.begin && item0 + kKeys <= whole_items.end;
       score(scores, task, part, row, item0, whole, there, t);
       release(own, kRotary);
 #pragma unroll
@@ -216,7 +214,7 @@ struct Sm90Latent {
       }
       ptx::bar_sync(1, 256);  // @weights_there: both
 
-      if (task.q_len > 1 && (n * kKeys < whole_begin || (n + 2) * kKeys > whole_end)) {
+      if (task.q_len > 1 && (n * kKeys < whole_items.begin || (n + 2) * kKeys > whole_items.end)) {
         ptx::mbarrier_wait(full(smem, own ^ 1, own), phase);
         guard(base, own);
       }
