@@ -132,6 +132,11 @@ def sources(*patterns: str) -> list[Path]:
     return [path.relative_to(ROOT) for pattern in patterns for path in sorted(ROOT.glob(pattern))]
 
 
+def shared_sources() -> list[Path]:
+    """What no device has of its own, compiled once: every library links these objects, for they share no symbols."""
+    return sources(*(f"csrc/{folder}/*.cpp" for folder in ("core", "attention", "decode", "linear", "layers")))
+
+
 def cpu_sources() -> list[Path]:
     # Instruction-set files last, simplest first: of an inline function emitted twice the linker keeps the first copy,
     # and that one must run on every machine.
@@ -142,8 +147,8 @@ def cpu_sources() -> list[Path]:
 
 def extensions() -> list[Extension]:
     found = [Extension("attnjourney._C_cpu", [str(s) for s in cpu_sources()])]
-    cuda = sources("csrc/cuda/**/*.cu")
-    if cuda and find_nvcc() and wants_cuda() and not SANITIZE:
+    if find_nvcc() and wants_cuda() and not SANITIZE:
+        cuda = [*shared_sources(), *sources("csrc/cuda/**/*.cu")]
         found.append(Extension("attnjourney._C_cuda", [str(s) for s in cuda]))
     return found
 
@@ -207,7 +212,7 @@ class BuildLibraries(build_ext):
         for source in map(Path, extension.sources):
             twin = ["-DATTNJOURNEY_AMX_TWIN=1"] if str(source) in TWIN else []
             output = (Path("build", "twin") if twin else BUILD) / source.with_suffix(".o")
-            if cuda:
+            if source.suffix == ".cu":
                 arch = next(arch for folder, arch in CUDA_ARCHS.items() if source.is_relative_to(folder))
                 command = [find_nvcc(), "-ccbin", CXX[0], *NVCC_FLAGS, "-gencode", arch, *headers]
             else:

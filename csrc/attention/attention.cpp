@@ -4,7 +4,6 @@
 #include <cmath>
 
 #include "block_mask.h"
-#include "schema.h"
 
 namespace attnjourney {
 namespace {
@@ -70,7 +69,7 @@ void check_mask(AttentionCall& c, const Tensor& mask, const Tensor& query) {
   const ScalarType t = mask.scalar_type();
   c.params.mask = t == ScalarType::Bool ? MaskKind::boolean : MaskKind::floating;
   c.params.mask_fp32 = t == ScalarType::Float && query.scalar_type() != ScalarType::Float;
-  c.mask = mask_map(c, mask, c.params.mask_row, c.params.mask_col);
+  c.mask_map = mask_map(c, mask, c.params.mask_row, c.params.mask_col);
 }
 
 void check_lengths(const char* name, const OptionalTensor& t, int64_t count, const Tensor& query) {
@@ -102,19 +101,16 @@ void check_scores(AttentionCall& c, const AttentionOptions& o, const Tensor& que
   const auto [left, right] = o.window;
   check_value(left >= -1 && right >= -1, "window_size: expected two numbers from -1 (unbounded), got (", left, ", ",
               right, ")");
-  check_value(o.prefix_length >= 0, "prefix_length: expected a number from 0, got ", o.prefix_length);
-  if (left >= 0) p.keys.left = std::min(left, KeyRanges::unbounded);
-  if (right >= 0) p.keys.right = std::min(right, KeyRanges::unbounded);
-  if (o.is_causal) p.keys.right = 0;
+  check_prefix_length(o.prefix_length);
+  p.keys.left = window_bound(left);
+  p.keys.right = o.is_causal ? 0 : window_bound(right);
   p.keys.prefix = std::min(o.prefix_length, p.kv_len);
   p.keys.key_length = p.kv_len;
   if (c.bottom_right) p.keys.offset = p.kv_len - p.q_len;
   check_lengths("key_lengths", o.key_lengths, c.batch, query);
   check_lengths("query_lengths", o.query_lengths, c.batch, query);
-  check_value(o.softcap >= 0 && std::isfinite(o.softcap), "softcap: expected a finite number from 0, got ", o.softcap);
+  check_score_options(o, c.batch, c.q_heads, query);
   p.softcap = o.softcap;
-  check_per_head("sinks", o.sinks, c.batch, c.q_heads, query);
-  check_per_head("alibi_slopes", o.alibi_slopes, c.batch, c.q_heads, query);
   p.alibi = o.alibi_slopes.has_value();
 }
 
@@ -142,6 +138,20 @@ void check_per_head(const char* name, const OptionalTensor& t, int64_t batch, in
   check_value(per_head || per_item, name, ": expected shape (", heads, ",) or (", batch, ", ", heads,
               ") (heads of query, or batch and heads), got ", shape_text(*t));
   check_same_device(name, *t, "query", query);
+}
+
+double check_scale(const std::optional<double>& given, int64_t head_dim) {
+  const double scale = given.value_or(1.0 / std::sqrt(static_cast<double>(head_dim)));
+  check_value(std::isfinite(scale), "scale: expected a finite number, got ", scale);
+  return scale;
+}
+
+void check_prefix_length(int64_t n) { check_value(n >= 0, "prefix_length: expected a number from 0, got ", n); }
+
+void check_score_options(const AttentionOptions& o, int64_t batch, int64_t heads, const Tensor& query) {
+  check_value(o.softcap >= 0 && std::isfinite(o.softcap), "softcap: expected a finite number from 0, got ", o.softcap);
+  check_per_head("sinks", o.sinks, batch, heads, query);
+  check_per_head("alibi_slopes", o.alibi_slopes, batch, heads, query);
 }
 
 HeadMap mask_map(const AttentionCall& c, const Tensor& mask, int64_t& row, int64_t& col) {
@@ -172,9 +182,11 @@ HeadMap head_map(const AttentionCall& call, const Tensor& t, int64_t heads) {
   return m;
 }
 
-AttentionCall check_attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                              const AttentionOptions& options) {
-  AttentionCall c;
+AttentionCall check_attention(AttentionArgs args) {
+  AttentionCall c{.args = std::move(args)};
+  auto& [query, key, value, options] = c.args;
+  const auto& [attn_mask, cu_seqlens_q, cu_seqlens_k, blocks, dropout_p, is_causal, scale, enable_gqa, causal_alignment,
+               window, prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes, dropout_seed] = options;
   c.rank = static_cast<int>(query.dim());
   check_rank("query", query, query);
   check_rank("key", key, query);
@@ -184,7 +196,7 @@ AttentionCall check_attention(const Tensor& query, const Tensor& key, const Tens
   check_same_dtype("value", value, "query", query);
   check_same_device("key", key, "query", query);
   check_same_device("value", value, "query", query);
-  check_heads(c, query, key, value, options.enable_gqa);
+  check_heads(c, query, key, value, enable_gqa);
   check_batch(c, query, key, value);
 
   AttentionParams& p = c.params;
@@ -201,71 +213,33 @@ AttentionCall check_attention(const Tensor& query, const Tensor& key, const Tens
   check_value(p.v_head_dim > 0, "value: expected a head_dim (last dimension) of at least 1, got shape ",
               shape_text(value));
 
-  check_dropout(options.dropout_p);
-  p.scale = options.scale.value_or(1.0 / std::sqrt(static_cast<double>(p.head_dim)));
-  check_value(std::isfinite(p.scale), "scale: expected a finite number, got ", p.scale);
-  if (options.cu_seqlens_q) check_packed(c, options, query);
+  check_dropout(dropout_p);
+  p.scale = check_scale(scale, p.head_dim);
+  if (cu_seqlens_q || cu_seqlens_k) check_packed(c, options, query);
+  // which keys are visible, and what is done to the scores
+  (void)is_causal, (void)causal_alignment, (void)window, (void)prefix_length, (void)key_lengths, (void)query_lengths;
+  (void)softcap, (void)sinks, (void)alibi_slopes;
   check_scores(c, options, query);
-  if (options.dropout_p > 0) {
-    check_value(options.dropout_seed.has_value(),
-                "dropout_seed: expected an int64 tensor when dropout_p > 0, got None");
-    const Tensor& seed = *options.dropout_seed;
-    check_runtime(seed.scalar_type() == ScalarType::Long && seed.numel() == 1,
-                  "dropout_seed: expected one torch.int64 number, got ", dtype_text(seed.scalar_type()), " of shape ",
-                  shape_text(seed));
+  if (dropout_p > 0) {
+    check_value(dropout_seed.has_value(), "dropout_seed: expected an int64 tensor when dropout_p > 0, got None");
+    check_runtime(dropout_seed->scalar_type() == ScalarType::Long && dropout_seed->numel() == 1,
+                  "dropout_seed: expected one torch.int64 number, got ", dtype_text(dropout_seed->scalar_type()),
+                  " of shape ", shape_text(*dropout_seed));
   }
-  if (options.attn_mask) check_mask(c, *options.attn_mask, query);
-  if (options.blocks) check_blocks(c, *options.blocks, query);
+  if (attn_mask) check_mask(c, *attn_mask, query);
+  if (blocks) check_blocks(c, *blocks, query);
 
+  for (Tensor* t : {&query, &key, &value})
+    if (!aten::has_dense_rows(*t)) *t = torch::stable::contiguous(*t);
   p.q_row = query.stride(c.rank - 2);
   p.k_row = key.stride(c.rank - 2);
   p.v_row = value.stride(c.rank - 2);
-  c.query = head_map(c, query, c.q_heads);
-  c.key = head_map(c, key, c.q_heads);
-  c.value = head_map(c, value, c.q_heads);
+  c.query_map = head_map(c, query, c.q_heads);
+  c.key_map = head_map(c, key, c.q_heads);
+  c.value_map = head_map(c, value, c.q_heads);
   c.dtype = query.scalar_type();
   c.lse_dtype = c.dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
   return c;
 }
 
 }  // namespace attnjourney
-
-// `need` is a bit set: 1 query, 2 key, 4 value, 8 attn_mask, 16 sinks, 32 alibi_slopes; a gradient not needed comes
-// back with shape (0,).
-STABLE_TORCH_LIBRARY(attnjourney, m) {
-  m.def(
-      "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, "
-      "bool is_causal=False, *, float? scale=None, bool enable_gqa=False, " ATTNJOURNEY_ATTENTION_OPTIONS
-      ") -> Tensor");
-  m.def(
-      "attention_with_lse(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, "
-      "bool is_causal=False, *, float? scale=None, bool enable_gqa=False, " ATTNJOURNEY_ATTENTION_OPTIONS
-      ") -> (Tensor out, Tensor lse)");
-  m.def(
-      "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, "
-      "bool is_causal=False, *, float? scale=None, bool enable_gqa=False, " ATTNJOURNEY_ATTENTION_OPTIONS
-      ") -> (Tensor out, Tensor lse)");
-  m.def(
-      "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
-      "Tensor? attn_mask, Tensor out, Tensor lse, float dropout_p=0.0, bool is_causal=False, *, float? scale=None, "
-      "bool enable_gqa=False, " ATTNJOURNEY_ATTENTION_OPTIONS
-      ", int need=63) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_attn_mask, "
-      "Tensor grad_sinks, Tensor grad_alibi_slopes)");
-  m.def(
-      "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-      "float dropout_p=0.0, bool is_causal=False, *, float? scale=None, " ATTNJOURNEY_VARLEN_OPTIONS ") -> Tensor");
-  m.def(
-      "varlen_attention_forward(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-      "float dropout_p=0.0, bool is_causal=False, *, float? scale=None, " ATTNJOURNEY_VARLEN_OPTIONS
-      ") -> (Tensor out, Tensor lse)");
-  m.def(
-      "varlen_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
-      "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor out, Tensor lse, float dropout_p=0.0, bool is_causal=False, *, "
-      "float? scale=None, " ATTNJOURNEY_VARLEN_OPTIONS
-      ", int need=31) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks, "
-      "Tensor grad_alibi_slopes)");
-  m.def(
-      "_attention_weights(Tensor query, Tensor key, Tensor lse, Tensor rows, Tensor heads, Tensor? attn_mask=None, "
-      "bool is_causal=False, *, float? scale=None, bool enable_gqa=False, " ATTNJOURNEY_ATTENTION_OPTIONS
-      ") -> Tensor");
-}

@@ -42,8 +42,8 @@ void check_blocks(AttentionCall& c, const BlockTensors& b, const Tensor& query) 
     const int64_t d = dim - from_end;
     return d >= 0 && b.offsets.size(d) != 1 ? b.offsets.stride(d) : 0;
   };
-  if (c.rank >= 3) c.mask.head_stride = stride(2);
-  for (int d = 0; d < c.batch_dims; d++) c.mask.batch_stride[d] = stride(c.rank - 1 - d);
+  if (c.rank >= 3) c.mask_map.head_stride = stride(2);
+  for (int d = 0; d < c.batch_dims; d++) c.mask_map.batch_stride[d] = stride(c.rank - 1 - d);
 
   p.mask = MaskKind::blocks;
   const double heads = static_cast<double>(std::max<int64_t>(1, b.offsets.numel() / (rows + 1)));

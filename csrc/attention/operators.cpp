@@ -1,12 +1,18 @@
 #include "operators.h"
 
+#include "core/backend.h"
+
 namespace attnjourney {
 namespace {
 
+bool has_shape(const Tensor& t, const std::vector<int64_t>& want) {
+  bool same = t.dim() == static_cast<int64_t>(want.size());
+  for (size_t d = 0; same && d < want.size(); d++) same = t.size(static_cast<int64_t>(d)) == want[d];
+  return same;
+}
+
 void check_shape(const char* name, const Tensor& t, const std::vector<int64_t>& want) {
-  bool ok = t.dim() == static_cast<int64_t>(want.size());
-  for (size_t d = 0; ok && d < want.size(); d++) ok = t.size(static_cast<int64_t>(d)) == want[d];
-  check_value(ok, name, ": expected shape ", list_text(want), ", got ", shape_text(t));
+  check_value(has_shape(t, want), name, ": expected shape ", list_text(want), ", got ", shape_text(t));
 }
 
 // sums what broadcasting repeated, down to the shape of `like`
@@ -45,7 +51,7 @@ Tensor empty_like_inputs(const AttentionCall& c, const Tensor& query, const std:
 // input.
 class Like {
  public:
-  Like(const AttentionCall& c, const Tensor& query) : c_(c), query_(query) {}
+  explicit Like(const AttentionCall& c) : c_(c), query_(c.args.query) {}
   std::vector<int64_t> shape(int64_t heads, std::initializer_list<int64_t> rest) const {
     std::vector<int64_t> s(c_.batch_size, c_.batch_size + c_.batch_dims);
     if (c_.rank >= 3) s.push_back(heads);
@@ -71,10 +77,11 @@ class Like {
     check_same_dtype(name, *t, like_name, *like);
     check_same_device(name, *t, "query", query_);
   }
-  void tangents(const AttentionTangents& t, const Tensor& key, const Tensor& value, const AttentionOptions& o) const {
+  void tangents(const AttentionTangents& t) const {
+    const AttentionOptions& o = c_.args.options;
     input("query_tangent", t.query, "query", query_);
-    input("key_tangent", t.key, "key", key);
-    input("value_tangent", t.value, "value", value);
+    input("key_tangent", t.key, "key", c_.args.key);
+    input("value_tangent", t.value, "value", c_.args.value);
     input("attn_mask_tangent", t.attn_mask, "attn_mask", o.attn_mask);
     check_value(!t.attn_mask || c_.params.mask == MaskKind::floating,
                 "attn_mask_tangent: expected None beside a mask of dtype torch.bool");
@@ -91,68 +98,216 @@ class Like {
   const Tensor& query_;
 };
 
-}  // namespace
+// ---- arguments ----
 
-std::tuple<Tensor, Tensor> attention_forward(const AttentionBackend& backend, const Tensor& query, const Tensor& key,
-                                             const Tensor& value, const AttentionOptions& options) {
-  const AttentionCall c = check_attention(query, key, value, options);
+// packed tensors (total, heads, dim) are seen as (heads, total, dim)
+void swap(const char* name, Tensor& t) {
+  check_dim(name, t, 3);
+  t = torch::stable::transpose(t, 0, 1);
+}
+void swap(const char* name, OptionalTensor& t) {
+  if (t) swap(name, *t);
+}
+
+void swap_inputs(AttentionArgs& args) {
+  for (const auto& [name, t] : {std::pair{"query", args.query}, {"key", args.key}, {"value", args.value}})
+    check_dim(name, t, 3);
+  swap("query", args.query), swap("key", args.key), swap("value", args.value);
+}
+
+AttentionArgs read_inputs(Arguments& in, MaskArguments kind) {
+  AttentionArgs args{.query = in.tensor(), .key = in.tensor(), .value = in.tensor(), .options = {}};
+  read_mask(in, kind, args.options);
+  return args;
+}
+
+// those of the inputs
+void read_tangents(Arguments& in, MaskArguments kind, AttentionTangents& t) {
+  t.query = in.optional_tensor(), t.key = in.optional_tensor(), t.value = in.optional_tensor();
+  if (kind == MaskArguments::dense) t.attn_mask = in.optional_tensor();
+  t.sinks = in.optional_tensor(), t.alibi_slopes = in.optional_tensor();
+}
+
+void swap_tangents(AttentionTangents& t) {
+  swap("query_tangent", t.query), swap("key_tangent", t.key), swap("value_tangent", t.value);
+  swap("grad_out_tangent", t.grad_out), swap("out_tangent", t.out);
+}
+
+// ---- gradients ----
+
+enum Need { need_query = 1, need_key = 2, need_value = 4, need_mask = 8, need_sinks = 16, need_slopes = 32 };
+
+// `need` with a bit for a mask, which only dense calls have
+int64_t checked_need(int64_t need, bool dense) {
+  const int64_t end = dense ? 64 : 32;
+  check_value(need >= 0 && need < end, "need: expected a bit set from 0 to ", end - 1, ", got ", need);
+  return dense ? need : (need & 7) | (need & 24) << 1;
+}
+
+AttentionGradients allocate(const AttentionCall& c, const Like& like, int64_t need) {
+  const AttentionParams& p = c.params;
+  const auto& [query, key, value, options] = c.args;
+  const auto empty_like = [](const OptionalTensor& t) { return t ? OptionalTensor(aten::empty(*t, t->sizes())) : t; };
+  AttentionGradients g;
+  if (need & need_query) g.query = empty_like_inputs(c, query, like.shape(c.q_heads, {p.q_len, p.head_dim}));
+  if (need & need_key) g.key = empty_like_inputs(c, query, like.shape(c.kv_heads, {p.kv_len, p.head_dim}));
+  if (need & need_value) g.value = empty_like_inputs(c, query, like.shape(c.kv_heads, {p.kv_len, p.v_head_dim}));
+  if ((need & need_mask) && p.mask == MaskKind::floating) g.attn_mask = empty_like(options.attn_mask);
+  if (need & need_sinks) g.sinks = empty_like(options.sinks);
+  if (need & need_slopes) g.alibi_slopes = empty_like(options.alibi_slopes);
+  return g;
+}
+
+// In the shapes of what they belong to; shape (0,) where none is needed.
+std::vector<Tensor> gradients_of_inputs(const AttentionCall& c, const AttentionGradients& g, bool dense) {
+  const auto& [query, key, value, options] = c.args;
+  std::vector<Tensor> all = {g.query ? reduce_to(*g.query, query) : aten::none(query),
+                             g.key ? reduce_heads(c, *g.key, key) : aten::none(query),
+                             g.value ? reduce_heads(c, *g.value, value) : aten::none(query)};
+  if (c.packed)
+    for (Tensor& t : all)
+      if (t.dim() == 3) t = torch::stable::transpose(t, 0, 1);
+  if (dense) all.push_back(g.attn_mask.value_or(aten::none(query)));
+  all.push_back(g.sinks.value_or(aten::none(query)));
+  all.push_back(g.alibi_slopes.value_or(aten::none(query)));
+  return all;
+}
+
+// the backward, or with `tangents` its derivative in their direction
+std::vector<Tensor> backward(const AttentionBackend& backend, AttentionCall& c, AttentionSaved saved,
+                             const AttentionTangents* tangents, int64_t need, bool dense) {
+  const Like like(c);
+  like.out("grad_out", saved.grad_out);
+  like.out("out", saved.out);
+  like.lse("lse", saved.lse);
+  if (saved.grad_lse) like.lse("grad_lse", *saved.grad_lse);
+  if (tangents) like.tangents(*tangents);
+  const AttentionGradients gradients = allocate(c, like, checked_need(need, dense));
+  saved.make_dense();
+  const auto all = gradients.all();
+  if (std::any_of(all.begin(), all.end(), [](const OptionalTensor* g) { return g->has_value(); })) {
+    if (tangents)
+      backend.backward_jvp(c, saved, *tangents, gradients);
+    else
+      backend.backward(c, saved, gradients);
+  }
+  return gradients_of_inputs(c, gradients, dense);
+}
+
+std::vector<Tensor> backward(const AttentionBackend& backend, Arguments& in, MaskArguments kind, bool derivative) {
+  const Tensor grad_out = in.tensor();
+  const OptionalTensor grad_lse = in.optional_tensor();
+  AttentionArgs args = read_inputs(in, kind);
+  const Tensor out = in.tensor(), lse = in.tensor();
+  AttentionSaved saved{.grad_out = grad_out, .grad_lse = grad_lse, .out = out, .lse = lse};
+  AttentionTangents tangents;
+  if (derivative) {
+    tangents.out = in.tensor(), tangents.lse = in.tensor();
+    tangents.grad_out = in.optional_tensor(), tangents.grad_lse = in.optional_tensor();
+    read_tangents(in, kind, tangents);
+  }
+  read_options(in, kind, args.options);
+  const int64_t need = in.integer();
+  if (kind == MaskArguments::packed) {
+    swap_inputs(args);
+    swap("grad_out", saved.grad_out), swap("out", saved.out);
+    if (derivative) swap_tangents(tangents);
+  }
+  AttentionCall c = check_attention(std::move(args));
+  return backward(backend, c, std::move(saved), derivative ? &tangents : nullptr, need, kind == MaskArguments::dense);
+}
+
+// ---- weights ----
+
+void check_index(const char* name, const Tensor& t) {
+  check_runtime(t.scalar_type() == ScalarType::Long, name, ": expected dtype torch.int64, got ",
+                dtype_text(t.scalar_type()));
+  check_dim(name, t, 1);
+}
+
+// of attention_weights
+void check_lse(const AttentionCall& c, const Tensor& lse) {
   std::vector<int64_t> shape = c.leading();
   shape.push_back(c.params.q_len);
-  Tensor lse = aten::empty(query, shape, c.lse_dtype);
-  shape.push_back(c.params.v_head_dim);
-  Tensor out = empty_like_inputs(c, query, shape);
-  backend.forward(query, key, value, options, out, lse);
-  return {out, lse};
+  check_value(has_shape(lse, shape), "lse: expected one number for each row of query, got shape ", shape_text(lse));
+  check_runtime(lse.scalar_type() == c.lse_dtype, "lse: expected dtype ", dtype_text(c.lse_dtype), ", got ",
+                dtype_text(lse.scalar_type()));
+  check_same_device("lse", lse, "query", c.args.query);
 }
 
-std::tuple<Tensor, Tensor> attention_jvp(const AttentionBackend& backend, const Tensor& query, const Tensor& key,
-                                         const Tensor& value, const AttentionOptions& options, const Tensor& out,
-                                         const Tensor& lse, AttentionTangents tangents) {
-  const AttentionCall c = check_attention(query, key, value, options);
-  const Like like(c, query);
-  like.out("out", out);
-  like.lse("lse", lse);
-  like.tangents(tangents, key, value, options);
+}  // namespace
+
+void AttentionSaved::make_dense() {
+  grad_out = aten::rows_contiguous(grad_out);
+  out = aten::rows_contiguous(out);
+  lse = aten::contiguous(lse);
+  if (grad_lse) grad_lse = aten::contiguous(*grad_lse);
+}
+
+std::tuple<Tensor, Tensor> attention_forward(const Backend& backend, Arguments& in, MaskArguments kind) {
+  AttentionArgs args = read_inputs(in, kind);
+  read_options(in, kind, args.options);
+  if (kind == MaskArguments::packed) swap_inputs(args);
+  AttentionCall c = check_attention(std::move(args));
+  std::vector<int64_t> shape = c.leading();
+  shape.push_back(c.params.q_len);
+  Tensor lse = aten::empty(c.args.query, shape, c.lse_dtype);
+  shape.push_back(c.params.v_head_dim);
+  AttentionResults results{.out = empty_like_inputs(c, c.args.query, shape), .lse = std::move(lse)};
+  backend.attention.forward(c, results);
+  if (c.packed) results.out = torch::stable::transpose(results.out, 0, 1);
+  return {std::move(results.out), std::move(results.lse)};
+}
+
+std::vector<Tensor> attention_backward(const Backend& backend, Arguments& in, MaskArguments kind) {
+  return backward(backend.attention, in, kind, false);
+}
+
+std::vector<Tensor> attention_backward_jvp(const Backend& backend, Arguments& in, MaskArguments kind) {
+  return backward(backend.attention, in, kind, true);
+}
+
+std::tuple<Tensor, Tensor> attention_jvp(const Backend& backend, Arguments& in, MaskArguments kind) {
+  AttentionArgs args = read_inputs(in, kind);
+  const Tensor out = in.tensor(), lse = in.tensor();
+  AttentionResults results{.out = out, .lse = lse};
+  AttentionTangents tangents;
+  read_tangents(in, kind, tangents);
+  read_options(in, kind, args.options);
+  if (kind == MaskArguments::packed) {
+    swap_inputs(args);
+    swap("out", results.out);
+    swap_tangents(tangents);
+  }
+  AttentionCall c = check_attention(std::move(args));
+  const Like like(c);
+  like.out("out", results.out);
+  like.lse("lse", results.lse);
+  like.tangents(tangents);
+  results.out = aten::rows_contiguous(results.out);
+  results.lse = aten::contiguous(results.lse);
+  const Tensor& query = c.args.query;
   tangents.lse = aten::empty(query, like.shape(c.q_heads, {c.params.q_len}), c.lse_dtype);
   tangents.out = empty_like_inputs(c, query, like.shape(c.q_heads, {c.params.q_len, c.params.v_head_dim}));
-  backend.jvp(query, key, value, options, out, lse, tangents);
-  return {*tangents.out, *tangents.lse};
+  backend.attention.jvp(c, results, tangents);
+  return {c.packed ? torch::stable::transpose(*tangents.out, 0, 1) : *tangents.out, *tangents.lse};
 }
 
-AttentionGradientTuple attention_backward(const AttentionBackend& backend, const Tensor& grad_out,
-                                          const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,
-                                          const Tensor& value, const AttentionOptions& options, const Tensor& out,
-                                          const Tensor& lse, int64_t need, const AttentionTangents* tangents) {
-  const AttentionCall c = check_attention(query, key, value, options);
-  const AttentionParams& p = c.params;
-  const Like like(c, query);
-  like.out("grad_out", grad_out);
-  like.out("out", out);
-  like.lse("lse", lse);
-  if (grad_lse) like.lse("grad_lse", *grad_lse);
-  if (tangents) like.tangents(*tangents, key, value, options);
-  check_value(need >= 0 && need < 64, "need: expected a bit set from 0 to 63, got ", need);
-
-  const auto empty_like = [](const Tensor& t) { return aten::empty(t, t.sizes()); };
-  AttentionGradients g;
-  if (need & 1) g.query = empty_like_inputs(c, query, like.shape(c.q_heads, {p.q_len, p.head_dim}));
-  if (need & 2) g.key = empty_like_inputs(c, query, like.shape(c.kv_heads, {p.kv_len, p.head_dim}));
-  if (need & 4) g.value = empty_like_inputs(c, query, like.shape(c.kv_heads, {p.kv_len, p.v_head_dim}));
-  if ((need & 8) && p.mask == MaskKind::floating) g.attn_mask = empty_like(*options.attn_mask);
-  if ((need & 16) && options.sinks) g.sinks = empty_like(*options.sinks);
-  if ((need & 32) && options.alibi_slopes) g.alibi_slopes = empty_like(*options.alibi_slopes);
-  if (g.any()) {
-    if (tangents)
-      backend.backward_jvp(grad_out, grad_lse, query, key, value, options, out, lse, *tangents, g);
-    else
-      backend.backward(grad_out, grad_lse, query, key, value, options, out, lse, g);
-  }
-  return {g.query ? reduce_to(*g.query, query) : aten::none(query),
-          g.key ? reduce_heads(c, *g.key, key) : aten::none(query),
-          g.value ? reduce_heads(c, *g.value, value) : aten::none(query),
-          g.attn_mask.value_or(aten::none(query)),
-          g.sinks.value_or(aten::none(query)),
-          g.alibi_slopes.value_or(aten::none(query))};
+Tensor attention_weights(const Backend& backend, Arguments& in, MaskArguments kind) {
+  const Tensor query = in.tensor(), key = in.tensor(), lse = in.tensor(), rows = in.tensor(), heads = in.tensor();
+  AttentionArgs args{.query = query, .key = key, .value = key, .options = {}};
+  read_mask(in, kind, args.options);
+  read_options(in, kind, args.options, false);
+  AttentionCall c = check_attention(std::move(args));
+  check_index("rows", rows);
+  check_index("heads", heads);
+  check_lse(c, lse);
+  std::vector<int64_t> shape = c.leading();
+  if (c.rank >= 3) shape.back() = heads.size(0);
+  shape.insert(shape.end(), {rows.size(0), c.params.kv_len});
+  const Tensor out = aten::empty(query, shape);
+  backend.attention.weights({.call = c, .lse = aten::contiguous(lse), .rows = rows, .heads = heads}, out);
+  return out;
 }
 
 }  // namespace attnjourney

@@ -1,26 +1,16 @@
-// The operators attention_forward, attention_backward and their derivatives over a device's backend: allocation,
-// broadcasting.
+// The operators of attention over a device's backend, under each kind of mask: arguments, checks, allocation,
+// broadcasting. Gradients and tangents of packed sequences and of masks of blocks are those of a call without a mask.
 #pragma once
-#include <tuple>
-
 #include "attention.h"
 
 namespace attnjourney {
 
-std::tuple<Tensor, Tensor> attention_forward(const AttentionBackend& backend, const Tensor& query, const Tensor& key,
-                                             const Tensor& value, const AttentionOptions& options);
+struct Backend;
 
-// With tangents (out and lse among them): the derivative of the gradients in their direction.
-// need: bit 0 query, 1 key, 2 value, 3 attn_mask, 4 sinks, 5 alibi_slopes. A gradient not needed has shape (0,).
-using AttentionGradientTuple = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-AttentionGradientTuple attention_backward(const AttentionBackend& backend, const Tensor& grad_out,
-                                          const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,
-                                          const Tensor& value, const AttentionOptions& options, const Tensor& out,
-                                          const Tensor& lse, int64_t need, const AttentionTangents* tangents = nullptr);
-
-// the tangents of out and lse, which it allocates in place of tangents.out and tangents.lse
-std::tuple<Tensor, Tensor> attention_jvp(const AttentionBackend& backend, const Tensor& query, const Tensor& key,
-                                         const Tensor& value, const AttentionOptions& options, const Tensor& out,
-                                         const Tensor& lse, AttentionTangents tangents);
+std::tuple<Tensor, Tensor> attention_forward(const Backend&, Arguments&, MaskArguments);
+std::vector<Tensor> attention_backward(const Backend&, Arguments&, MaskArguments);
+std::tuple<Tensor, Tensor> attention_jvp(const Backend&, Arguments&, MaskArguments);
+std::vector<Tensor> attention_backward_jvp(const Backend&, Arguments&, MaskArguments);
+Tensor attention_weights(const Backend&, Arguments&, MaskArguments);
 
 }  // namespace attnjourney

@@ -11,7 +11,7 @@ namespace attnjourney {
 enum class MaskKind : int8_t { none, boolean, floating, blocks };
 
 // Which blocks of size x size pairs one head sees any pair of: the key blocks of row block r are index[offsets[r]] ..
-// index[offsets[r + 1] - 1], ascending. The pairs of a block with partial >= 0 are told apart by
+// index[offsets[r + 1] - 1], ascending. The pairs of a block with partial >= 0 are given by
 // elements[partial][row][key] (1 = may attend); all of any other are seen.
 struct BlockRows {
   const int32_t *offsets = nullptr, *index = nullptr, *partial = nullptr;
@@ -30,7 +30,7 @@ struct AttentionParams {
   Dropout dropout;
   int64_t q_row = 0, k_row = 0, v_row = 0, out_row = 0, grad_out_row = 0;  // row strides
   MaskKind mask = MaskKind::none;
-  bool mask_fp32 = false;  // a floating mask in float32 beside 16-bit tensors; else it has their dtype
+  bool mask_fp32 = false;  // a floating mask in float32 next to 16-bit tensors; else it has their dtype
   int64_t mask_row = 0, mask_col = 0;
   int64_t block_size = 0;  // of a mask of blocks,
   double density = 1;      // and the share of the pairs that it leaves

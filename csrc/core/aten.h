@@ -37,16 +37,17 @@ inline Tensor strided_view(const Tensor& t, IntHeaderOnlyArrayRef sizes, IntHead
 inline Tensor empty(const Tensor& like, IntHeaderOnlyArrayRef sizes, std::optional<ScalarType> dtype = std::nullopt) {
   return torch::stable::new_empty(like, sizes, dtype);
 }
-inline Tensor none(const Tensor& like) { return empty(like, {0}); }  // stands for a gradient nobody asked for
+inline Tensor none(const Tensor& like) { return empty(like, {0}); }  // stands for a gradient that is not needed
+
+inline void clear(Tensor t) { torch::stable::zero_(t); }  // t is written to
 
 inline Tensor sum(const Tensor& a, std::vector<int64_t> dims, bool keepdim = false) {
   return torch::stable::sum(a, std::optional<IntHeaderOnlyArrayRef>(dims), keepdim);
 }
 inline Tensor contiguous(const Tensor& a) { return a.is_contiguous() ? a : torch::stable::contiguous(a); }
 // the last dimension's stride is 1, as every kernel needs
-inline Tensor rows_contiguous(const Tensor& a) {
-  return a.dim() == 0 || a.size(-1) <= 1 || a.stride(-1) == 1 ? a : torch::stable::contiguous(a);
-}
+inline bool has_dense_rows(const Tensor& a) { return a.dim() == 0 || a.size(-1) <= 1 || a.stride(-1) == 1; }
+inline Tensor rows_contiguous(const Tensor& a) { return has_dense_rows(a) ? a : torch::stable::contiguous(a); }
 
 }  // namespace aten
 }  // namespace attnjourney

@@ -11,16 +11,16 @@ namespace {
 
 int64_t pieces(int64_t n, int64_t of) { return (n + of - 1) / of; }
 
-// visible pairs of each batch item; one number where they are alike
+// visible pairs of each batch item; one number where they are uniform
 std::vector<double> pairs_of(const AttentionCall& c, const Sequences& s) {
-  if (s.alike()) return {visible_pairs(c.params)};
+  if (s.uniform()) return {visible_pairs(c.params)};
   std::vector<double> pairs;
   for (int64_t b = 0; b < c.batch; b++) pairs.push_back(visible_pairs(s.params(b)));
   return pairs;
 }
 
 // Rows of one row of blocks, which see the same blocks; or a tile of several.
-int64_t rows_beside_blocks(int64_t size, int64_t tile, int64_t most_tiles) {
+int64_t rows_of_blocks(int64_t size, int64_t tile, int64_t most_tiles) {
   if (size < tile) return tile / size * size;
   return size <= tile * most_tiles ? size : block_step(size, tile * most_tiles);
 }
@@ -53,7 +53,7 @@ ForwardPlan plan_forward(const AttentionCall& c, const Sequences& s) {
   const std::vector<double> pairs = pairs_of(c, s);
   double all_pairs = pairs[0] * static_cast<double>(c.batch);
   int64_t tiles = pieces(p.q_len, tile), all_tiles = c.batch * tiles;
-  if (!s.alike()) {
+  if (!s.uniform()) {
     all_pairs = std::accumulate(pairs.begin(), pairs.end(), 0.0);
     all_tiles = tiles = 0;
     for (int64_t b = 0; b < c.batch; b++) {
@@ -67,10 +67,10 @@ ForwardPlan plan_forward(const AttentionCall& c, const Sequences& s) {
   int64_t per = std::max<int64_t>(1, std::min(plan.kernel->forward_tiles, tiles));
   while (per > 1 && plan.threads > 1 && c.q_heads * pieces(all_tiles, per) < 6 * plan.threads) per = (per + 1) / 2;
   plan.rows = per * tile;
-  if (p.block_size) plan.rows = rows_beside_blocks(p.block_size, tile, plan.kernel->forward_tiles);
+  if (p.block_size) plan.rows = rows_of_blocks(p.block_size, tile, plan.kernel->forward_tiles);
   plan.blocks = pieces(p.q_len, plan.rows);
   plan.items = c.batch * c.q_heads * plan.blocks;
-  if (s.alike()) return plan;
+  if (s.uniform()) return plan;
   plan.order.resize(static_cast<size_t>(c.batch));
   std::iota(plan.order.begin(), plan.order.end(), 0);
   std::stable_sort(plan.order.begin(), plan.order.end(), [&](int64_t a, int64_t b) { return pairs[a] > pairs[b]; });
@@ -101,7 +101,7 @@ BackwardPlan plan_backward(const AttentionCall& c, const Sequences& s, std::vect
   plan.items = std::move(items);
   const int64_t n = static_cast<int64_t>(plan.items.size());
   const std::vector<double> pairs = pairs_of(c, s);
-  const auto pairs_at = [&](int64_t item) { return s.alike() ? pairs[0] : pairs[item / c.kv_heads]; };
+  const auto pairs_at = [&](int64_t item) { return s.uniform() ? pairs[0] : pairs[item / c.kv_heads]; };
   double total = 0, most = 0;
   for (int64_t item : plan.items) total += pairs_at(item);
   const double flops = 2.0 * static_cast<double>(p.group * (3 * p.head_dim + 2 * p.v_head_dim)) * total;
@@ -111,7 +111,7 @@ BackwardPlan plan_backward(const AttentionCall& c, const Sequences& s, std::vect
   if (n == 0 || plan.threads <= 1) return plan;
   // Whole heads fill the threads evenly; those left over, and those above a thread's share, are split by key blocks,
   // each part with a dQ of its own. The largest come first.
-  if (!s.alike())
+  if (!s.uniform())
     std::stable_sort(plan.items.begin(), plan.items.end(),
                      [&](int64_t a, int64_t b) { return pairs_at(a) > pairs_at(b); });
   plan.split = n % plan.threads;

@@ -1,4 +1,4 @@
-// How a call is shared out over tiles and threads. Used by the entries, and told by attnjourney.explain.
+// How a call is shared out over tiles and threads. Used by the entries, and reported by attnjourney.explain.
 #pragma once
 #include <vector>
 
@@ -15,7 +15,7 @@ struct ForwardPlan {
   const AttentionKernels* kernel;
   int64_t heads;   // of a batch item
   int64_t rows;    // query rows of a work item
-  int64_t blocks;  // work items per head, where the batch items are alike
+  int64_t blocks;  // work items per head, where the batch items are uniform
   int64_t items;   // all work items
   int64_t threads;
   std::vector<int64_t> order, first_item;  // where they are not: batch items by falling cost, the first item of each

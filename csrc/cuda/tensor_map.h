@@ -32,7 +32,7 @@ inline CUtensorMap encode_tensor_map(const TensorMapOf& t) {
   }();
   const auto u = [](int64_t x) { return static_cast<cuuint64_t>(x); };
   const cuuint64_t size[4] = {u(t.dim), u(t.heads), u(t.length), u(t.batch)};
-  // of one item nobody asks for the stride, which may be 0; a multiple of 16 bytes is wanted all the same
+  // the stride of one item is unused and may be 0; a multiple of 16 bytes is required all the same
   const auto bytes = [&](int64_t items, int64_t stride) { return items > 1 ? 2 * u(stride) : 16; };
   const cuuint64_t stride[3] = {bytes(t.heads, t.strides.head), bytes(t.length, t.strides.row),
                                 bytes(t.batch, t.strides.batch)};

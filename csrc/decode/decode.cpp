@@ -1,27 +1,26 @@
 #include "decode.h"
 
-#include <cmath>
+#include <algorithm>
 
 #include "attention/attention.h"
 #include "cache_checks.h"
+#include "core/backend.h"
 
 namespace attnjourney {
 namespace {
 
-// what changes the scores, and what hides keys beside the window
+// what changes the scores, and what hides keys besides the window
 void check_scores(DecodeCall& c, const DecodeInputs& in) {
   const Tensor& q = in.query;
-  check_value(in.prefix_length >= 0, "prefix_length: expected a number from 0, got ", in.prefix_length);
-  check_value(in.prefix_length == 0 || !in.ring, "prefix_length: expected 0 beside a ring, which forgets its first ",
-              "keys, got ", in.prefix_length);
-  c.prefix = in.prefix_length;
-  check_value(in.softcap >= 0 && std::isfinite(in.softcap), "softcap: expected a finite number from 0, got ",
-              in.softcap);
-  c.softcap = in.softcap;
-  check_per_head("sinks", in.sinks, c.batch, c.q_heads, q);
-  check_per_head("alibi_slopes", in.alibi_slopes, c.batch, c.q_heads, q);
-  if (!in.attn_mask) return;
-  const Tensor& m = *in.attn_mask;
+  const AttentionOptions& o = in.options;
+  check_prefix_length(o.prefix_length);
+  check_value(o.prefix_length == 0 || !in.ring, "prefix_length: expected 0 beside a ring, which forgets its first ",
+              "keys, got ", o.prefix_length);
+  c.prefix = o.prefix_length;
+  check_score_options(o, c.batch, c.q_heads, q);
+  c.softcap = o.softcap;
+  if (!o.attn_mask) return;
+  const Tensor& m = *o.attn_mask;
   check_value(m.dim() >= 1, "attn_mask: expected at least 1 dimension, got shape ", shape_text(m));
   check_mask_tensor(m, {c.batch, c.q_heads, c.q_len, m.size(-1)}, q);  // the last one: see check_mask_keys
   c.mask = m.scalar_type() == ScalarType::Bool ? MaskKind::boolean : MaskKind::floating;
@@ -48,16 +47,19 @@ void check_decode_values(const DecodeCall& c, const DecodeInputs& in) {
       check_value(row[j] >= 0 && row[j] < blocks, "block_table: expected blocks from 0 to ", blocks - 1, ", got ",
                   row[j], " at (", b, ", ", j, ")");
   }
-  if (!in.attn_mask) return;
-  const int64_t keys = in.attn_mask->size(-1);
+  const OptionalTensor& mask = in.options.attn_mask;
+  if (!mask) return;
+  const int64_t keys = mask->size(-1);
   check_value(keys == 1 || keys == longest || (!c.ring && keys == c.capacity),
               "attn_mask: expected a last dimension of 1 or of the longest length, ", longest,
-              c.ring ? std::string() : text(", or of the capacity, ", c.capacity), ", got shape ",
-              shape_text(*in.attn_mask));
+              c.ring ? std::string() : text(", or of the capacity, ", c.capacity), ", got shape ", shape_text(*mask));
 }
 
 DecodeCall check_decode(const DecodeInputs& in) {
   const Tensor &q = in.query, &k = in.key, &v = in.value;
+  const auto& [attn_mask, cu_seqlens_q, cu_seqlens_k, blocks, dropout_p, is_causal, scale, enable_gqa, causal_alignment,
+               window, prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes, dropout_seed] =
+      in.options;
   DecodeCall c{};
   check_dim("query", q, 4);
   check_floating("query", q);
@@ -86,22 +88,25 @@ DecodeCall check_decode(const DecodeInputs& in) {
     check_value(!in.ring, "ring: expected False beside a block_table");
   }
   c.ring = in.ring;
-  c.scale = in.scale.value_or(1.0 / std::sqrt(static_cast<double>(c.head_dim)));
-  check_value(std::isfinite(c.scale), "scale: expected a finite number, got ", c.scale);
-  check_value(in.left >= -1 && in.right >= -1, "window_size: expected two numbers of at least -1, got (", in.left, ", ",
-              in.right, ")");
-  const auto bound = [](int64_t n) { return n < 0 || n > KeyRanges::unbounded ? KeyRanges::unbounded : n; };
-  c.left = bound(in.left);
-  c.right = in.is_causal ? 0 : bound(in.right);
+  c.scale = check_scale(scale, c.head_dim);
+  const auto [left, right] = window;
+  check_value(left >= -1 && right >= -1, "window_size: expected two numbers of at least -1, got (", left, ", ", right,
+              ")");
+  c.left = window_bound(left);
+  c.right = is_causal ? 0 : window_bound(right);
   if (in.ring) {  // older keys are gone
     check_value(c.left + c.q_len <= c.capacity, "window_size: expected left + query rows of at most the ring's ",
-                c.capacity, " keys, got ", in.left < 0 ? "an unbounded left" : text(in.left, " + ", c.q_len));
+                c.capacity, " keys, got ", left < 0 ? "an unbounded left" : text(left, " + ", c.q_len));
   }
+  (void)attn_mask, (void)prefix_length, (void)softcap, (void)sinks, (void)alibi_slopes;
   check_scores(c, in);
+  // read_decode_options leaves or sets these
+  (void)cu_seqlens_q, (void)cu_seqlens_k, (void)blocks, (void)key_lengths, (void)query_lengths;
+  (void)dropout_p, (void)dropout_seed, (void)enable_gqa, (void)causal_alignment;
   return c;
 }
 
-std::tuple<Tensor, Tensor> decode(DecodeKernel kernel, const DecodeInputs& in) {
+std::tuple<Tensor, Tensor> decode_with(DecodeFunction kernel, const DecodeInputs& in) {
   const DecodeCall c = check_decode(in);
   const ScalarType lse_dtype = in.query.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
   const Tensor out = aten::empty(in.query, {c.batch, c.q_heads, c.q_len, c.v_head_dim});
@@ -110,10 +115,15 @@ std::tuple<Tensor, Tensor> decode(DecodeKernel kernel, const DecodeInputs& in) {
   return {out, lse};
 }
 
-}  // namespace attnjourney
-
-STABLE_TORCH_LIBRARY_FRAGMENT(attnjourney, m) {
-  m.def(
-      "decode(Tensor query, Tensor key, Tensor value, Tensor lengths, *, Tensor? block_table=None, bool "
-      "ring=False, " ATTNJOURNEY_DECODE_OPTIONS ") -> (Tensor out, Tensor lse)");
+std::tuple<Tensor, Tensor> decode(const Backend& backend, Arguments& arguments) {
+  DecodeInputs in{.query = arguments.tensor(),
+                  .key = arguments.tensor(),
+                  .value = arguments.tensor(),
+                  .lengths = arguments.tensor(),
+                  .block_table = arguments.optional_tensor(),
+                  .ring = arguments.flag()};
+  read_decode_options(arguments, in.options);
+  return decode_with(backend.decode.decode, in);
 }
+
+}  // namespace attnjourney

@@ -4,13 +4,10 @@
 // A sequence b of length n = lengths[b] holds keys 0 .. n - 1; its query rows are its last ones: row i stands at
 // position n - q_len + i (bottom-right alignment by each sequence's own length). What lies beyond a length is not read.
 #pragma once
-#include <optional>
-#include <tuple>
+#include <limits>
 
+#include "attention/options.h"
 #include "attention/params.h"
-#include "core/aten.h"
-#include "core/checks.h"
-#include "core/mask.h"
 
 namespace attnjourney {
 
@@ -19,17 +16,12 @@ struct DecodeInputs {
   Tensor key;      // dense: (batch, kv_heads, capacity, head_dim); paged: (num_blocks, kv_heads, block_size, head_dim)
   Tensor value;    // the same with v_head_dim
   Tensor lengths;  // (batch,) int64
-  OptionalTensor block_table =
-      std::nullopt;   // (batch, max_blocks) int32: block j / block_size of a sequence holds its key j
+  OptionalTensor block_table = {};  // (batch, max_blocks) int32: block j / block_size of a sequence holds its key j
   bool ring = false;  // dense only: key j lies at j % capacity, and only the last `capacity` keys are there
-  bool is_causal = true;
-  int64_t left = -1, right = -1;               // window, inclusive; -1 = unbounded
-  std::optional<double> scale = std::nullopt;  // default head_dim^-0.5
-  OptionalTensor attn_mask =
-      std::nullopt;           // broadcasts to (batch, q_heads, q_len, S), S the longest length or capacity
-  int64_t prefix_length = 0;  // the first keys, seen by every row
-  double softcap = 0;
-  OptionalTensor sinks = std::nullopt, alibi_slopes = std::nullopt;  // (q_heads,) or (batch, q_heads)
+  // Grouped heads, aligned at the bottom right, the default scale head_dim^-0.5; attn_mask broadcasts to (batch,
+  // q_heads, q_len, S), S the longest length or capacity. No dropout, lengths or masks of blocks: see
+  // read_decode_options.
+  AttentionOptions options = {};
 };
 
 struct DecodeCall {
@@ -45,7 +37,7 @@ struct DecodeCall {
   bool mask_fp32 = false;
   int64_t mask_batch = 0, mask_head = 0, mask_row = 0, mask_col = 0;  // strides, 0 where the mask broadcasts
 
-  // The keys of a sequence that its query rows may see.
+  // the keys of a sequence that its query rows may see
   KeyRanges keys(int64_t length) const {
     KeyRanges k;
     k.offset = length - q_len;
@@ -57,20 +49,28 @@ struct DecodeCall {
   }
 };
 
-#define ATTNJOURNEY_DECODE_OPTIONS                                                                   \
-  "bool is_causal=True, SymInt[2] window_size=[-1, -1], float? scale=None, Tensor? attn_mask=None, " \
-  "SymInt prefix_length=0, float softcap=0.0, Tensor? sinks=None, Tensor? alibi_slopes=None"
-
 // Checks shapes, dtypes, devices and numbers; values of lengths and block_table: check_decode_values.
 DecodeCall check_decode(const DecodeInputs& in);
 // The values of lengths and block_table in host memory, and with them attn_mask's last dimension.
 void check_decode_values(const DecodeCall& call, const DecodeInputs& in);
 
 // out (batch, q_heads, q_len, v_head_dim), lse (batch, q_heads, q_len): dense
-using DecodeKernel = void (*)(const DecodeCall&, const DecodeInputs&, const Tensor& out, const Tensor& lse);
-void cpu_decode(const DecodeCall&, const DecodeInputs&, const Tensor& out,
-                const Tensor& lse);  // csrc/cpu/decode/decode.cpp
+using DecodeFunction = void (*)(const DecodeCall&, const DecodeInputs&, const Tensor& out, const Tensor& lse);
+// out (batch, heads, q_len, m) = x (batch, heads, q_len, n) times each head's w (heads, n, m), transposed (heads, m,
+// n); all with a dense last dimension
+using HeadProducts = void (*)(const Tensor& x, const Tensor& w, bool transposed, const Tensor& out);
 
-std::tuple<Tensor, Tensor> decode(DecodeKernel kernel, const DecodeInputs& in);
+// What a device supplies.
+struct DecodeBackend {
+  DecodeFunction decode, decode_latents;  // the second for one key/value head whose value is the front of its key
+  HeadProducts products;
+  int64_t most_head_dim = std::numeric_limits<int64_t>::max();  // of expanded keys and values (mla_decode.h)
+};
+
+// checks a call, allocates its results and has them written
+std::tuple<Tensor, Tensor> decode_with(DecodeFunction, const DecodeInputs& in);
+
+struct Backend;
+std::tuple<Tensor, Tensor> decode(const Backend&, Arguments&);
 
 }  // namespace attnjourney

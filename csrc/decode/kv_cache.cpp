@@ -1,6 +1,6 @@
 #include "kv_cache.h"
 
-#include <torch/csrc/stable/library.h>
+#include "core/backend.h"
 
 namespace attnjourney {
 namespace {
@@ -15,8 +15,7 @@ void check_new(const char* name, const Tensor& t, const char* cache_name, const 
               ") (batch, heads, tokens, dim), got ", shape_text(t));
 }
 
-}  // namespace
-
+// paged: the caches' first dimension counts blocks
 void check_append(const AppendInputs& in, bool paged) {
   check_dim("lengths", in.lengths, 1);
   check_dim("key", in.key, 4);
@@ -39,7 +38,8 @@ void check_append(const AppendInputs& in, bool paged) {
   if (in.counts) check_lengths_tensor("counts", *in.counts, batch, "key_cache", in.key_cache);
 }
 
-void check_paged(const Tensor& lengths, const Tensor& block_table, const Tensor& block_refs) {
+void check_paged(const PagedTables& tables) {
+  const auto& [lengths, block_table, block_refs] = tables;
   check_dim("lengths", lengths, 1);
   check_lengths_tensor("lengths", lengths, lengths.size(0), "lengths", lengths);
   check_block_table(block_table, lengths.size(0), "lengths", lengths);
@@ -68,6 +68,7 @@ void check_reorder(const Tensor& key_cache, const OptionalTensor& value_cache, c
   check_lengths_tensor("batch_index", batch_index, batch, "lengths", lengths);
 }
 
+// the pool of a paged cache, next to its counts
 void check_pool(const Tensor& key_cache, const Tensor& block_refs) {
   check_value(block_refs.size(0) == key_cache.size(0), "block_refs: expected shape (", key_cache.size(0),
               ",), one number for each block of key_cache, got ", shape_text(block_refs));
@@ -75,22 +76,70 @@ void check_pool(const Tensor& key_cache, const Tensor& block_refs) {
               shape_text(key_cache));
 }
 
-}  // namespace attnjourney
-
-STABLE_TORCH_LIBRARY_FRAGMENT(attnjourney, m) {
-  m.def(
-      "kv_cache_append(Tensor(a!) key_cache, Tensor(b!)? value_cache, Tensor(c!) lengths, Tensor key, Tensor? value, "
-      "*, Tensor? counts=None, bool ring=False) -> ()");
-  m.def("kv_cache_truncate(Tensor(a!) lengths, Tensor new_lengths, *, Tensor? lowest=None) -> ()");
-  m.def(
-      "kv_cache_reorder(Tensor(a!) key_cache, Tensor(b!)? value_cache, Tensor(c!) lengths, Tensor batch_index) -> ()");
-  m.def(
-      "paged_cache_append(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) lengths, Tensor(d!) block_table, "
-      "Tensor(e!) block_refs, Tensor key, Tensor value, *, Tensor? counts=None) -> ()");
-  m.def(
-      "paged_cache_truncate(Tensor(a!) lengths, Tensor(b!) block_table, Tensor(c!) block_refs, Tensor new_lengths, *, "
-      "int block_size) -> ()");
-  m.def(
-      "paged_cache_reorder(Tensor(a!) lengths, Tensor(b!) block_table, Tensor(c!) block_refs, Tensor batch_index) "
-      "-> ()");
+PagedTables read_tables(Arguments& in) {
+  return {.lengths = in.tensor(), .block_table = in.tensor(), .block_refs = in.tensor()};
 }
+
+}  // namespace
+
+void kv_cache_append(const Backend& backend, Arguments& in) {
+  const AppendInputs inputs{.key_cache = in.tensor(),
+                            .value_cache = in.optional_tensor(),
+                            .lengths = in.tensor(),
+                            .key = in.tensor(),
+                            .value = in.optional_tensor(),
+                            .counts = in.optional_tensor()};
+  const bool ring = in.flag();
+  check_append(inputs, false);
+  backend.caches.append(inputs, ring);
+}
+
+void kv_cache_truncate(const Backend& backend, Arguments& in) {
+  const Tensor lengths = in.tensor(), new_lengths = in.tensor();
+  const OptionalTensor lowest = in.optional_tensor();
+  check_truncate(lengths, new_lengths, lowest);
+  backend.caches.truncate(lengths, new_lengths, lowest);
+}
+
+void kv_cache_reorder(const Backend& backend, Arguments& in) {
+  const Tensor key_cache = in.tensor();
+  const OptionalTensor value_cache = in.optional_tensor();
+  const Tensor lengths = in.tensor(), batch_index = in.tensor();
+  check_reorder(key_cache, value_cache, lengths, batch_index);
+  backend.caches.reorder(key_cache, value_cache, lengths, batch_index);
+}
+
+void paged_cache_append(const Backend& backend, Arguments& in) {
+  const Tensor key_cache = in.tensor(), value_cache = in.tensor();
+  const PagedTables tables = read_tables(in);
+  const AppendInputs inputs{.key_cache = key_cache,
+                            .value_cache = value_cache,
+                            .lengths = tables.lengths,
+                            .key = in.tensor(),
+                            .value = in.tensor(),
+                            .counts = in.optional_tensor()};
+  check_append(inputs, true);
+  check_paged(tables);
+  check_pool(key_cache, tables.block_refs);
+  backend.caches.paged_append(inputs, tables);
+}
+
+void paged_cache_truncate(const Backend& backend, Arguments& in) {
+  const PagedTables tables = read_tables(in);
+  const Tensor new_lengths = in.tensor();
+  const int64_t block_size = in.integer();
+  check_paged(tables);
+  check_value(block_size > 0, "block_size: expected a positive number, got ", block_size);
+  check_lengths_tensor("new_lengths", new_lengths, tables.lengths.size(0), "lengths", tables.lengths);
+  backend.caches.paged_truncate(tables, new_lengths, block_size);
+}
+
+void paged_cache_reorder(const Backend& backend, Arguments& in) {
+  const PagedTables tables = read_tables(in);
+  const Tensor batch_index = in.tensor();
+  check_paged(tables);
+  check_lengths_tensor("batch_index", batch_index, tables.lengths.size(0), "lengths", tables.lengths);
+  backend.caches.paged_reorder(tables, batch_index);
+}
+
+}  // namespace attnjourney

@@ -5,7 +5,7 @@
 // the last of their sequence (padding on the left).
 #pragma once
 #include "cache_checks.h"
-#include "core/aten.h"
+#include "core/arguments.h"
 
 namespace attnjourney {
 
@@ -18,17 +18,30 @@ struct AppendInputs {
   OptionalTensor counts;       // (batch,) int64 from 0 to N; default: N for all
 };
 
-// batch < 0: the caches' first dimension is that of key (dense)
-void check_append(const AppendInputs& in, bool paged);
+// of a paged cache
+struct PagedTables {
+  Tensor lengths;      // (batch,) int64
+  Tensor block_table;  // (batch, max_blocks) int32
+  Tensor block_refs;   // (num_blocks,) int32: how many sequences hold a block, 0: free
+};
 
-// block_table (batch, max_blocks) int32, block_refs (num_blocks,) int32: how many sequences hold a block, 0: free
-void check_paged(const Tensor& lengths, const Tensor& block_table, const Tensor& block_refs);
-// lowest: (batch,), what new_lengths must not go below
-void check_truncate(const Tensor& lengths, const Tensor& new_lengths, const OptionalTensor& lowest);
-void check_reorder(const Tensor& key_cache, const OptionalTensor& value_cache, const Tensor& lengths,
-                   const Tensor& batch_index);
+// What a device supplies: it is given what is checked but for the values in tensors.
+struct CacheBackend {
+  void (*append)(const AppendInputs&, bool ring) = nullptr;
+  void (*truncate)(const Tensor& lengths, const Tensor& new_lengths, const OptionalTensor& lowest) = nullptr;
+  void (*reorder)(const Tensor& key_cache, const OptionalTensor& value_cache, const Tensor& lengths,
+                  const Tensor& batch_index) = nullptr;
+  void (*paged_append)(const AppendInputs&, const PagedTables&) = nullptr;
+  void (*paged_truncate)(const PagedTables&, const Tensor& new_lengths, int64_t block_size) = nullptr;
+  void (*paged_reorder)(const PagedTables&, const Tensor& batch_index) = nullptr;
+};
 
-// the pool of a paged cache beside its counts
-void check_pool(const Tensor& key_cache, const Tensor& block_refs);
+struct Backend;
+void kv_cache_append(const Backend&, Arguments&);
+void kv_cache_truncate(const Backend&, Arguments&);  // lowest: (batch,), what new_lengths must not go below
+void kv_cache_reorder(const Backend&, Arguments&);
+void paged_cache_append(const Backend&, Arguments&);
+void paged_cache_truncate(const Backend&, Arguments&);
+void paged_cache_reorder(const Backend&, Arguments&);
 
 }  // namespace attnjourney

@@ -4,9 +4,18 @@
 #include <cmath>
 
 #include "cache_checks.h"
+#include "core/backend.h"
 
 namespace attnjourney {
 namespace {
+
+struct MlaDecodeInputs {
+  Tensor query;         // (batch, heads, q_len, nope + rope)
+  Tensor latent;        // (batch, capacity, kv_lora + rope); paged: (num_blocks, block_size, kv_lora + rope)
+  Tensor lengths;       // (batch,) int64
+  Tensor kv_b_weight;   // (heads * (nope + v), kv_lora), a head's nope rows (W_UK) before its v rows (W_UV)
+  DecodeInputs decode;  // its block_table and options; the default scale is (nope + rope)^-0.5
+};
 
 struct Shape {
   int64_t batch, heads, q_len, nope, rope, kv_lora, v;
@@ -41,7 +50,7 @@ Shape check(const MlaDecodeInputs& in) {
   return s;
 }
 
-std::tuple<Tensor, Tensor> absorbed(const MlaDecodeBackend& backend, const Shape& s, const MlaDecodeInputs& in,
+std::tuple<Tensor, Tensor> absorbed(const DecodeBackend& backend, const Shape& s, const MlaDecodeInputs& in,
                                     DecodeInputs call, const Tensor& w) {
   const int64_t dim = s.kv_lora + s.rope, per_head = (s.nope + s.v) * s.kv_lora;
   const auto columns = [&](const Tensor& t, int64_t begin, int64_t n) {  // of the last dimension
@@ -56,7 +65,7 @@ std::tuple<Tensor, Tensor> absorbed(const MlaDecodeBackend& backend, const Shape
   backend.products(columns(query, 0, s.nope), weight(0, s.nope), false, columns(call.query, 0, s.kv_lora));
   Tensor rope = columns(call.query, s.kv_lora, s.rope);
   if (s.rope > 0) torch::stable::copy_(rope, columns(query, s.nope, s.rope));
-  const auto [u, lse] = decode(backend.latents, call);
+  const auto [u, lse] = decode_with(backend.decode_latents, call);
   const Tensor out = aten::empty(query, {s.batch, s.heads, s.q_len, s.v});
   backend.products(u, weight(s.nope, s.v), true, out);
   return {out, lse};
@@ -70,7 +79,7 @@ Tensor cut(Tensor t, int64_t d, int64_t begin, int64_t n) {
 
 // A sequence's heads in pieces, so that their keys and values stay below a limit. Lengths are known on the CPU alone:
 // elsewhere all of the capacity is expanded.
-std::tuple<Tensor, Tensor> expanded(DecodeKernel kernel, const Shape& s, const MlaDecodeInputs& in,
+std::tuple<Tensor, Tensor> expanded(DecodeFunction kernel, const Shape& s, const MlaDecodeInputs& in,
                                     const DecodeInputs& call, const Tensor& latent, const Tensor& w) {
   const bool on_cpu = in.query.is_cpu();
   const int64_t most = int64_t{1} << (on_cpu ? 23 : 27);  // numbers
@@ -102,10 +111,10 @@ std::tuple<Tensor, Tensor> expanded(DecodeKernel kernel, const Shape& s, const M
       part.query = cut(cut(in.query, 4, b, 1), 3, first, n);
       part.key = key, part.value = of_kv(s.nope, s.v);
       part.lengths = cut(in.lengths, 1, b, 1);
-      if (part.attn_mask)
-        part.attn_mask =
-            cut(cut(cut(*part.attn_mask, 4, b, 1), 3, first, n), 1, 0, std::min(keys, part.attn_mask->size(-1)));
-      for (OptionalTensor* t : {&part.sinks, &part.alibi_slopes})
+      AttentionOptions& o = part.options;
+      if (o.attn_mask)
+        o.attn_mask = cut(cut(cut(*o.attn_mask, 4, b, 1), 3, first, n), 1, 0, std::min(keys, o.attn_mask->size(-1)));
+      for (OptionalTensor* t : {&o.sinks, &o.alibi_slopes})
         if (*t) *t = cut(cut(**t, 2, b, 1), 1, first, n);
       kernel(check_decode(part), part,
              aten::strided_view(out, {1, n, s.q_len, s.v}, {n * s.q_len * s.v, s.q_len * s.v, s.v, 1},
@@ -115,14 +124,13 @@ std::tuple<Tensor, Tensor> expanded(DecodeKernel kernel, const Shape& s, const M
   }
   return {out, lse};
 }
-}  // namespace
 
-std::tuple<Tensor, Tensor> mla_decode(const MlaDecodeBackend& backend, const MlaDecodeInputs& in) {
+std::tuple<Tensor, Tensor> run(const DecodeBackend& backend, const MlaDecodeInputs& in) {
   const Shape s = check(in);
   const Tensor latent = aten::rows_contiguous(in.latent), w = aten::contiguous(in.kv_b_weight);
   DecodeInputs call = in.decode;
   call.lengths = in.lengths;
-  call.scale = call.scale.value_or(1.0 / std::sqrt(static_cast<double>(s.nope + s.rope)));
+  call.options.scale = call.options.scale.value_or(1.0 / std::sqrt(static_cast<double>(s.nope + s.rope)));
   // the options, as of attention with one key/value head
   const int64_t dim = s.kv_lora + s.rope;
   call.query = aten::strided_view(in.query, {s.batch, s.heads, s.q_len, dim},
@@ -136,13 +144,20 @@ std::tuple<Tensor, Tensor> mla_decode(const MlaDecodeBackend& backend, const Mla
   const bool too_wide = std::max(s.nope + s.rope, s.v) > backend.most_head_dim;
   if (in.decode.block_table || too_wide || s.q_len * saved <= paid) return absorbed(backend, s, in, call, w);
   if (in.query.is_cpu()) check_decode_values(checked, call);
-  return expanded(backend.expanded, s, in, call, latent, w);
+  return expanded(backend.decode, s, in, call, latent, w);
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> mla_decode(const Backend& backend, Arguments& arguments) {
+  const Tensor query = arguments.tensor(), latent = arguments.tensor(), lengths = arguments.tensor();
+  const Tensor kv_b_weight = arguments.tensor();
+  DecodeInputs decode{.query = query, .key = query, .value = query, .lengths = lengths};
+  decode.block_table = arguments.optional_tensor();
+  read_decode_options(arguments, decode.options);
+  return run(
+      backend.decode,
+      {.query = query, .latent = latent, .lengths = lengths, .kv_b_weight = kv_b_weight, .decode = std::move(decode)});
 }
 
 }  // namespace attnjourney
-
-STABLE_TORCH_LIBRARY_FRAGMENT(attnjourney, m) {
-  m.def(
-      "mla_decode(Tensor query, Tensor latent, Tensor lengths, Tensor kv_b_weight, *, Tensor? "
-      "block_table=None, " ATTNJOURNEY_DECODE_OPTIONS ") -> (Tensor out, Tensor lse)");
-}

@@ -1,5 +1,6 @@
 #include "gpt_attention.h"
 
+#include "core/backend.h"
 #include "layers.h"
 
 namespace attnjourney {
@@ -25,41 +26,49 @@ Tensor heads(const Sizes& s, const Tensor& qkv_rows, int64_t part) {
 }
 Tensor heads(const Sizes& s, const Tensor& rows) { return heads(s, rows, 0); }
 
-AttentionOptions causal(double dropout_p, OptionalTensor dropout_seed) {
-  AttentionOptions options;
-  options.is_causal = true;
-  options.dropout_p = dropout_p;
-  options.dropout_seed = std::move(dropout_seed);
-  return options;
+AttentionArgs inputs(const Sizes& s, const Tensor& qkv_rows, double dropout_p, const OptionalTensor& dropout_seed) {
+  AttentionArgs args{
+      .query = heads(s, qkv_rows, 0), .key = heads(s, qkv_rows, 1), .value = heads(s, qkv_rows, 2), .options = {}};
+  args.options.is_causal = true;
+  args.options.dropout_p = dropout_p;
+  args.options.dropout_seed = dropout_seed;
+  return args;
 }
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> gpt_attention_forward(const AttentionBackend& backend, const Tensor& x,
-                                                                 int64_t num_heads, const Tensor& qkv_weight,
-                                                                 OptionalTensor qkv_bias, const Tensor& out_weight,
-                                                                 OptionalTensor out_bias, double dropout_p,
-                                                                 OptionalTensor dropout_seed) {
+std::vector<Tensor> gpt_attention_forward(const Backend& backend, Arguments& in) {
+  const Tensor x = in.tensor();
+  const int64_t num_heads = in.integer();
+  const Tensor qkv_weight = in.tensor();
+  const OptionalTensor qkv_bias = in.optional_tensor();
+  const Tensor out_weight = in.tensor();
+  const OptionalTensor out_bias = in.optional_tensor();
+  const double dropout_p = in.number();
+  const OptionalTensor dropout_seed = in.optional_tensor();
   const Sizes s = check(x, num_heads, qkv_weight, out_weight, dropout_p);
   layer::check_bias("qkv_bias", qkv_bias, 3 * s.embed, "x", x);
   layer::check_bias("out_bias", out_bias, s.embed, "x", x);
-  const AttentionOptions options = causal(dropout_p, std::move(dropout_seed));
 
   const Tensor qkv = layer::linear(layer::rows(x), qkv_weight, qkv_bias);  // (batch * seq, 3 * embed)
   const Tensor attn = layer::empty_rows(x, s.batch * s.seq, s.embed);
-  Tensor attn_heads = heads(s, attn);
-  Tensor lse = aten::empty(x, {s.batch, s.heads, s.seq}, layer::lse_dtype(x));
-  backend.forward(heads(s, qkv, 0), heads(s, qkv, 1), heads(s, qkv, 2), options, attn_heads, lse);
+  const Tensor lse = aten::empty(x, {s.batch, s.heads, s.seq}, layer::lse_dtype(x));
+  AttentionCall call = check_attention(inputs(s, qkv, dropout_p, dropout_seed));
+  backend.attention.forward(call, {.out = heads(s, attn), .lse = lse});
   const Tensor out = layer::linear(attn, out_weight, out_bias);
 
   const auto sequence = [&](const Tensor& rows) { return layer::sequence(rows, s.batch, s.seq); };
   return {sequence(out), sequence(attn), lse, sequence(qkv)};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gpt_attention_backward(
-    const AttentionBackend& backend, const Tensor& grad_out, const Tensor& x, int64_t num_heads,
-    const Tensor& qkv_weight, const Tensor& out_weight, const Tensor& attn, const Tensor& lse, const Tensor& qkv,
-    double dropout_p, OptionalTensor dropout_seed, int64_t need) {
+std::vector<Tensor> gpt_attention_backward(const Backend& backend, Arguments& in) {
+  const Tensor grad_out = in.tensor(), x = in.tensor();
+  const int64_t num_heads = in.integer();
+  const Tensor qkv_weight = in.tensor(), out_weight = in.tensor();
+  const Tensor attn = in.tensor(), lse = in.tensor(), qkv = in.tensor();
+  const double dropout_p = in.number();
+  const OptionalTensor dropout_seed = in.optional_tensor();
+  const int64_t need = in.integer();
   const Sizes s = check(x, num_heads, qkv_weight, out_weight, dropout_p);
   layer::check_saved("grad_out", grad_out, {s.batch, s.seq, s.embed}, x);
   layer::check_saved("attn", attn, {s.batch, s.seq, s.embed}, x);
@@ -79,9 +88,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gpt_attention_backward(
     gradients.query = heads(s, grad_qkv, 0);
     gradients.key = heads(s, grad_qkv, 1);
     gradients.value = heads(s, grad_qkv, 2);
-    backend.backward(heads(s, layer::input_grad(grad_rows, out_weight)), std::nullopt, heads(s, qkv_rows, 0),
-                     heads(s, qkv_rows, 1), heads(s, qkv_rows, 2), causal(dropout_p, std::move(dropout_seed)),
-                     heads(s, attn_rows), lse, gradients);
+    AttentionCall call = check_attention(inputs(s, qkv_rows, dropout_p, dropout_seed));
+    backend.attention.backward(call,
+                               {.grad_out = heads(s, layer::input_grad(grad_rows, out_weight)),
+                                .grad_lse = std::nullopt,
+                                .out = heads(s, attn_rows),
+                                .lse = aten::contiguous(lse)},
+                               gradients);
     if (need_x) grad_x = layer::sequence(layer::input_grad(grad_qkv, qkv_weight), s.batch, s.seq);
     if (need_qkv_weight) grad_qkv_weight = layer::weight_grad(grad_qkv, layer::rows(x));
     if (need_qkv_bias) grad_qkv_bias = layer::bias_grad(grad_qkv);
@@ -91,18 +104,3 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gpt_attention_backward(
 }
 
 }  // namespace attnjourney
-
-// A gradient not needed comes back with shape (0,).
-STABLE_TORCH_LIBRARY_FRAGMENT(attnjourney, m) {
-  m.def(
-      "gpt_attention(Tensor x, int num_heads, Tensor qkv_weight, Tensor? qkv_bias, Tensor out_weight, "
-      "Tensor? out_bias, *, float dropout_p=0.0) -> Tensor");
-  m.def(
-      "gpt_attention_forward(Tensor x, int num_heads, Tensor qkv_weight, Tensor? qkv_bias, Tensor out_weight, "
-      "Tensor? out_bias, *, float dropout_p=0.0, Tensor? dropout_seed=None) "
-      "-> (Tensor out, Tensor attn, Tensor lse, Tensor qkv)");
-  m.def(
-      "gpt_attention_backward(Tensor grad_out, Tensor x, int num_heads, Tensor qkv_weight, Tensor out_weight, "
-      "Tensor attn, Tensor lse, Tensor qkv, *, float dropout_p=0.0, Tensor? dropout_seed=None, int need=31) "
-      "-> (Tensor grad_x, Tensor grad_qkv_weight, Tensor grad_qkv_bias, Tensor grad_out_weight, Tensor grad_out_bias)");
-}

@@ -1,9 +1,39 @@
 #include "gqa.h"
 
+#include "core/backend.h"
 #include "layers.h"
 
 namespace attnjourney {
 namespace {
+
+struct GqaInputs {
+  Tensor x;                 // (batch, seq, embed)
+  int64_t heads, kv_heads;  // heads = group * kv_heads
+  Tensor q_weight;          // (heads * head_dim, embed)
+  Tensor k_weight;          // (kv_heads * head_dim, embed)
+  Tensor v_weight;          // (kv_heads * v_head_dim, embed)
+  Tensor o_weight;          // (out_embed, heads * v_head_dim)
+  OptionalTensor q_bias = {}, k_bias = {}, v_bias = {}, o_bias = {};
+  OptionalTensor cos = {},
+                 sin = {};  // ([batch,] seq, rotary_dim / 2): the first rotary_dim numbers of a head turn, half-split
+  bool is_causal = true;
+
+  void read_options(Arguments& arguments) {
+    cos = arguments.optional_tensor(), sin = arguments.optional_tensor(), is_causal = arguments.flag();
+  }
+};
+
+// what the forward keeps for the backward
+struct GqaSaved {
+  Tensor query;  // (batch, seq, heads * head_dim), turned
+  Tensor key;    // (batch, seq, kv_heads * head_dim), turned
+  Tensor value;  // (batch, seq, kv_heads * v_head_dim)
+  Tensor attn;   // (batch, seq, heads * v_head_dim), what the output projection reads
+  Tensor lse;    // (batch, heads, seq)
+};
+
+// bits of `need`; those of the weights (q, k, v, o) and of the biases follow each other
+constexpr int64_t gqa_need_x = 1, gqa_need_weight = 1 << 1, gqa_need_bias = 1 << 5;
 
 struct GqaShape {
   int64_t batch, seq, embed, heads, kv_heads, head_dim, v_head_dim, out_embed, rotary_dim;
@@ -50,23 +80,40 @@ Tensor v_heads(const GqaShape& s, const Tensor& rows, int64_t heads) {
 Tensor empty_as(const Tensor& rows) { return layer::empty_rows(rows, rows.size(0), rows.size(1)); }
 
 // turns the first rotary_dim numbers of every head of rows (batch * seq, heads * head_dim)
-void rotate(const GqaBackend& backend, const GqaInputs& in, const GqaShape& s, const Tensor& rows, int64_t heads,
+void rotate(const Backend& backend, const GqaInputs& in, const GqaShape& s, const Tensor& rows, int64_t heads,
             RotaryDirection direction) {
   if (s.rotary_dim == 0) return;
   const Tensor x = layer::split_heads(rows, s.batch, s.seq, heads, s.rotary_dim, 0, s.head_dim);
   backend.rotary(x, *in.cos, *in.sin, RotaryLayout::half_split, direction, std::nullopt);
 }
 
-AttentionOptions attention_options(const GqaInputs& in) {
-  AttentionOptions o;
-  o.is_causal = in.is_causal;
-  o.enable_gqa = true;
-  return o;
+GqaInputs read_inputs(Arguments& arguments) {
+  return {.x = arguments.tensor(),
+          .heads = arguments.integer(),
+          .kv_heads = arguments.integer(),
+          .q_weight = arguments.tensor(),
+          .k_weight = arguments.tensor(),
+          .v_weight = arguments.tensor(),
+          .o_weight = arguments.tensor()};
+}
+
+AttentionArgs attention_args(const GqaInputs& in, const GqaShape& s, const Tensor& query, const Tensor& key,
+                             const Tensor& value) {
+  AttentionArgs args{.query = qk_heads(s, query, s.heads),
+                     .key = qk_heads(s, key, s.kv_heads),
+                     .value = v_heads(s, value, s.kv_heads),
+                     .options = {}};
+  args.options.is_causal = in.is_causal;
+  args.options.enable_gqa = true;
+  return args;
 }
 
 }  // namespace
 
-Tensor gqa_forward(const GqaBackend& backend, const GqaInputs& in, GqaSaved& saved) {
+std::vector<Tensor> gqa_forward(const Backend& backend, Arguments& arguments) {
+  GqaInputs in = read_inputs(arguments);
+  for (OptionalTensor* bias : {&in.q_bias, &in.k_bias, &in.v_bias, &in.o_bias}) *bias = arguments.optional_tensor();
+  in.read_options(arguments);
   const GqaShape s = check_gqa(in);
   const Tensor x = layer::rows(in.x);
   const Tensor query = layer::linear(x, in.q_weight, in.q_bias);  // (batch * seq, heads * head_dim)
@@ -77,18 +124,25 @@ Tensor gqa_forward(const GqaBackend& backend, const GqaInputs& in, GqaSaved& sav
 
   const Tensor attn = layer::empty_rows(x, s.batch * s.seq, s.heads * s.v_head_dim);
   const Tensor lse = aten::empty(x, {s.batch, s.heads, s.seq}, layer::lse_dtype(x));
-  Tensor attn_heads = v_heads(s, attn, s.heads), lse_out = lse;
-  backend.attention.forward(qk_heads(s, query, s.heads), qk_heads(s, key, s.kv_heads), v_heads(s, value, s.kv_heads),
-                            attention_options(in), attn_heads, lse_out);
+  AttentionCall call = check_attention(attention_args(in, s, query, key, value));
+  backend.attention.forward(call, {.out = v_heads(s, attn, s.heads), .lse = lse});
   const Tensor out = layer::linear(attn, in.o_weight, in.o_bias);
 
   const auto sequence = [&](const Tensor& rows) { return layer::sequence(rows, s.batch, s.seq); };
-  saved = {sequence(query), sequence(key), sequence(value), sequence(attn), lse};
-  return sequence(out);
+  return {sequence(out), sequence(query), sequence(key), sequence(value), sequence(attn), lse};
 }
 
-GqaGradients gqa_backward(const GqaBackend& backend, const Tensor& grad_out, const GqaInputs& in, const GqaSaved& saved,
-                          int64_t need) {
+std::vector<Tensor> gqa_backward(const Backend& backend, Arguments& arguments) {
+  const Tensor grad_out = arguments.tensor();
+  GqaInputs in = read_inputs(arguments);
+  const GqaSaved saved{.query = arguments.tensor(),
+                       .key = arguments.tensor(),
+                       .value = arguments.tensor(),
+                       .attn = arguments.tensor(),
+                       .lse = arguments.tensor()};
+  in.read_options(arguments);
+  const int64_t need = arguments.integer();
+
   const GqaShape s = check_gqa(in);
   layer::check_saved("grad_out", grad_out, {s.batch, s.seq, s.out_embed}, in.x);
   layer::check_saved("query", saved.query, {s.batch, s.seq, s.heads * s.head_dim}, in.x);
@@ -116,9 +170,13 @@ GqaGradients gqa_backward(const GqaBackend& backend, const Tensor& grad_out, con
     if (wanted[0]) gradients.query = qk_heads(s, grad[0] = empty_as(query), s.heads);
     if (wanted[1]) gradients.key = qk_heads(s, grad[1] = empty_as(key), s.kv_heads);
     if (wanted[2]) gradients.value = v_heads(s, grad[2] = empty_as(value), s.kv_heads);
-    backend.attention.backward(v_heads(s, grad_attn, s.heads), std::nullopt, qk_heads(s, query, s.heads),
-                               qk_heads(s, key, s.kv_heads), v_heads(s, value, s.kv_heads), attention_options(in),
-                               v_heads(s, attn, s.heads), saved.lse, gradients);
+    AttentionCall call = check_attention(attention_args(in, s, query, key, value));
+    backend.attention.backward(call,
+                               {.grad_out = v_heads(s, grad_attn, s.heads),
+                                .grad_lse = std::nullopt,
+                                .out = v_heads(s, attn, s.heads),
+                                .lse = aten::contiguous(saved.lse)},
+                               gradients);
     if (wanted[0]) rotate(backend, in, s, grad[0], s.heads, RotaryDirection::inverse);
     if (wanted[1]) rotate(backend, in, s, grad[1], s.kv_heads, RotaryDirection::inverse);
 
@@ -138,22 +196,3 @@ GqaGradients gqa_backward(const GqaBackend& backend, const Tensor& grad_out, con
 }
 
 }  // namespace attnjourney
-
-// `need` is a bit set in the order of the gradients; a gradient not needed comes back with shape (0,).
-STABLE_TORCH_LIBRARY_FRAGMENT(attnjourney, m) {
-  m.def(
-      "gqa(Tensor x, int num_heads, int num_kv_heads, Tensor q_weight, Tensor k_weight, Tensor v_weight, "
-      "Tensor o_weight, Tensor? q_bias=None, Tensor? k_bias=None, Tensor? v_bias=None, Tensor? o_bias=None, *, "
-      "Tensor? cos=None, Tensor? sin=None, bool is_causal=True) -> Tensor");
-  m.def(
-      "gqa_forward(Tensor x, int num_heads, int num_kv_heads, Tensor q_weight, Tensor k_weight, Tensor v_weight, "
-      "Tensor o_weight, Tensor? q_bias=None, Tensor? k_bias=None, Tensor? v_bias=None, Tensor? o_bias=None, *, "
-      "Tensor? cos=None, Tensor? sin=None, bool is_causal=True) "
-      "-> (Tensor out, Tensor query, Tensor key, Tensor value, Tensor attn, Tensor lse)");
-  m.def(
-      "gqa_backward(Tensor grad_out, Tensor x, int num_heads, int num_kv_heads, Tensor q_weight, Tensor k_weight, "
-      "Tensor v_weight, Tensor o_weight, Tensor query, Tensor key, Tensor value, Tensor attn, Tensor lse, *, "
-      "Tensor? cos=None, Tensor? sin=None, bool is_causal=True, int need=511) "
-      "-> (Tensor grad_x, Tensor grad_q_weight, Tensor grad_k_weight, Tensor grad_v_weight, Tensor grad_o_weight, "
-      "Tensor grad_q_bias, Tensor grad_k_bias, Tensor grad_v_bias, Tensor grad_o_bias)");
-}

@@ -1,11 +1,9 @@
 // What the layer operators (mha, gpt_attention, gqa, mla) share: checks of their weights, views that split heads
-// without a copy, and matrix products that write where they are told to.
+// without a copy, and matrix products that write into given tensors.
 //
 // A layer works on rows: (batch, seq, width) seen as (batch * seq, width). Heads are columns of such rows, so query,
 // key, value, the attention output and their gradients are views (batch, heads, seq, head_dim) of row buffers.
 #pragma once
-#include <utility>
-
 #include "attention/attention.h"
 
 namespace attnjourney::layer {
@@ -55,7 +53,7 @@ inline void check_saved(const char* name, const Tensor& t, IntHeaderOnlyArrayRef
   check_runtime(t.device() == like.device(), name, ": expected to be on the device of the inputs");
 }
 
-// the dtype of lse beside tensors like x
+// the dtype of lse for tensors like x
 inline ScalarType lse_dtype(const Tensor& x) {
   return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
@@ -158,17 +156,5 @@ inline Tensor bias_grad(const Tensor& grad_y) {
   bias_grad_into(grad_bias, grad_y);
   return grad_bias;
 }
-
-// ---- registration ----
-
-// Function takes the backend first; call is the same function with the backend of one device, as TORCH_BOX wants it:
-//   constexpr auto forward = &layer::On<cpu_attention, mha_forward>::call;
-template <const AttentionBackend& backend, auto function>
-struct On;
-template <const AttentionBackend& backend, class Result, class... Args,
-          Result (*function)(const AttentionBackend&, Args...)>
-struct On<backend, function> {
-  static Result call(Args... args) { return function(backend, std::forward<Args>(args)...); }
-};
 
 }  // namespace attnjourney::layer

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "core/backend.h"
 #include "layers.h"
 #include "mha_mask.h"
 
@@ -77,28 +78,36 @@ MhaMasks masks_of(const MhaCall& c, const Tensor& query, OptionalTensor attn_mas
   return masks;
 }
 
-AttentionOptions attention_options(const MhaMasks& masks, bool is_causal, double dropout_p,
-                                   OptionalTensor dropout_seed) {
-  AttentionOptions options;
-  options.attn_mask = masks.combined();
-  options.is_causal = is_causal;
-  options.dropout_p = dropout_p;
-  options.dropout_seed = std::move(dropout_seed);
-  return options;
+AttentionArgs attention_args(const MhaCall& c, const Tensor& projected, const MhaMasks& masks, bool is_causal,
+                             double dropout_p, const OptionalTensor& dropout_seed) {
+  AttentionArgs args{
+      .query = c.split(projected, 0), .key = c.split(projected, 1), .value = c.split(projected, 2), .options = {}};
+  args.options.attn_mask = masks.combined();
+  args.options.is_causal = is_causal;
+  args.options.dropout_p = dropout_p;
+  args.options.dropout_seed = dropout_seed;
+  return args;
 }
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> mha_forward(const AttentionBackend& backend, const Tensor& query,
-                                                       OptionalTensor key, OptionalTensor value, int64_t num_heads,
-                                                       const Tensor& in_proj_weight, OptionalTensor in_proj_bias,
-                                                       const Tensor& out_proj_weight, OptionalTensor out_proj_bias,
-                                                       OptionalTensor attn_mask, OptionalTensor key_padding_mask,
-                                                       bool is_causal, double dropout_p, OptionalTensor dropout_seed) {
+std::vector<Tensor> mha_forward(const Backend& backend, Arguments& in) {
+  const Tensor query = in.tensor();
+  const OptionalTensor key = in.optional_tensor(), value = in.optional_tensor();
+  const int64_t num_heads = in.integer();
+  const Tensor in_proj_weight = in.tensor();
+  const OptionalTensor in_proj_bias = in.optional_tensor();
+  const Tensor out_proj_weight = in.tensor();
+  const OptionalTensor out_proj_bias = in.optional_tensor();
+  const OptionalTensor attn_mask = in.optional_tensor(), key_padding_mask = in.optional_tensor();
+  const bool is_causal = in.flag();
+  const double dropout_p = in.number();
+  const OptionalTensor dropout_seed = in.optional_tensor();
+
   const MhaCall c = check(query, key, value, num_heads, in_proj_weight, out_proj_weight, dropout_p);
   layer::check_bias("in_proj_bias", in_proj_bias, 3 * c.embed, "query", query);
   layer::check_bias("out_proj_bias", out_proj_bias, c.embed, "query", query);
-  const MhaMasks masks = masks_of(c, query, std::move(attn_mask), std::move(key_padding_mask));
+  const MhaMasks masks = masks_of(c, query, attn_mask, key_padding_mask);
 
   const Tensor projected = aten::empty(query, {c.buffer_size});
   for (const Block& b : c.blocks) {
@@ -107,21 +116,27 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> mha_forward(const AttentionBackend& b
                        layer::slice(in_proj_bias, first, count));
   }
   const Tensor attn = layer::empty_rows(query, c.batch * c.q_len, c.embed);
-  Tensor attn_heads = c.split_output(attn);
-  Tensor lse = aten::empty(query, {c.batch, c.heads, c.q_len}, layer::lse_dtype(query));
-  const AttentionOptions options = attention_options(masks, is_causal, dropout_p, std::move(dropout_seed));
-  backend.forward(c.split(projected, 0), c.split(projected, 1), c.split(projected, 2), options, attn_heads, lse);
+  const Tensor lse = aten::empty(query, {c.batch, c.heads, c.q_len}, layer::lse_dtype(query));
+  AttentionCall call = check_attention(attention_args(c, projected, masks, is_causal, dropout_p, dropout_seed));
+  backend.attention.forward(call, {.out = c.split_output(attn), .lse = lse});
   const Tensor out = layer::linear(attn, out_proj_weight, out_proj_bias);
   return {layer::sequence(out, c.batch, c.q_len), layer::sequence(attn, c.batch, c.q_len), lse, projected};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> mha_backward(
-    const AttentionBackend& backend, const Tensor& grad_out, const Tensor& query, OptionalTensor key,
-    OptionalTensor value, int64_t num_heads, const Tensor& in_proj_weight, const Tensor& out_proj_weight,
-    OptionalTensor attn_mask, OptionalTensor key_padding_mask, const Tensor& attn, const Tensor& lse,
-    const Tensor& projected, bool is_causal, double dropout_p, OptionalTensor dropout_seed, int64_t need) {
+std::vector<Tensor> mha_backward(const Backend& backend, Arguments& in) {
+  const Tensor grad_out = in.tensor(), query = in.tensor();
+  const OptionalTensor key = in.optional_tensor(), value = in.optional_tensor();
+  const int64_t num_heads = in.integer();
+  const Tensor in_proj_weight = in.tensor(), out_proj_weight = in.tensor();
+  const OptionalTensor attn_mask = in.optional_tensor(), key_padding_mask = in.optional_tensor();
+  const Tensor attn = in.tensor(), lse = in.tensor(), projected = in.tensor();
+  const bool is_causal = in.flag();
+  const double dropout_p = in.number();
+  const OptionalTensor dropout_seed = in.optional_tensor();
+  const int64_t need = in.integer();
+
   const MhaCall c = check(query, key, value, num_heads, in_proj_weight, out_proj_weight, dropout_p);
-  const MhaMasks masks = masks_of(c, query, std::move(attn_mask), std::move(key_padding_mask));
+  const MhaMasks masks = masks_of(c, query, attn_mask, key_padding_mask);
   layer::check_saved("grad_out", grad_out, {c.batch, c.q_len, c.embed}, query);
   layer::check_saved("attn", attn, {c.batch, c.q_len, c.embed}, query);
   layer::check_saved("lse", lse, {c.batch, c.heads, c.q_len}, query, layer::lse_dtype(query));
@@ -145,11 +160,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
     OptionalTensor* const parts[] = {&gradients.query, &gradients.key, &gradients.value};
     for (const Block& b : c.blocks)
       for (int64_t p = b.first; block_needed(b) && p < b.first + b.count; p++) *parts[p] = c.split(grad_buffer, p);
-    const AttentionOptions options = attention_options(masks, is_causal, dropout_p, std::move(dropout_seed));
     if (need_attn_mask || need_padding) gradients.attn_mask = masks.empty_grad(need_attn_mask, need_padding);
-    const Tensor buffer = aten::contiguous(projected);
-    backend.backward(c.split_output(layer::input_grad(grad_rows, out_proj_weight)), std::nullopt, c.split(buffer, 0),
-                     c.split(buffer, 1), c.split(buffer, 2), options, c.split_output(attn_rows), lse, gradients);
+    AttentionCall call =
+        check_attention(attention_args(c, aten::contiguous(projected), masks, is_causal, dropout_p, dropout_seed));
+    backend.attention.backward(call,
+                               {.grad_out = c.split_output(layer::input_grad(grad_rows, out_proj_weight)),
+                                .grad_lse = std::nullopt,
+                                .out = c.split_output(attn_rows),
+                                .lse = aten::contiguous(lse)},
+                               gradients);
     if (need_attn_mask) grads[ATTN_MASK] = masks.attn_grad(*gradients.attn_mask);
     if (need_padding) grads[PADDING] = masks.padding_grad(*gradients.attn_mask);
   }
@@ -171,23 +190,3 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
 }
 
 }  // namespace attnjourney
-
-// A gradient not needed comes back with shape (0,).
-STABLE_TORCH_LIBRARY_FRAGMENT(attnjourney, m) {
-  m.def(
-      "mha(Tensor query, Tensor key, Tensor value, int num_heads, Tensor in_proj_weight, Tensor? in_proj_bias, "
-      "Tensor out_proj_weight, Tensor? out_proj_bias, *, Tensor? attn_mask=None, Tensor? key_padding_mask=None, "
-      "bool is_causal=False, float dropout_p=0.0) -> Tensor");
-  m.def(
-      "mha_forward(Tensor query, Tensor? key, Tensor? value, int num_heads, Tensor in_proj_weight, "
-      "Tensor? in_proj_bias, Tensor out_proj_weight, Tensor? out_proj_bias, *, Tensor? attn_mask=None, "
-      "Tensor? key_padding_mask=None, bool is_causal=False, float dropout_p=0.0, Tensor? dropout_seed=None) "
-      "-> (Tensor out, Tensor attn, Tensor lse, Tensor projected)");
-  m.def(
-      "mha_backward(Tensor grad_out, Tensor query, Tensor? key, Tensor? value, int num_heads, Tensor in_proj_weight, "
-      "Tensor out_proj_weight, Tensor? attn_mask, Tensor? key_padding_mask, Tensor attn, Tensor lse, Tensor projected, "
-      "*, bool is_causal=False, float dropout_p=0.0, Tensor? dropout_seed=None, int need=511) "
-      "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_in_proj_weight, Tensor "
-      "grad_in_proj_bias, "
-      "Tensor grad_out_proj_weight, Tensor grad_out_proj_bias, Tensor grad_attn_mask, Tensor grad_key_padding_mask)");
-}

@@ -42,7 +42,8 @@ struct MhaMasks {
     }
     const Tensor a = attn_view(), p = padding_view();
     if (is_bool(a) && is_bool(p)) return aten::call("aten::logical_not", "", aten::call("aten::logical_or", "", a, p));
-    if (!is_bool(a) && !is_bool(p))  // a + p: add has no stable spelling. Not in 16 bits, and in float64 beside float64
+    if (!is_bool(a) &&
+        !is_bool(p))  // a + p: add has no stable spelling. Not in 16 bits, and in float64 next to float64
       return torch::stable::subtract(a, torch::stable::to(p, sum_dtype), -1.0);
     const Tensor& bias = is_bool(a) ? p : a;
     Tensor hidden = aten::empty(bias, {});

@@ -50,11 +50,33 @@ MlaShape check_mla(const MlaInputs& in) {
   return s;
 }
 
-AttentionOptions mla_attention_options(const MlaInputs& in) {
-  AttentionOptions o;
-  o.is_causal = in.is_causal;
-  o.scale = in.scale;
-  return o;
+MlaInputs read_mla_inputs(Arguments& arguments) {
+  return {.x = arguments.tensor(),
+          .heads = arguments.integer(),
+          .nope = arguments.integer(),
+          .rope = arguments.integer(),
+          .v = arguments.integer(),
+          .q_a_weight = arguments.optional_tensor(),
+          .q_a_norm_weight = arguments.optional_tensor(),
+          .q_b_weight = arguments.tensor(),
+          .kv_a_weight = arguments.tensor(),
+          .kv_a_norm_weight = arguments.tensor(),
+          .kv_b_weight = arguments.tensor(),
+          .o_weight = arguments.tensor()};
+}
+
+void read_mla_options(Arguments& arguments, MlaInputs& in) {
+  in.cos = arguments.optional_tensor(), in.sin = arguments.optional_tensor();
+  in.is_causal = arguments.flag(), in.scale = arguments.optional_number();
+}
+
+AttentionArgs mla_attention_args(const MlaInputs& in, const MlaShape& s, const Tensor& query, const Tensor& key,
+                                 const Tensor& kv) {
+  AttentionArgs args{
+      .query = s.heads_of(query, s.qk), .key = s.heads_of(key, s.qk), .value = s.value_of(kv), .options = {}};
+  args.options.is_causal = in.is_causal;
+  args.options.scale = in.scale;
+  return args;
 }
 
 Tensor mla_assemble_key(const MlaShape& s, const Tensor& kv, const Tensor& kv_a) {
@@ -65,7 +87,10 @@ Tensor mla_assemble_key(const MlaShape& s, const Tensor& kv, const Tensor& kv_a)
   return key;
 }
 
-Tensor mla_forward(const MlaBackend& backend, const MlaInputs& in, MlaSaved& saved) {
+std::vector<Tensor> mla_forward(const Backend& backend, Arguments& arguments) {
+  MlaInputs in = read_mla_inputs(arguments);
+  read_mla_options(arguments, in);
+  in.eps = arguments.number();
   const MlaShape s = check_mla(in);
   const Tensor x = layer::rows(in.x);
   const ScalarType rstd_dtype = layer::lse_dtype(x);
@@ -90,46 +115,22 @@ Tensor mla_forward(const MlaBackend& backend, const MlaInputs& in, MlaSaved& sav
   mla_rotate(backend, in, s.shared_key(kv_a), RotaryDirection::forward);
 
   const Tensor attn = layer::empty_rows(x, s.rows, s.heads * s.v);
-  Tensor lse = aten::empty(x, {s.batch, s.heads, s.seq}, rstd_dtype), attn_heads = s.heads_of(attn, s.v);
-  backend.attention.forward(s.heads_of(query, s.qk), s.heads_of(mla_assemble_key(s, kv, kv_a), s.qk), s.value_of(kv),
-                            mla_attention_options(in), attn_heads, lse);
+  const Tensor lse = aten::empty(x, {s.batch, s.heads, s.seq}, rstd_dtype);
+  AttentionCall call = check_attention(mla_attention_args(in, s, query, mla_assemble_key(s, kv, kv_a), kv));
+  backend.attention.forward(call, {.out = s.heads_of(attn, s.v), .lse = lse});
   const Tensor out = layer::linear(attn, in.o_weight, std::nullopt);
 
   const auto sequence = [&](const Tensor& rows) { return layer::sequence(rows, s.batch, s.seq); };
   const auto per_row = [&](const Tensor& rstd) { return aten::strided_view(rstd, {s.batch, s.seq}, {s.seq, 1}); };
-  saved = {sequence(query),
-           sequence(kv),
-           sequence(kv_a),
-           per_row(kv_rstd),
-           q_a ? sequence(*q_a) : aten::none(x),
-           q_a ? per_row(q_rstd) : aten::empty(x, {0}, rstd_dtype),
-           sequence(attn),
-           lse};
-  return sequence(out);
+  return {sequence(out),
+          sequence(query),
+          sequence(kv),
+          sequence(kv_a),
+          per_row(kv_rstd),
+          q_a ? sequence(*q_a) : aten::none(x),
+          q_a ? per_row(q_rstd) : aten::empty(x, {0}, rstd_dtype),
+          sequence(attn),
+          lse};
 }
 
 }  // namespace attnjourney
-
-// `need` is a bit set in the order of the gradients; a gradient not needed comes back with shape (0,).
-STABLE_TORCH_LIBRARY_FRAGMENT(attnjourney, m) {
-  m.def(
-      "mla(Tensor x, int num_heads, int qk_nope_head_dim, int qk_rope_head_dim, int v_head_dim, Tensor? q_a_weight, "
-      "Tensor? q_a_norm_weight, Tensor q_b_weight, Tensor kv_a_weight, Tensor kv_a_norm_weight, Tensor kv_b_weight, "
-      "Tensor o_weight, *, Tensor? cos=None, Tensor? sin=None, bool is_causal=True, float? scale=None, "
-      "float eps=1e-6) -> Tensor");
-  m.def(
-      "mla_forward(Tensor x, int num_heads, int qk_nope_head_dim, int qk_rope_head_dim, int v_head_dim, "
-      "Tensor? q_a_weight, Tensor? q_a_norm_weight, Tensor q_b_weight, Tensor kv_a_weight, Tensor kv_a_norm_weight, "
-      "Tensor kv_b_weight, Tensor o_weight, *, Tensor? cos=None, Tensor? sin=None, bool is_causal=True, "
-      "float? scale=None, float eps=1e-6) "
-      "-> (Tensor out, Tensor query, Tensor kv, Tensor kv_a, Tensor kv_rstd, Tensor q_a, Tensor q_rstd, Tensor attn, "
-      "Tensor lse)");
-  m.def(
-      "mla_backward(Tensor grad_out, Tensor x, int num_heads, int qk_nope_head_dim, int qk_rope_head_dim, "
-      "int v_head_dim, Tensor? q_a_weight, Tensor? q_a_norm_weight, Tensor q_b_weight, Tensor kv_a_weight, "
-      "Tensor kv_a_norm_weight, Tensor kv_b_weight, Tensor o_weight, Tensor query, Tensor kv, Tensor kv_a, "
-      "Tensor kv_rstd, Tensor q_a, Tensor q_rstd, Tensor attn, Tensor lse, *, Tensor? cos=None, Tensor? sin=None, "
-      "bool is_causal=True, float? scale=None, int need=255) "
-      "-> (Tensor grad_x, Tensor grad_q_a_weight, Tensor grad_q_a_norm_weight, Tensor grad_q_b_weight, "
-      "Tensor grad_kv_a_weight, Tensor grad_kv_a_norm_weight, Tensor grad_kv_b_weight, Tensor grad_o_weight)");
-}

@@ -28,7 +28,7 @@ void sum_heads_into(const Tensor& out, const Tensor& grad) {
 }
 
 struct Backward {
-  const MlaBackend& backend;
+  const Backend& backend;
   const MlaInputs& in;
   const MlaSaved& saved;
   const MlaShape s;
@@ -63,8 +63,13 @@ struct Backward {
       gradients.key = s.heads_of(grad_key, s.qk);
       gradients.value = s.value_of(grad_kv);
     }
-    backend.attention.backward(s.heads_of(grad_attn, s.v), std::nullopt, s.heads_of(query, s.qk), s.heads_of(key, s.qk),
-                               s.value_of(kv), mla_attention_options(in), s.heads_of(attn, s.v), saved.lse, gradients);
+    AttentionCall call = check_attention(mla_attention_args(in, s, query, key, kv));
+    backend.attention.backward(call,
+                               {.grad_out = s.heads_of(grad_attn, s.v),
+                                .grad_lse = std::nullopt,
+                                .out = s.heads_of(attn, s.v),
+                                .lse = aten::contiguous(saved.lse)},
+                               gradients);
     if (need_query) query_chain(grad_query);
     if (need_kv) key_value_chain(grad_key, grad_kv);
   }
@@ -110,7 +115,7 @@ struct Backward {
       layer::add_mm_into(*grad_x, grad_y, weight);
   }
 
-  // y = rms_norm(latent) weight^T; writes grad_latent if given. The normed latent is made again: it was not kept.
+  // y = rms_norm(latent) weight^T; writes grad_latent if given. The normed latent is recomputed: it was not kept.
   void latent_backward(const Tensor& grad_y, const Tensor& weight, const Tensor& latent, const Tensor& norm_weight_,
                        const Tensor& rstd_, const OptionalTensor& grad_latent, int64_t weight_bit,
                        OptionalTensor& grad_weight, int64_t norm_bit, OptionalTensor& grad_norm_weight) {
@@ -130,8 +135,20 @@ struct Backward {
 
 }  // namespace
 
-MlaGradients mla_backward(const MlaBackend& backend, const Tensor& grad_out, const MlaInputs& in, const MlaSaved& saved,
-                          int64_t need) {
+std::vector<Tensor> mla_backward(const Backend& backend, Arguments& arguments) {
+  const Tensor grad_out = arguments.tensor();
+  MlaInputs in = read_mla_inputs(arguments);
+  const MlaSaved saved{.query = arguments.tensor(),
+                       .kv = arguments.tensor(),
+                       .kv_a = arguments.tensor(),
+                       .kv_rstd = arguments.tensor(),
+                       .q_a = arguments.tensor(),
+                       .q_rstd = arguments.tensor(),
+                       .attn = arguments.tensor(),
+                       .lse = arguments.tensor()};
+  read_mla_options(arguments, in);
+  int64_t need = arguments.integer();
+
   const MlaShape s = check_mla(in);
   check_saved(s, in, saved, grad_out);
   if (!in.q_a_weight) need &= ~int64_t{mla_need_q_a_weight | mla_need_q_a_norm_weight};

@@ -10,12 +10,11 @@ namespace attnjourney {
 // the dtype of rstd.
 struct RmsNormBackend {
   void (*forward)(const Tensor& x, const Tensor& weight, double eps, const Tensor& y, const Tensor& rstd);
-  // y once more, from the rstd of the forward
+  // y again, from the rstd of the forward
   void (*apply)(const Tensor& x, const Tensor& weight, const Tensor& rstd, const Tensor& y);
   // writes the gradients that are given
   void (*backward)(const Tensor& grad_y, const Tensor& x, const Tensor& weight, const Tensor& rstd,
                    const OptionalTensor& grad_x, const OptionalTensor& grad_weight);
 };
-extern const RmsNormBackend cpu_rms_norm;  // csrc/cpu/layers/rms_norm.cpp
 
 }  // namespace attnjourney

@@ -1,6 +1,6 @@
 #include "rope.h"
 
-#include "core/checks.h"
+#include "core/backend.h"
 
 namespace attnjourney {
 namespace {
@@ -17,28 +17,23 @@ RotaryLayout layout(bool interleaved) { return interleaved ? RotaryLayout::inter
 
 }  // namespace
 
-Tensor rope(RotaryKernel rotary, const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved,
-            bool inverse) {
+Tensor rope(const Backend& backend, Arguments& in) {
+  const Tensor x = in.tensor(), cos = in.tensor(), sin = in.tensor();
+  const bool interleaved = in.flag(), inverse = in.flag();
   check(x, cos, sin);
   const Tensor out = aten::empty(x, {x.size(0), x.size(1), x.size(2), x.size(3)});
-  rotary(out, cos, sin, layout(interleaved), inverse ? RotaryDirection::inverse : RotaryDirection::forward,
-         aten::rows_contiguous(x));
+  backend.rotary(out, cos, sin, layout(interleaved), inverse ? RotaryDirection::inverse : RotaryDirection::forward,
+                 aten::rows_contiguous(x));
   return out;
 }
 
-void rope_in_place(RotaryKernel rotary, const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved) {
+void rope_in_place(const Backend& backend, Arguments& in) {
+  const Tensor x = in.tensor(), cos = in.tensor(), sin = in.tensor();
+  const bool interleaved = in.flag();
   check(x, cos, sin);
   check_value(x.size(3) <= 1 || x.stride(3) == 1,
               "x: expected a dense last dimension to be turned in place, got stride ", x.stride(3));
-  rotary(x, cos, sin, layout(interleaved), RotaryDirection::forward, std::nullopt);
+  backend.rotary(x, cos, sin, layout(interleaved), RotaryDirection::forward, std::nullopt);
 }
 
 }  // namespace attnjourney
-
-// rope is linear in x: its backward is rope with the other `inverse`, its forward derivative rope itself.
-STABLE_TORCH_LIBRARY_FRAGMENT(attnjourney, m) {
-  m.def(
-      "rope(Tensor x, Tensor cos, Tensor sin, *, bool interleaved=False, bool inverse=False) "
-      "-> Tensor");
-  m.def("rope_(Tensor(a!) x, Tensor cos, Tensor sin, *, bool interleaved=False) -> ()");
-}

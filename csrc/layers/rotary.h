@@ -22,9 +22,7 @@ int64_t check_rotary(const OptionalTensor& cos, const OptionalTensor& sin, int64
 // What a device supplies. The first rotary_dim numbers of x (batch, heads, seq, dim), any strides with a dense last
 // dimension, are turned in place; cos, sin as checked. Computed in float32, float64 for float64.
 // With from (like x, other strides), x is written: what is turned, and the rest of a row, come from there.
-using RotaryKernel = void (*)(const Tensor& x, const Tensor& cos, const Tensor& sin, RotaryLayout, RotaryDirection,
-                              const OptionalTensor& from);
-void cpu_rotary(const Tensor& x, const Tensor& cos, const Tensor& sin, RotaryLayout layout, RotaryDirection direction,
-                const OptionalTensor& from);
+using RotaryFunction = void (*)(const Tensor& x, const Tensor& cos, const Tensor& sin, RotaryLayout, RotaryDirection,
+                                const OptionalTensor& from);
 
 }  // namespace attnjourney

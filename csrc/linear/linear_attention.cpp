@@ -2,6 +2,8 @@
 
 #include <cmath>
 
+#include "core/backend.h"
+
 namespace attnjourney {
 namespace {
 
@@ -77,7 +79,18 @@ LinearCall check_linear_attention(const LinearInputs& in) {
   return c;
 }
 
-LinearResults linear_attention_forward(const LinearBackend& backend, const LinearInputs& in) {
+std::vector<Tensor> linear_attention_forward(const Backend& backend, Arguments& arguments) {
+  const LinearInputs in{.query = arguments.tensor(),
+                        .key = arguments.tensor(),
+                        .value = arguments.tensor(),
+                        .key_padding_mask = arguments.optional_tensor(),
+                        .initial_state = arguments.optional_tensor(),
+                        .initial_normalizer = arguments.optional_tensor(),
+                        .feature_map = arguments.integer(),
+                        .is_causal = arguments.flag(),
+                        .scale = arguments.number(),
+                        .normalize = arguments.flag(),
+                        .eps = arguments.number()};
   const LinearCall c = check_linear_attention(in);
   const LinearParams& p = c.params;
   const Tensor out = aten::empty(in.query, {c.batch, c.q_heads, p.q_len, p.v_head_dim});
@@ -90,12 +103,30 @@ LinearResults linear_attention_forward(const LinearBackend& backend, const Linea
     denominator = aten::empty(in.query, {0}, c.state_dtype);
     normalizer = aten::empty(in.query, {0}, c.state_dtype);
   }
-  backend.forward(c, in, out, denominator, state, normalizer);
+  backend.linear.forward(c, in, out, denominator, state, normalizer);
   return {out, denominator, state, normalizer};
 }
 
-LinearGradients linear_attention_backward(const LinearBackend& backend, const LinearInputs& in,
-                                          const LinearGradientInputs& grads, int64_t need) {
+std::vector<Tensor> linear_attention_backward(const Backend& backend, Arguments& arguments) {
+  const Tensor grad_of_out = arguments.tensor();
+  const OptionalTensor grad_of_denominator = arguments.optional_tensor();
+  const OptionalTensor grad_of_state = arguments.optional_tensor(), grad_of_normalizer = arguments.optional_tensor();
+  LinearInputs in{.query = arguments.tensor(),
+                  .key = arguments.tensor(),
+                  .value = arguments.tensor(),
+                  .key_padding_mask = arguments.optional_tensor(),
+                  .initial_state = arguments.optional_tensor(),
+                  .initial_normalizer = arguments.optional_tensor()};
+  const LinearGradientInputs grads{.grad_out = grad_of_out,
+                                   .grad_denominator = grad_of_denominator,
+                                   .grad_state = grad_of_state,
+                                   .grad_normalizer = grad_of_normalizer,
+                                   .out = arguments.tensor(),
+                                   .denominator = arguments.tensor()};
+  in.feature_map = arguments.integer(), in.is_causal = arguments.flag(), in.scale = arguments.number();
+  in.normalize = arguments.flag(), in.eps = arguments.number();
+  const int64_t need = arguments.integer();
+
   const LinearCall c = check_linear_attention(in);
   const LinearParams& p = c.params;
   check_value(need >= 0 && need < 32, "need: expected a bit set from 0 to 31, got ", need);
@@ -130,30 +161,9 @@ LinearGradients linear_attention_backward(const LinearBackend& backend, const Li
   const LinearGradients result{
       like(1, in.query), like(6, in.key), like(6, in.value), in.initial_state ? like(8, *in.initial_state) : none,
       normalizer ? aten::empty(in.query, {c.batch, c.kv_heads, p.head_dim}, c.state_dtype) : none};
-  backend.backward(c, in, grads, result);
+  backend.linear.backward(c, in, grads, result);
   const auto& [grad_query, grad_key, grad_value, grad_state, grad_normalizer] = result;
   return {grad_query, need & 2 ? grad_key : none, need & 4 ? grad_value : none, grad_state, grad_normalizer};
 }
 
 }  // namespace attnjourney
-
-// feature_map: 0 identity, 1 relu, 2 elu+1
-STABLE_TORCH_LIBRARY_FRAGMENT(attnjourney, m) {
-  m.def(
-      "linear_attention(Tensor query, Tensor key, Tensor value, Tensor? key_padding_mask=None, "
-      "Tensor? initial_state=None, Tensor? initial_normalizer=None, *, int feature_map=2, bool is_causal=True, "
-      "float scale=1.0, bool normalize=True, float eps=1e-06) -> Tensor");
-  m.def(
-      "linear_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? key_padding_mask=None, "
-      "Tensor? initial_state=None, Tensor? initial_normalizer=None, *, int feature_map=2, bool is_causal=True, "
-      "float scale=1.0, bool normalize=True, float eps=1e-06) "
-      "-> (Tensor out, Tensor denominator, Tensor state, Tensor normalizer)");
-  m.def(
-      "linear_attention_backward(Tensor grad_out, Tensor? grad_denominator, Tensor? grad_state, Tensor? "
-      "grad_normalizer, Tensor query, "
-      "Tensor key, Tensor value, Tensor? key_padding_mask, Tensor? initial_state, Tensor? initial_normalizer, "
-      "Tensor out, Tensor denominator, *, int feature_map=2, bool is_causal=True, float scale=1.0, "
-      "bool normalize=True, float eps=1e-06, int need) "
-      "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_initial_state, "
-      "Tensor grad_initial_normalizer)");
-}

@@ -2,10 +2,7 @@
 // supplies. With Q = scale * phi(query), K = phi(key): state S = S0 + sum K^T V, z = z0 + sum K over the keys that a
 // row sees (all, or those up to its own), out = Q S / (Q z + eps), or Q S without normalisation.
 #pragma once
-#include <tuple>
-
-#include "core/aten.h"
-#include "core/checks.h"
+#include "core/arguments.h"
 #include "params.h"
 
 namespace attnjourney {
@@ -16,7 +13,7 @@ struct LinearInputs {
   Tensor value;                     // (batch, kv_heads, kv_len, v_head_dim)
   OptionalTensor key_padding_mask;  // (batch, kv_len) bool: true = the key does not exist
   OptionalTensor initial_state;     // (batch, kv_heads, head_dim, v_head_dim), float (double for double)
-  OptionalTensor initial_normalizer;  // (batch, kv_heads, head_dim), like it; with normalize, beside initial_state
+  OptionalTensor initial_normalizer;  // (batch, kv_heads, head_dim), like it; with normalize, next to initial_state
   int64_t feature_map = static_cast<int64_t>(FeatureMap::elu_plus_one);
   bool is_causal = true;
   double scale = 1;
@@ -33,9 +30,6 @@ struct LinearCall {
 // Checks shapes, dtypes, devices and numbers. Throws with the argument's name.
 LinearCall check_linear_attention(const LinearInputs& in);
 
-// out (batch, q_heads, q_len, v_head_dim); denominator (batch, q_heads, q_len) and normalizer (batch, kv_heads,
-// head_dim) with normalize, else (0,); state (batch, kv_heads, head_dim, v_head_dim). All dense.
-using LinearResults = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 // of query, key, value, initial_state, initial_normalizer: dense; (0,) where not wanted
 using LinearGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
@@ -46,16 +40,18 @@ struct LinearGradientInputs {
 };
 
 struct LinearBackend {
+  // out (batch, q_heads, q_len, v_head_dim); denominator (batch, q_heads, q_len) and normalizer (batch, kv_heads,
+  // head_dim) with normalize, else (0,); state (batch, kv_heads, head_dim, v_head_dim). All dense.
   void (*forward)(const LinearCall&, const LinearInputs&, const Tensor& out, const Tensor& denominator,
                   const Tensor& state, const Tensor& normalizer);
   // gradients that have a size are to be written; those of key and value come together
   void (*backward)(const LinearCall&, const LinearInputs&, const LinearGradientInputs&, const LinearGradients&);
 };
-extern const LinearBackend cpu_linear_attention;  // csrc/cpu/linear/linear_attention.cpp
 
-LinearResults linear_attention_forward(const LinearBackend&, const LinearInputs& in);
+struct Backend;
+// out, denominator, state, normalizer
+std::vector<Tensor> linear_attention_forward(const Backend&, Arguments&);
 // bit i of need asks for gradient i
-LinearGradients linear_attention_backward(const LinearBackend&, const LinearInputs& in,
-                                          const LinearGradientInputs& grads, int64_t need);
+std::vector<Tensor> linear_attention_backward(const Backend&, Arguments&);
 
 }  // namespace attnjourney

@@ -29,12 +29,18 @@ tensors = {{
     "elements": torch.ones(1, 16, 16, dtype=torch.bool),
     "seed": torch.tensor(0),
 }}
+library = torch.library.Library("attnjourney", "FRAGMENT")
 messages = []
 for name, options in json.load(sys.stdin):
+    if not hasattr(torch.ops.attnjourney, "_cuda_" + name):
+        library.define("_cuda_" + str(torch._C._get_schema("attnjourney::" + name, "")).split("::", 1)[1])
     x = tensors[options.pop("x", "two")]
     options = {{k: tensors.get(v, v) if isinstance(v, str) else v for k, v in options.items()}}
+    if name == "attention_backward":
+        lse = torch.zeros(x.shape[:-1], dtype=x.dtype if x.dtype == torch.float64 else torch.float32)
+        options |= dict(grad_out=x, grad_lse=None, out=x, lse=lse, attn_mask=options.get("attn_mask"))
     try:
-        getattr(torch.ops.attnjourney, name)(x, x, x, **options)
+        getattr(torch.ops.attnjourney, "_cuda_" + name)(query=x, key=x, value=x, **options)
         messages.append("served")
     except Exception as error:
         messages.append(f"{{type(error).__name__}}: {{str(error).splitlines()[0]}}")
@@ -63,24 +69,24 @@ def run(calls, program=PROGRAM):
 
 
 def test_what_is_not_served_is_refused_by_name(built):  # noqa: F811
-    forward = run([("_cuda_forward_check", options) for options, _ in REFUSED])
-    backward = run([("_cuda_backward_check", options) for options, _ in REFUSED])
+    forward = run([("attention_forward", options) for options, _ in REFUSED])
+    backward = run([("attention_backward", options) for options, _ in REFUSED])
     for (options, message), a, b in zip(REFUSED, forward, backward):
         assert message in a, options
         assert message in b, options
-    for name in ("_cuda_forward_check", "_cuda_backward_check"):
+    for name in ("attention_forward", "attention_backward"):
         assert run([(name, options) for options in SERVED]) == ["served"] * len(SERVED)
 
 
 def test_a_mask_of_blocks_is_served(built):  # noqa: F811
     blocks = dict(block_offsets="offsets", block_index="index", block_partial="index", block_elements="elements")
     calls = ({"x": "wide"}, {"is_causal": True}, {"x": "fp32"}, {"x": "fp64"})
-    wide, *served = run([("_cuda_block_check", {**blocks, **more}) for more in calls])
+    wide, *served = run([("block_attention_forward", {**blocks, **more}) for more in calls])
     assert served == ["served"] * 3 and REFUSED[0][1] in wide
 
 
 def test_what_linear_attention_does_not_serve_is_refused_by_name(built):  # noqa: F811
-    said = run([("_cuda_linear_check", {"x": "wide"}), ("_cuda_linear_check", {"is_causal": False})])
+    said = run([("linear_attention_forward", {"x": "wide"}), ("linear_attention_forward", {"is_causal": False})])
     assert "query: expected head dimensions of at most 256 on CUDA, got 1000 and (value) 1000" in said[0]
     assert said[1] == "served"
 

@@ -53,7 +53,8 @@ def _sources(*files: Path) -> list[bytes]:
 
 def _kernels(csrc: Path) -> list[Path]:
     """The files that kernels are made of."""
-    return [*csrc.glob("core/*.h"), *csrc.glob("*/params.h"), *csrc.glob("cuda/**/*.cuh")]
+    core = (csrc / "core/mask.h", csrc / "core/philox.h")
+    return [*core, *csrc.glob("*/params.h"), *csrc.glob("cuda/**/*.cuh")]
 
 
 def _once(target: Path, make) -> Path:

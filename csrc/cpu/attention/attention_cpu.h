@@ -1,4 +1,4 @@
-// Shared by the CPU's entry files of attention.
+// Shared by the CPU's entry files of attention; the entries are those of AttentionBackend.
 #pragma once
 #include "attention/attention.h"
 #include "head_walk.h"
@@ -10,16 +10,11 @@ uint64_t seed_of(const AttentionOptions&);
 // zeros in the rows of `t` (..., heads, length, dim) that belong to no query
 void clear_rows(const AttentionCall&, const Sequences&, const HeadWalk&, int64_t heads, const Tensor& t);
 
-// as AttentionBackend::backward
-void attention_backward_cpu(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query,
-                            const Tensor& key, const Tensor& value, const AttentionOptions&, const Tensor& out,
-                            const Tensor& lse, AttentionGradients& gradients);
-// as AttentionBackend::jvp
-void attention_jvp_cpu(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionOptions&,
-                       const Tensor& out, const Tensor& lse, const AttentionTangents& tangents);
-// as AttentionBackend::backward_jvp
-void attention_backward_jvp_cpu(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query,
-                                const Tensor& key, const Tensor& value, const AttentionOptions&, const Tensor& out,
-                                const Tensor& lse, const AttentionTangents& tangents, AttentionGradients& gradients);
+void cpu_attention_forward(AttentionCall&, const AttentionResults&);
+void cpu_attention_backward(AttentionCall&, const AttentionSaved&, const AttentionGradients&);
+void cpu_attention_jvp(AttentionCall&, const AttentionResults&, const AttentionTangents&);
+void cpu_attention_backward_jvp(AttentionCall&, const AttentionSaved&, const AttentionTangents&,
+                                const AttentionGradients&);
+void cpu_attention_weights(const WeightsCall&, const Tensor& out);
 
 }  // namespace attnjourney

@@ -34,44 +34,38 @@ void write_per_head(const AttentionCall& c, const std::vector<double>& sums, int
 }
 
 // the backward, or with `tangents` its derivative in their direction
-void backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,
-              const Tensor& value, const AttentionOptions& options, const Tensor& out, const Tensor& lse,
-              const AttentionTangents* tangents, AttentionGradients& gradients) {
-  const Tensor q = aten::rows_contiguous(query), k = aten::rows_contiguous(key), v = aten::rows_contiguous(value);
-  const Tensor o = aten::rows_contiguous(out), go = aten::rows_contiguous(grad_out), l = aten::contiguous(lse);
-  OptionalTensor gl;
-  if (grad_lse) gl = aten::contiguous(*grad_lse);
-  AttentionCall c = check_attention(q, k, v, options);
+void backward(AttentionCall& c, const AttentionSaved& saved, const AttentionTangents* tangents,
+              const AttentionGradients& gradients) {
+  const Tensor& query = c.args.query;
   AttentionParams& p = c.params;
-  p.dropout = Dropout::from(options.dropout_p, seed_of(options));
-  p.out_row = o.stride(c.rank - 2);
-  p.grad_out_row = go.stride(c.rank - 2);
+  p.dropout = Dropout::from(c.args.options.dropout_p, seed_of(c.args.options));
+  p.out_row = saved.out.stride(c.rank - 2);
+  p.grad_out_row = saved.grad_out.stride(c.rank - 2);
 
   if (p.q_len == 0 || c.batch * c.q_heads == 0 || (p.kv_len == 0 && !gradients.sinks)) {  // nothing sees anything
-    for (OptionalTensor* g : {&gradients.query, &gradients.key, &gradients.value, &gradients.attn_mask,
-                              &gradients.sinks, &gradients.alibi_slopes})
-      if (*g) torch::stable::zero_(**g);
+    for (const OptionalTensor* g : gradients.all())
+      if (*g) aten::clear(**g);
     return;
   }
 
-  const Sequences sequences(c, options);
+  const Sequences sequences(c);
   const Tangents directions(c, tangents ? *tangents : AttentionTangents{});
-  const HeadInputs heads(c, options, sequences, q, k, v, o, l);
-  const HeadMap grad_out_map = head_map(c, go, c.q_heads);
+  const HeadInputs heads(c, sequences, saved.out, saved.lse);
+  const HeadMap grad_out_map = head_map(c, saved.grad_out, c.q_heads);
   const auto map_of = [&](const OptionalTensor& t, int64_t heads) { return t ? head_map(c, *t, heads) : HeadMap{}; };
   const HeadMap gq_map = map_of(gradients.query, c.q_heads), gk_map = map_of(gradients.key, c.kv_heads);
   const HeadMap gv_map = map_of(gradients.value, c.kv_heads);
-  const HeadWalk grads(c, grad_out_map, go);
-  const HeadWalk gq(c, gq_map, gradients.query.value_or(q)), gk(c, gk_map, gradients.key.value_or(q));
-  const HeadWalk gv(c, gv_map, gradients.value.value_or(q));
-  char* grad_lses = gl ? static_cast<char*>(gl->data_ptr()) : nullptr;
+  const HeadWalk grads(c, grad_out_map, saved.grad_out);
+  const HeadWalk gq(c, gq_map, gradients.query.value_or(query)), gk(c, gk_map, gradients.key.value_or(query));
+  const HeadWalk gv(c, gv_map, gradients.value.value_or(query));
+  char* grad_lses = saved.grad_lse ? static_cast<char*>(saved.grad_lse->data_ptr()) : nullptr;
 
   if (gradients.query) clear_rows(c, sequences, gq, c.q_heads, *gradients.query);
   if (c.packed)
-    for (OptionalTensor* g : {&gradients.key, &gradients.value}) {
+    for (const OptionalTensor* g : {&gradients.key, &gradients.value}) {
       if (!*g || sequences.used_keys() == p.kv_len) continue;
-      Tensor rest = torch::stable::narrow(**g, c.rank - 2, sequences.used_keys(), p.kv_len - sequences.used_keys());
-      torch::stable::zero_(rest);
+      Tensor whole = **g;
+      aten::clear(torch::stable::narrow(whole, c.rank - 2, sequences.used_keys(), p.kv_len - sequences.used_keys()));
     }
 
   MaskGradient mask_gradient(c, sequences, gradients.attn_mask, c.batch * c.kv_heads);
@@ -122,7 +116,7 @@ void backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tens
       kernel.backward_jvp(own, h.data(), d.data(), g.data(), part, n_parts, partial, scratch);
     };
     if (split) {
-      Tensor partials = aten::empty(q, {gradients.query ? split * parts * part_numbers : 0}, c.lse_dtype);
+      Tensor partials = aten::empty(query, {gradients.query ? split * parts * part_numbers : 0}, c.lse_dtype);
       char* partial = static_cast<char*>(partials.mutable_data_ptr());
       run_queue(split * parts, plan.threads, space, [&](int64_t i, void* scratch) {
         run(plan.items[static_cast<size_t>(i / parts)], i % parts, parts,
@@ -153,17 +147,13 @@ void backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tens
 
 }  // namespace
 
-void attention_backward_cpu(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query,
-                            const Tensor& key, const Tensor& value, const AttentionOptions& options, const Tensor& out,
-                            const Tensor& lse, AttentionGradients& gradients) {
-  backward(grad_out, grad_lse, query, key, value, options, out, lse, nullptr, gradients);
+void cpu_attention_backward(AttentionCall& c, const AttentionSaved& saved, const AttentionGradients& gradients) {
+  backward(c, saved, nullptr, gradients);
 }
 
-void attention_backward_jvp_cpu(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query,
-                                const Tensor& key, const Tensor& value, const AttentionOptions& options,
-                                const Tensor& out, const Tensor& lse, const AttentionTangents& tangents,
-                                AttentionGradients& gradients) {
-  backward(grad_out, grad_lse, query, key, value, options, out, lse, &tangents, gradients);
+void cpu_attention_backward_jvp(AttentionCall& c, const AttentionSaved& saved, const AttentionTangents& tangents,
+                                const AttentionGradients& gradients) {
+  backward(c, saved, &tangents, gradients);
 }
 
 }  // namespace attnjourney

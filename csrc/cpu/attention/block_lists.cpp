@@ -21,15 +21,18 @@ void check_lists(const BlockRows& b, int64_t rows, int64_t key_blocks, int64_t b
 
 }  // namespace
 
-BlockLists::BlockLists(const AttentionCall& c, const AttentionOptions& o) : call_(c) {
-  if (!o.blocks) return;
+BlockLists::BlockLists(const AttentionCall& c) : call_(c) {
+  const std::optional<BlockTensors>& blocks = c.args.options.blocks;
+  if (!blocks) return;
   const AttentionParams& p = c.params;
-  dense_ = BlockTensors{o.blocks->offsets, aten::contiguous(o.blocks->index), aten::contiguous(o.blocks->partial),
-                        aten::contiguous(o.blocks->elements)};
+  dense_ = BlockTensors{.offsets = blocks->offsets,
+                        .index = aten::contiguous(blocks->index),
+                        .partial = aten::contiguous(blocks->partial),
+                        .elements = aten::contiguous(blocks->elements)};
   const Tensor& offsets = dense_->offsets;
   if (offsets.size(offsets.dim() - 1) > 1 && offsets.stride(offsets.dim() - 1) != 1)
     check_value(false, "block_offsets: expected the last dimension to be dense");
-  const HeadWalk walk(c, c.mask, offsets);
+  const HeadWalk walk(c, c.mask_map, offsets);
   const int64_t rows = (p.q_len + p.block_size - 1) / p.block_size;
   const int64_t key_blocks = (p.kv_len + p.block_size - 1) / p.block_size;
   for (int64_t b = 0; b < c.batch; b++)

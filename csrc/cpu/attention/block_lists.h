@@ -10,7 +10,7 @@ namespace attnjourney {
 class BlockLists {
  public:
   // Throws where a list is not what the kernels rely on.
-  BlockLists(const AttentionCall& call, const AttentionOptions& options);
+  explicit BlockLists(const AttentionCall& call);
   BlockLists(const BlockLists&) = delete;
 
   const void* at(int64_t batch, int64_t head) const {

@@ -1,7 +1,4 @@
-// CPU entry of attention's forward: the walk over batch, heads and work items. The operators around it are in
-// operators.cpp.
-#include "attention/attention.h"
-
+// CPU entry of attention's forward: the walk over batch, heads and work items.
 #include <cmath>
 #include <cstring>
 
@@ -29,18 +26,14 @@ void clear_rows(const AttentionCall& c, const Sequences& sequences, const HeadWa
   });
 }
 
-namespace {
-
-void forward(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionOptions& options, Tensor& out,
-             Tensor& lse) {
-  const Tensor q = aten::rows_contiguous(query), k = aten::rows_contiguous(key), v = aten::rows_contiguous(value);
-  AttentionCall c = check_attention(q, k, v, options);
+void cpu_attention_forward(AttentionCall& c, const AttentionResults& results) {
+  const auto& [out, lse] = results;
   AttentionParams& p = c.params;
   if (c.q_heads * p.q_len == 0) return;
-  p.dropout = Dropout::from(options.dropout_p, seed_of(options));
+  p.dropout = Dropout::from(c.args.options.dropout_p, seed_of(c.args.options));
   p.out_row = out.stride(c.rank - 2);
-  const Sequences sequences(c, options);
-  const HeadInputs heads(c, options, sequences, q, k, v, out, lse);
+  const Sequences sequences(c);
+  const HeadInputs heads(c, sequences, out, lse);
   char* lses = static_cast<char*>(lse.mutable_data_ptr());
 
   clear_rows(c, sequences, heads.out(), c.q_heads, out);
@@ -64,9 +57,5 @@ void forward(const Tensor& query, const Tensor& key, const Tensor& value, const 
     plan.kernel->forward(own, heads.at(b, head), first, std::min(plan.rows, own.q_len - first), scratch);
   });
 }
-
-}  // namespace
-
-const AttentionBackend cpu_attention = {forward, attention_backward_cpu, attention_jvp_cpu, attention_backward_jvp_cpu};
 
 }  // namespace attnjourney

@@ -8,22 +8,29 @@ namespace attnjourney {
 
 class HeadInputs {
  public:
-  // query, key, value: those the call was made from; out and dense lse: written by the forward, read by the others
-  HeadInputs(const AttentionCall& call, const AttentionOptions& options, const Sequences& sequences,
-             const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& lse)
+  // out and dense lse: written by the forward, read by the others
+  HeadInputs(const AttentionCall& call, const Sequences& sequences, const Tensor& out, const Tensor& lse)
       : call_(call),
         sequences_(sequences),
         out_map_(head_map(call, out, call.q_heads)),
-        query_(call, call.query, query),
-        key_(call, call.key, key),
-        value_(call, call.value, value),
+        query_(call, call.query_map, call.args.query),
+        key_(call, call.key_map, call.args.key),
+        value_(call, call.value_map, call.args.value),
         out_(call, out_map_, out),
-        mask_(call, call.mask, options.attn_mask.value_or(query)),
         lse_(static_cast<char*>(lse.data_ptr())),
-        has_mask_(options.attn_mask.has_value()),
-        blocks_(call, options),
-        sinks_(per_head(options.sinks, call.batch, call.q_heads)),
-        slopes_(per_head(options.alibi_slopes, call.batch, call.q_heads)) {}
+        blocks_(call) {
+    const auto& [attn_mask, cu_seqlens_q, cu_seqlens_k, blocks, dropout_p, is_causal, scale, enable_gqa,
+                 causal_alignment, window, prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes,
+                 dropout_seed] = call.args.options;
+    if (attn_mask) mask_.emplace(call, call.mask_map, *attn_mask);
+    sinks_ = per_head(sinks, call.batch, call.q_heads);
+    slopes_ = per_head(alibi_slopes, call.batch, call.q_heads);
+    (void)blocks;                                                                    // blocks_
+    (void)key_lengths, (void)query_lengths, (void)cu_seqlens_q, (void)cu_seqlens_k;  // Sequences
+    // AttentionParams
+    (void)dropout_p, (void)is_causal, (void)scale, (void)enable_gqa, (void)causal_alignment, (void)window;
+    (void)prefix_length, (void)softcap, (void)dropout_seed;
+  }
   HeadInputs(const HeadInputs&) = delete;  // out_ refers to out_map_
 
   HeadPointers at(int64_t batch, int64_t head) const {
@@ -34,7 +41,7 @@ class HeadInputs {
     h.query = query_.at(batch, head, q_begin);
     h.key = key_.at(batch, head, k_begin);
     h.value = value_.at(batch, head, k_begin);
-    h.mask = has_mask_ ? mask_.at(batch, head) : blocks_.at(batch, head);
+    h.mask = mask_ ? mask_->at(batch, head) : blocks_.at(batch, head);
     if (!sinks_.empty()) h.sink = sinks_[index];
     if (!slopes_.empty()) h.slope = slopes_[index];
     h.out = out_.at(batch, head, q_begin);
@@ -47,11 +54,11 @@ class HeadInputs {
   const AttentionCall& call_;
   const Sequences& sequences_;
   const HeadMap out_map_;
-  const HeadWalk query_, key_, value_, out_, mask_;
+  const HeadWalk query_, key_, value_, out_;
+  std::optional<HeadWalk> mask_;
   char* lse_;
-  bool has_mask_;
   const BlockLists blocks_;
-  const std::vector<double> sinks_, slopes_;  // [batch * q_heads], or empty
+  std::vector<double> sinks_, slopes_;  // [batch * q_heads], or empty
 };
 
 }  // namespace attnjourney

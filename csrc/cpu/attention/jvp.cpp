@@ -9,17 +9,13 @@
 
 namespace attnjourney {
 
-void attention_jvp_cpu(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionOptions& options,
-                       const Tensor& out, const Tensor& lse, const AttentionTangents& tangents) {
-  const Tensor q = aten::rows_contiguous(query), k = aten::rows_contiguous(key), v = aten::rows_contiguous(value);
-  const Tensor o = aten::rows_contiguous(out), l = aten::contiguous(lse);
-  AttentionCall c = check_attention(q, k, v, options);
+void cpu_attention_jvp(AttentionCall& c, const AttentionResults& results, const AttentionTangents& tangents) {
   AttentionParams& p = c.params;
   if (c.q_heads * p.q_len == 0) return;
-  p.dropout = Dropout::from(options.dropout_p, seed_of(options));
-  p.out_row = o.stride(c.rank - 2);
-  const Sequences sequences(c, options);
-  const HeadInputs heads(c, options, sequences, q, k, v, o, l);
+  p.dropout = Dropout::from(c.args.options.dropout_p, seed_of(c.args.options));
+  p.out_row = results.out.stride(c.rank - 2);
+  const Sequences sequences(c);
+  const HeadInputs heads(c, sequences, results.out, results.lse);
   const HeadMap written_map = head_map(c, *tangents.out, c.q_heads);
   const HeadWalk written(c, written_map, *tangents.out);
   const Tangents directions(c, tangents);

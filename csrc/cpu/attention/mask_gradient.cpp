@@ -45,7 +45,7 @@ MaskGradient::MaskGradient(const AttentionCall& c, const Sequences& sequences, c
   if (grad_) {
     map_ = mask_map(c, *grad_, row_, col_);
     small_ = row_ == 0 || col_ == 0;
-    whole_ = !small_ && sequences.alike() && !c.params.keys.bounded();
+    whole_ = !small_ && sequences.uniform() && !c.params.keys.bounded();
     std::unordered_map<int64_t, int64_t> seen;  // first element of an item -> items so far
     for (int64_t i = 0; i < items; i++)
       turn_.push_back(seen[offset_of(c, map_, i / c.kv_heads, i % c.kv_heads * c.params.group)]++);

@@ -69,7 +69,8 @@ double visible_pairs(const AttentionParams& p) {
   return p.density * seen / static_cast<double>(n) * static_cast<double>(p.q_len);
 }
 
-Sequences::Sequences(const AttentionCall& c, const AttentionOptions& o) : call_(c) {
+Sequences::Sequences(const AttentionCall& c) : call_(c) {
+  const AttentionOptions& o = c.args.options;
   const AttentionParams& p = c.params;
   if (c.packed) {
     const std::vector<int64_t> q = index_values(*o.cu_seqlens_q), k = index_values(*o.cu_seqlens_k);
@@ -105,7 +106,7 @@ Sequences::Sequences(const AttentionCall& c, const AttentionOptions& o) : call_(
 
 AttentionParams Sequences::params(int64_t batch) const {
   AttentionParams p = call_.params;
-  if (alike()) return p;
+  if (uniform()) return p;
   const Item& s = list_[static_cast<size_t>(batch)];
   p.q_len = s.q_len;
   p.kv_len = s.kv_len;

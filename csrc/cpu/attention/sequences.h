@@ -17,10 +17,10 @@ double visible_pairs(const AttentionParams&);
 class Sequences {
  public:
   // Throws where a length does not fit.
-  Sequences(const AttentionCall&, const AttentionOptions&);
-  bool alike() const { return list_.empty(); }  // every batch item has the params of the call
-  AttentionParams params(int64_t batch) const;  // with the lengths and key ranges of one item
-  int64_t q_len(int64_t batch) const { return alike() ? call_.params.q_len : list_[batch].q_len; }
+  explicit Sequences(const AttentionCall&);
+  bool uniform() const { return list_.empty(); }  // every batch item has the params of the call
+  AttentionParams params(int64_t batch) const;    // with the lengths and key ranges of one item
+  int64_t q_len(int64_t batch) const { return uniform() ? call_.params.q_len : list_[batch].q_len; }
   int64_t q_begin(int64_t batch) const { return call_.packed ? list_[batch].q_begin : 0; }  // in the length dimension
   int64_t k_begin(int64_t batch) const { return call_.packed ? list_[batch].k_begin : 0; }
   AttentionParams largest() const;  // q_len and kv_len are the largest of all

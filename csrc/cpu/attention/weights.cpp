@@ -1,7 +1,7 @@
-// CPU operators _attention_weights and _block_attention_weights: exp(score - lse) for chosen rows and heads.
+// CPU entry of attention_weights: exp(score - lse) for chosen rows and heads.
 #include <algorithm>
 
-#include "attention/weights.h"
+#include "attention_cpu.h"
 #include "block_lists.h"
 #include "cpu/plan.h"
 #include "cpu/threads.h"
@@ -33,20 +33,22 @@ std::vector<int64_t> chosen(const char* name, const Tensor& t, int64_t size) {
   return x;
 }
 
-void write_weights(const WeightsCall& w, Tensor& out) {
-  AttentionCall c = w.call;
+}  // namespace
+
+void cpu_attention_weights(const WeightsCall& w, const Tensor& out) {
+  AttentionCall& c = w.call;
   AttentionParams& p = c.params;
   const std::vector<int64_t> row_list = chosen("rows", w.rows, p.q_len),
                              head_list = chosen("heads", w.heads, c.q_heads);
   const int64_t n_rows = static_cast<int64_t>(row_list.size()), n_heads = static_cast<int64_t>(head_list.size());
-  const AttentionOptions& options = w.options;
+  const AttentionOptions& options = c.args.options;
   if (out.numel() == 0) return;
   p.out_row = p.kv_len;
-  const Sequences sequences(c, options);
+  const Sequences sequences(c);
   const std::vector<double> slopes = per_head(options.alibi_slopes, c.batch, c.q_heads);
-  const HeadWalk queries(c, c.query, w.query), keys(c, c.key, w.key),
-      masks(c, c.mask, options.attn_mask.value_or(w.query));
-  const BlockLists blocks(c, options);
+  const HeadWalk queries(c, c.query_map, c.args.query), keys(c, c.key_map, c.args.key),
+      masks(c, c.mask_map, options.attn_mask.value_or(c.args.query));
+  const BlockLists blocks(c);
   char *base = static_cast<char*>(out.data_ptr()), *lses = static_cast<char*>(w.lse.data_ptr());
 
   const AttentionKernels& kernel = kernels_for(c);
@@ -72,12 +74,4 @@ void write_weights(const WeightsCall& w, Tensor& out) {
   });
 }
 
-using Operators = WeightsOperators<write_weights>;
-
-}  // namespace
 }  // namespace attnjourney
-
-STABLE_TORCH_LIBRARY_IMPL(attnjourney, CPU, m) {
-  m.impl("_attention_weights", TORCH_BOX(&attnjourney::Operators::dense));
-  m.impl("_block_attention_weights", TORCH_BOX(&attnjourney::Operators::blocks));
-}

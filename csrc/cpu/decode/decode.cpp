@@ -5,9 +5,7 @@
 #include "cache_walk.h"
 #include "cpu/plan.h"
 #include "cpu/threads.h"
-#include "decode/cache_checks.h"
-#include "decode/decode_boxed.h"
-#include "decode_tiled.h"
+#include "decode_cpu.h"
 
 namespace attnjourney {
 namespace {
@@ -32,10 +30,11 @@ void decode_few(const DecodeCall& c, const DecodeInputs& in, const Tensor& query
   const int64_t rows = c.group * c.q_len, row_blocks = (rows + row_block - 1) / row_block;
   const int64_t units = c.kv_heads * row_blocks;
 
-  const std::vector<double> sinks = per_head(in.sinks, c.batch, c.q_heads),
-                            slopes = per_head(in.alibi_slopes, c.batch, c.q_heads);
-  const char* const mask = in.attn_mask ? static_cast<const char*>(in.attn_mask->const_data_ptr()) : nullptr;
-  const int64_t mask_item = mask ? item_size(in.attn_mask->scalar_type()) : 0;
+  const std::vector<double> sinks = per_head(in.options.sinks, c.batch, c.q_heads),
+                            slopes = per_head(in.options.alibi_slopes, c.batch, c.q_heads);
+  const char* const mask =
+      in.options.attn_mask ? static_cast<const char*>(in.options.attn_mask->const_data_ptr()) : nullptr;
+  const int64_t mask_item = mask ? item_size(in.options.attn_mask->scalar_type()) : 0;
 
   std::vector<Sequence> all(static_cast<size_t>(c.batch));
   int64_t keys = 0;
@@ -122,7 +121,3 @@ void cpu_decode(const DecodeCall& c, const DecodeInputs& in, const Tensor& out, 
 }
 
 }  // namespace attnjourney
-
-STABLE_TORCH_LIBRARY_IMPL(attnjourney, CPU, m) {
-  m.impl("decode", TORCH_BOX(&attnjourney::boxed_decode<attnjourney::cpu_decode>));
-}

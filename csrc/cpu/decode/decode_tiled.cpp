@@ -1,12 +1,11 @@
 // Many query rows over a cache: a prompt, or a large piece of one. The tiled kernel of kernels/attention/forward.h,
 // with each sequence's own key ranges.
-#include "decode_tiled.h"
-
 #include <cstring>
 
 #include "cache_walk.h"
 #include "cpu/plan.h"
 #include "cpu/threads.h"
+#include "decode_cpu.h"
 
 namespace attnjourney {
 namespace {
@@ -62,13 +61,13 @@ Pieces in_one_piece(const DecodeCall& c, const DecodeInputs& in, const std::vect
 void decode_tiled(const DecodeCall& c, const DecodeInputs& in, const Tensor& query, const Tensor& out,
                   const Tensor& lse) {
   const int64_t* lengths = static_cast<const int64_t*>(in.lengths.const_data_ptr());
-  AttentionCall call;
+  AttentionCall call{.args = {.query = query, .key = in.key, .value = in.value, .options = {}}};
   call.batch = c.batch, call.q_heads = c.q_heads, call.kv_heads = c.kv_heads;
   call.dtype = query.scalar_type(), call.lse_dtype = lse.scalar_type();
   AttentionParams& shared = call.params;
   shared.q_len = c.q_len, shared.head_dim = c.head_dim, shared.v_head_dim = c.v_head_dim;
   shared.group = c.group, shared.scale = c.scale;
-  shared.softcap = c.softcap, shared.alibi = in.alibi_slopes.has_value();
+  shared.softcap = c.softcap, shared.alibi = in.options.alibi_slopes.has_value();
   shared.mask = c.mask, shared.mask_fp32 = c.mask_fp32, shared.mask_row = c.mask_row, shared.mask_col = c.mask_col;
   shared.q_row = query.stride(2), shared.out_row = c.v_head_dim;
 
@@ -82,8 +81,8 @@ void decode_tiled(const DecodeCall& c, const DecodeInputs& in, const Tensor& que
   std::vector<AttentionParams> params(static_cast<size_t>(c.batch), shared);
   shared.keys.key_length = shared.kv_len;
   int64_t space = 0;
-  const Sequences alike(call, {});
-  const ForwardPlan plan = plan_forward(call, alike);
+  const Sequences uniform(call);
+  const ForwardPlan plan = plan_forward(call, uniform);
   for (int64_t b = 0; b < c.batch; b++) {  // counted from the first key seen
     AttentionParams& p = params[static_cast<size_t>(b)];
     const KeyRange range = seen[static_cast<size_t>(b)];
@@ -96,12 +95,13 @@ void decode_tiled(const DecodeCall& c, const DecodeInputs& in, const Tensor& que
   const int64_t item = bytes_of(query.scalar_type()), lse_item = bytes_of(lse.scalar_type());
   const char* const q = static_cast<const char*>(query.const_data_ptr());
   char *const o = static_cast<char*>(out.mutable_data_ptr()), *const l = static_cast<char*>(lse.mutable_data_ptr());
-  const std::vector<double> sinks = per_head(in.sinks, c.batch, c.q_heads),
-                            slopes = per_head(in.alibi_slopes, c.batch, c.q_heads);
-  const char* const mask = in.attn_mask ? static_cast<const char*>(in.attn_mask->const_data_ptr()) : nullptr;
-  const int64_t mask_item = mask ? item_size(in.attn_mask->scalar_type()) : 0;
+  const std::vector<double> sinks = per_head(in.options.sinks, c.batch, c.q_heads),
+                            slopes = per_head(in.options.alibi_slopes, c.batch, c.q_heads);
+  const char* const mask =
+      in.options.attn_mask ? static_cast<const char*>(in.options.attn_mask->const_data_ptr()) : nullptr;
+  const int64_t mask_item = mask ? item_size(in.options.attn_mask->scalar_type()) : 0;
   run_queue(plan.items, plan.threads, space, [&](int64_t i, void* scratch) {
-    const auto [b, head, block] = plan.at(i, alike);
+    const auto [b, head, block] = plan.at(i, uniform);
     const int64_t bh = b * c.q_heads + head, first = block * plan.rows;
     HeadPointers h;
     h.index = static_cast<uint32_t>(bh);

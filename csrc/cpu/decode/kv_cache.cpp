@@ -1,17 +1,13 @@
 // CPU entry of the dense and ring caches. Values are checked before the first write.
-#include "decode/kv_cache.h"
-
 #include <cstring>
 
 #include "cache_rows.h"
+#include "decode_cpu.h"
 
 namespace attnjourney {
-namespace {
 
-void append(const Tensor& key_cache, OptionalTensor value_cache, const Tensor& lengths, const Tensor& key,
-            OptionalTensor value, OptionalTensor counts, bool ring) {
-  const AppendInputs in{key_cache, std::move(value_cache), lengths, key, std::move(value), std::move(counts)};
-  check_append(in, false);
+void cpu_cache_append(const AppendInputs& in, bool ring) {
+  const auto& [key_cache, value_cache, lengths, key, value, counts] = in;
   const int64_t batch = lengths.size(0), n = key.size(2), capacity = key_cache.size(2);
   int64_t* const have = static_cast<int64_t*>(lengths.mutable_data_ptr());
   const std::vector<int64_t> fresh = new_tokens(in);
@@ -35,12 +31,11 @@ void append(const Tensor& key_cache, OptionalTensor value_cache, const Tensor& l
     });
   };
   write(key_cache, key);
-  if (in.value) write(*in.value_cache, *in.value);
+  if (value) write(*value_cache, *value);
   for (int64_t b = 0; b < batch; b++) have[b] += fresh[b];
 }
 
-void truncate(const Tensor& lengths, const Tensor& new_lengths, OptionalTensor lowest) {
-  check_truncate(lengths, new_lengths, lowest);
+void cpu_cache_truncate(const Tensor& lengths, const Tensor& new_lengths, const OptionalTensor& lowest) {
   const int64_t batch = lengths.size(0);
   const int64_t* const wanted = checked_truncation(lengths, new_lengths);
   if (lowest) {
@@ -52,8 +47,8 @@ void truncate(const Tensor& lengths, const Tensor& new_lengths, OptionalTensor l
   std::memcpy(lengths.mutable_data_ptr(), wanted, static_cast<size_t>(batch) * sizeof(int64_t));
 }
 
-void reorder(const Tensor& key_cache, OptionalTensor value_cache, const Tensor& lengths, const Tensor& batch_index) {
-  check_reorder(key_cache, value_cache, lengths, batch_index);
+void cpu_cache_reorder(const Tensor& key_cache, const OptionalTensor& value_cache, const Tensor& lengths,
+                       const Tensor& batch_index) {
   const int64_t batch = lengths.size(0);
   const int64_t* const index = checked_batch_index(batch_index, lengths);
   int64_t* const have = static_cast<int64_t*>(lengths.mutable_data_ptr());
@@ -82,11 +77,4 @@ void reorder(const Tensor& key_cache, OptionalTensor value_cache, const Tensor& 
   for (int64_t b = 0; b < batch; b++) have[b] = before[index[b]];
 }
 
-}  // namespace
 }  // namespace attnjourney
-
-STABLE_TORCH_LIBRARY_IMPL(attnjourney, CPU, m) {
-  m.impl("kv_cache_append", TORCH_BOX(&attnjourney::append));
-  m.impl("kv_cache_truncate", TORCH_BOX(&attnjourney::truncate));
-  m.impl("kv_cache_reorder", TORCH_BOX(&attnjourney::reorder));
-}

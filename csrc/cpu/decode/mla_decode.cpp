@@ -1,16 +1,14 @@
 // CPU entry of mla_decode: the products of its heads.
-#include "decode/mla_decode_boxed.h"
-
 #include <algorithm>
 
 #include "cache_walk.h"
 #include "cpu/plan.h"
 #include "cpu/threads.h"
+#include "decode_cpu.h"
 
 namespace attnjourney {
-namespace {
 
-void head_products(const Tensor& x, const Tensor& w, bool transposed, const Tensor& out) {
+void cpu_head_products(const Tensor& x, const Tensor& w, bool transposed, const Tensor& out) {
   HeadProductParams shared;
   shared.rows = x.size(0) * x.size(2), shared.q_len = x.size(2), shared.inner = x.size(3), shared.width = out.size(3);
   if (shared.rows * x.size(1) == 0) return;
@@ -34,11 +32,4 @@ void head_products(const Tensor& x, const Tensor& w, bool transposed, const Tens
             });
 }
 
-constexpr MlaDecodeBackend cpu_mla_decode{cpu_decode, cpu_decode, head_products};
-
-}  // namespace
 }  // namespace attnjourney
-
-STABLE_TORCH_LIBRARY_IMPL(attnjourney, CPU, m) {
-  m.impl("mla_decode", TORCH_BOX(&attnjourney::boxed_mla_decode<attnjourney::cpu_mla_decode>));
-}

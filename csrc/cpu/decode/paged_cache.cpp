@@ -1,6 +1,7 @@
 // CPU entry of the paged cache. Sequences share blocks after a reorder (beam search); a shared block is copied when one
 // of its holders writes into it. Everything is planned on copies of the table and of the counts, then carried out.
 #include "cache_rows.h"
+#include "decode_cpu.h"
 
 namespace attnjourney {
 namespace {
@@ -9,12 +10,11 @@ int64_t blocks_for(int64_t tokens, int64_t block_size) { return (tokens + block_
 
 class Blocks {
  public:
-  Blocks(const Tensor& lengths, const Tensor& table, const Tensor& refs)
-      : table_(table), refs_(refs), width_(table.size(1)), count_(refs.size(0)) {
-    check_paged(lengths, table, refs);
-    const int32_t* const t = static_cast<const int32_t*>(table.const_data_ptr());
-    const int32_t* const r = static_cast<const int32_t*>(refs.const_data_ptr());
-    blocks_.assign(t, t + table.size(0) * width_);
+  explicit Blocks(const PagedTables& tables)
+      : table_(tables.block_table), refs_(tables.block_refs), width_(table_.size(1)), count_(refs_.size(0)) {
+    const int32_t* const t = static_cast<const int32_t*>(table_.const_data_ptr());
+    const int32_t* const r = static_cast<const int32_t*>(refs_.const_data_ptr());
+    blocks_.assign(t, t + table_.size(0) * width_);
     holders_.assign(r, r + count_);
   }
   // the block that holds entry j of a row, which must be one in use
@@ -50,12 +50,11 @@ class Blocks {
   std::vector<int32_t> blocks_, holders_;
 };
 
-void append(const Tensor& key_cache, const Tensor& value_cache, const Tensor& lengths, const Tensor& block_table,
-            const Tensor& block_refs, const Tensor& key, const Tensor& value, OptionalTensor counts) {
-  const AppendInputs in{key_cache, value_cache, lengths, key, value, std::move(counts)};
-  check_append(in, true);
-  Blocks blocks(lengths, block_table, block_refs);
-  check_pool(key_cache, block_refs);
+}  // namespace
+
+void cpu_paged_append(const AppendInputs& in, const PagedTables& tables) {
+  const auto& [key_cache, value_cache, lengths, key, value, counts] = in;
+  Blocks blocks(tables);
   const int64_t batch = lengths.size(0), n = key.size(2), size = key_cache.size(2);
   int64_t* const have = static_cast<int64_t*>(lengths.mutable_data_ptr());
   const std::vector<int64_t> fresh = new_tokens(in);
@@ -102,15 +101,14 @@ void append(const Tensor& key_cache, const Tensor& value_cache, const Tensor& le
     });
   };
   write(key_cache, key);
-  write(value_cache, value);
+  write(*value_cache, *value);
   blocks.commit();
   for (int64_t b = 0; b < batch; b++) have[b] += fresh[static_cast<size_t>(b)];
 }
 
-void truncate(const Tensor& lengths, const Tensor& block_table, const Tensor& block_refs, const Tensor& new_lengths,
-              int64_t block_size) {
-  Blocks blocks(lengths, block_table, block_refs);
-  check_value(block_size > 0, "block_size: expected a positive number, got ", block_size);
+void cpu_paged_truncate(const PagedTables& tables, const Tensor& new_lengths, int64_t block_size) {
+  const Tensor& lengths = tables.lengths;
+  Blocks blocks(tables);
   const int64_t* const wanted = checked_truncation(lengths, new_lengths);
   int64_t* const have = static_cast<int64_t*>(lengths.mutable_data_ptr());
   for (int64_t b = 0; b < lengths.size(0); b++) {
@@ -121,8 +119,9 @@ void truncate(const Tensor& lengths, const Tensor& block_table, const Tensor& bl
   std::copy(wanted, wanted + lengths.size(0), have);
 }
 
-void reorder(const Tensor& lengths, const Tensor& block_table, const Tensor& block_refs, const Tensor& batch_index) {
-  Blocks blocks(lengths, block_table, block_refs);
+void cpu_paged_reorder(const PagedTables& tables, const Tensor& batch_index) {
+  const auto& [lengths, block_table, block_refs] = tables;
+  Blocks blocks(tables);
   const int64_t* const index = checked_batch_index(batch_index, lengths);
   const int64_t batch = lengths.size(0), width = blocks.width();
   int64_t* const have = static_cast<int64_t*>(lengths.mutable_data_ptr());
@@ -144,11 +143,4 @@ void reorder(const Tensor& lengths, const Tensor& block_table, const Tensor& blo
   for (int64_t b = 0; b < batch; b++) have[b] = before[static_cast<size_t>(index[b])];
 }
 
-}  // namespace
 }  // namespace attnjourney
-
-STABLE_TORCH_LIBRARY_IMPL(attnjourney, CPU, m) {
-  m.impl("paged_cache_append", TORCH_BOX(&attnjourney::append));
-  m.impl("paged_cache_truncate", TORCH_BOX(&attnjourney::truncate));
-  m.impl("paged_cache_reorder", TORCH_BOX(&attnjourney::reorder));
-}

@@ -1,9 +1,8 @@
 // CPU entry of RMS normalisation: threads over rows, and the sum over rows for the weight's gradient.
-#include "layers/rms_norm.h"
-
 #include <cmath>
 
 #include "cpu/kernels/rows/rms_norm.h"
+#include "cpu/layers/rows_cpu.h"
 #include "cpu/rows.h"
 
 namespace attnjourney {
@@ -24,7 +23,9 @@ Rows<T> write(const Tensor& t) {
   return {static_cast<T*>(t.mutable_data_ptr()), t.stride(0)};
 }
 
-void forward(const Tensor& x, const Tensor& weight, double eps, const Tensor& y, const Tensor& rstd) {
+}  // namespace
+
+void cpu_rms_forward(const Tensor& x, const Tensor& weight, double eps, const Tensor& y, const Tensor& rstd) {
   const int64_t width = x.size(1);
   dispatch_floating(x.scalar_type(), [&](auto type) {
     using T = decltype(type);
@@ -42,7 +43,7 @@ void forward(const Tensor& x, const Tensor& weight, double eps, const Tensor& y,
   });
 }
 
-void apply(const Tensor& x, const Tensor& weight, const Tensor& rstd, const Tensor& y) {
+void cpu_rms_apply(const Tensor& x, const Tensor& weight, const Tensor& rstd, const Tensor& y) {
   const int64_t width = x.size(1);
   dispatch_floating(x.scalar_type(), [&](auto type) {
     using T = decltype(type);
@@ -56,6 +57,8 @@ void apply(const Tensor& x, const Tensor& weight, const Tensor& rstd, const Tens
     });
   });
 }
+
+namespace {
 
 // The rows are cut into at most 64 blocks whose sums are added in order: the result does not depend on the threads.
 template <class T>
@@ -79,8 +82,10 @@ void grad_weight_rows(const Tensor& grad_y, const Tensor& x, const Tensor& rstd,
   }
 }
 
-void backward(const Tensor& grad_y, const Tensor& x, const Tensor& weight, const Tensor& rstd,
-              const OptionalTensor& grad_x, const OptionalTensor& grad_weight) {
+}  // namespace
+
+void cpu_rms_backward(const Tensor& grad_y, const Tensor& x, const Tensor& weight, const Tensor& rstd,
+                      const OptionalTensor& grad_x, const OptionalTensor& grad_weight) {
   const int64_t width = x.size(1);
   dispatch_floating(x.scalar_type(), [&](auto type) {
     using T = decltype(type);
@@ -96,9 +101,5 @@ void backward(const Tensor& grad_y, const Tensor& x, const Tensor& weight, const
     });
   });
 }
-
-}  // namespace
-
-const RmsNormBackend cpu_rms_norm = {forward, apply, backward};
 
 }  // namespace attnjourney

@@ -1,7 +1,6 @@
 // CPU entry of the rotation: tables in the type of the arithmetic, the walk over positions and heads, threads.
-#include "layers/rotary.h"
-
 #include "cpu/kernels/rows/rotary.h"
+#include "cpu/layers/rows_cpu.h"
 #include "cpu/rows.h"
 
 namespace attnjourney {
@@ -22,7 +21,7 @@ void cpu_rotary(const Tensor& x, const Tensor& cos, const Tensor& sin, RotaryLay
   dispatch_floating(x.scalar_type(), [&](auto type) {
     using T = decltype(type);
     using C = Compute<T>;
-    // ([batch,] seq, half): small beside x, so they are converted once and not per head
+    // ([batch,] seq, half): small next to x, so they are converted once and not per head
     const ScalarType table_type = sizeof(C) == 8 ? ScalarType::Double : ScalarType::Float;
     const Tensor c = aten::contiguous(torch::stable::to(cos, table_type));
     const Tensor s = aten::contiguous(torch::stable::to(sin, table_type));

@@ -1,9 +1,8 @@
 // CPU entry of linear attention: which sweeps a call takes, and their states before and after.
-#include "linear/linear_attention_boxed.h"
-
 #include <cstring>
 
 #include "cpu/plan.h"
+#include "linear_cpu.h"
 #include "sweeps.h"
 
 namespace attnjourney {
@@ -105,8 +104,10 @@ void dispatch_compute(const LinearCall& c, const F& f) {
   c.state_dtype == ScalarType::Double ? f(double{}) : f(float{});
 }
 
-void forward(const LinearCall& c, const LinearInputs& in, const Tensor& out, const Tensor& denominator,
-             const Tensor& state, const Tensor& normalizer) {
+}  // namespace
+
+void cpu_linear_forward(const LinearCall& c, const LinearInputs& in, const Tensor& out, const Tensor& denominator,
+                        const Tensor& state, const Tensor& normalizer) {
   const LinearKernels& k = kernels().linear[static_cast<int>(kernel_dtype(c.dtype))];
   const Heads heads(c, in, out, denominator, nullptr, nullptr);
   const LinearParams& p = heads.params;
@@ -125,8 +126,8 @@ void forward(const LinearCall& c, const LinearInputs& in, const Tensor& out, con
   });
 }
 
-void backward(const LinearCall& c, const LinearInputs& in, const LinearGradientInputs& grads,
-              const LinearGradients& gradients) {
+void cpu_linear_backward(const LinearCall& c, const LinearInputs& in, const LinearGradientInputs& grads,
+                         const LinearGradients& gradients) {
   const LinearKernels& k = kernels().linear[static_cast<int>(kernel_dtype(c.dtype))];
   const auto& [grad_query, grad_key, grad_value, grad_state, grad_normalizer] = gradients;
   const bool wants_keys = grad_key.dim() == 4, wants_state = grad_state.dim() == 4 || grad_normalizer.dim() == 3;
@@ -156,17 +157,4 @@ void backward(const LinearCall& c, const LinearInputs& in, const LinearGradientI
   });
 }
 
-}  // namespace
-
-const LinearBackend cpu_linear_attention = {forward, backward};
-
-namespace {
-using Operators = LinearOperators<cpu_linear_attention>;
-}
-
 }  // namespace attnjourney
-
-STABLE_TORCH_LIBRARY_IMPL(attnjourney, CPU, m) {
-  m.impl("linear_attention_forward", TORCH_BOX(&attnjourney::Operators::forward));
-  m.impl("linear_attention_backward", TORCH_BOX(&attnjourney::Operators::backward));
-}

@@ -45,7 +45,7 @@ void run_sweeps(const LinearParams& p, const LinearKernels& k, const std::vector
                 const std::vector<Sweep>& sweeps, const Tensor& like) {
   const int64_t n_heads = static_cast<int64_t>(heads.size()), n_sweeps = static_cast<int64_t>(sweeps.size());
   if (n_heads * n_sweeps == 0) return;
-  // pieces of at least 8 chunks, so that states are small beside the sequence; enough of them for 32 threads
+  // pieces of at least 8 chunks, so that states are small next to the sequence; enough of them for 32 threads
   const int64_t longest = std::max({p.q_len, p.kv_len, int64_t{1}}), least = 8 * k.chunk;
   int64_t pieces = std::max<int64_t>(1, std::min((longest + least - 1) / least, (32 + n_heads - 1) / n_heads));
   const int64_t piece = ((longest + pieces - 1) / pieces + k.chunk - 1) / k.chunk * k.chunk;

@@ -1,13 +1,13 @@
-// CUDA entry of attention: from tensors to launches. The operators around it are in operators.cu.
+// CUDA entry of attention: from tensors to launches.
 #include <torch/csrc/stable/accelerator.h>
 
 #include <cmath>
 
 #include "attention_cuda.h"
 #include "cuda/device.h"
+#include "cuda/refusals.h"
 #include "launches.h"
 #include "options.h"
-#include "served.h"
 #include "task.h"
 
 namespace attnjourney {
@@ -23,8 +23,9 @@ AttentionCase case_of(const AttentionCall& c, bool full) {
 }
 
 template <class Real>
-void forward_in(const AttentionCall& c, const Tensor& query, const Tensor& key, const Tensor& value,
-                const AttentionOptions& options, Tensor& out, Tensor& lse) {
+void forward_in(const AttentionCall& c, const AttentionResults& results) {
+  const auto& [query, key, value, options] = c.args;
+  Tensor out = results.out, lse = results.lse;
   const auto write_nothing_seen = [&] {
     torch::stable::zero_(out);
     torch::stable::fill_(lse, -INFINITY);
@@ -37,60 +38,45 @@ void forward_in(const AttentionCall& c, const Tensor& query, const Tensor& key, 
   if (c.packed) write_nothing_seen();  // rows of no sequence
   const View q = view_of(c, query, c.q_heads), k = view_of(c, key, c.kv_heads), v = view_of(c, value, c.kv_heads);
   Output o(c, out, c.q_heads);
-  const Indices indices(c, options);
-  const OptionInputs<Real> inputs(c, options, query);
+  const Indices indices(c);
+  const OptionInputs<Real> inputs(c);
   ForwardTaskOf<Real> p{};
   describe(p, c, indices, q, k, v);
   p.scores = inputs.scores();
   if (c.packed) o.clear();
   p.out = o.data(), p.out_strides = o.strides_of(c), p.lse = static_cast<Real*>(lse.data_ptr());
-  const AttentionCase which = case_of(c, has_options(c, options));
-  choose_forward<Real>(device, which).launch(p, {query, device, stream, which.type, is_ranged(c, options)});
+  const AttentionCase which = case_of(c, needs_full_kernels(c));
+  choose_forward<Real>(device, which).launch(p, {query, device, stream, which.type, is_ranged(c)});
   o.finish();
 }
 
-void forward(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionOptions& options, Tensor& out,
-             Tensor& lse) {
-  const AttentionCall c = check_attention(query, key, value, options);
-  check_served(c, options, false);
-  (c.lse_dtype == ScalarType::Double ? forward_in<double> : forward_in<float>)(c, query, key, value, options, out, lse);
-}
-
 template <class Real>
-void backward_in(const AttentionCall& c, const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query,
-                 const Tensor& key, const Tensor& value, const AttentionOptions& options, const Tensor& out,
-                 const Tensor& lse, AttentionGradients& gradients) {
+void backward_in(const AttentionCall& c, const AttentionSaved& saved, const AttentionGradients& gradients) {
+  const auto& [query, key, value, options] = c.args;
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
   const Device device = current_device(query);
   const cudaStream_t stream = current_stream(device.index);
   const int size = backward_size(c.params.head_dim, c.params.v_head_dim);
-  const AttentionCase which = case_of(c, backward_takes_options(c, options, device));
+  const AttentionCase which = case_of(c, backward_needs_full_kernels(c, device));
   const BackwardKernelOf<Real>& kernel = choose_backward<Real>(device, which);
   const int64_t rows_in_all = c.batch * c.q_heads * c.params.q_len;
-  if (rows_in_all == 0 || (c.params.kv_len == 0 && !options.sinks)) {  // nobody reads, nobody is read
-    for (const OptionalTensor* g : {&gradients.query, &gradients.key, &gradients.value, &gradients.attn_mask,
-                                    &gradients.sinks, &gradients.alibi_slopes})
-      if (*g) {
-        Tensor t = **g;
-        torch::stable::zero_(t);
-      }
+  if (rows_in_all == 0 || (c.params.kv_len == 0 && !options.sinks)) {  // no row sees any key
+    for (const OptionalTensor* g : gradients.all())
+      if (*g) aten::clear(**g);
     return;
   }
   const View q = view_of(c, query, c.q_heads), k = view_of(c, key, c.kv_heads), v = view_of(c, value, c.kv_heads);
-  const View o = view_of(c, out, c.q_heads), d_out = view_of(c, grad_out, c.q_heads);
-  const Tensor dense_lse = aten::contiguous(lse);
-  OptionalTensor dense_grad_lse;
-  if (grad_lse) dense_grad_lse = aten::contiguous(*grad_lse);
-  const Indices indices(c, options);
-  const OptionInputs<Real> inputs(c, options, query);
+  const View o = view_of(c, saved.out, c.q_heads), d_out = view_of(c, saved.grad_out, c.q_heads);
+  const Indices indices(c);
+  const OptionInputs<Real> inputs(c);
   std::optional<Output> dq, dk, dv;
   BackwardTaskOf<Real> p{};
   describe(p, c, indices, q, k, v);
   p.scores = inputs.scores();
   p.out = o.data(), p.out_strides = o.strides, p.grad_out = d_out.data(), p.grad_out_strides = d_out.strides;
   if (c.packed) p.out_strides.batch = p.grad_out_strides.batch = 0;
-  p.lse = static_cast<const Real*>(dense_lse.data_ptr());
-  p.grad_lse = dense_grad_lse ? static_cast<const Real*>(dense_grad_lse->data_ptr()) : nullptr;
+  p.lse = static_cast<const Real*>(saved.lse.data_ptr());
+  p.grad_lse = saved.grad_lse ? static_cast<const Real*>(saved.grad_lse->data_ptr()) : nullptr;
   const auto output = [&](std::optional<Output>& to, const OptionalTensor& t, int64_t heads, void*& data, Strides& s) {
     if (!t) return;
     to.emplace(c, *t, heads);
@@ -127,7 +113,7 @@ void backward_in(const AttentionCall& c, const Tensor& grad_out, const OptionalT
     query_blocks = aten::empty(query, {pairs}, ScalarType::Int);
     p.query_blocks = static_cast<uint32_t*>(query_blocks->data_ptr());
   }
-  const bool ranged = is_ranged(c, options);
+  const bool ranged = is_ranged(c);
   OptionGradients<Real> option_gradients(c, gradients, p, kernel.writes_mask_gradient, ranged);
   p.span = backward_span(p, size, ranged, deterministic);
   kernel.launch(p, {query, device, stream, which.type, ranged});
@@ -136,17 +122,16 @@ void backward_in(const AttentionCall& c, const Tensor& grad_out, const OptionalT
   option_gradients.finish();
 }
 
-void backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,
-              const Tensor& value, const AttentionOptions& options, const Tensor& out, const Tensor& lse,
-              AttentionGradients& gradients) {
-  const AttentionCall c = check_attention(query, key, value, options);
-  check_served(c, options, true);
-  (c.lse_dtype == ScalarType::Double ? backward_in<double> : backward_in<float>)(c, grad_out, grad_lse, query, key,
-                                                                                 value, options, out, lse, gradients);
-}
-
 }  // namespace
 
-const AttentionBackend cuda_attention{forward, backward};
+void cuda_attention_forward(AttentionCall& c, const AttentionResults& results) {
+  check_served(c, false);
+  (c.lse_dtype == ScalarType::Double ? forward_in<double> : forward_in<float>)(c, results);
+}
+
+void cuda_attention_backward(AttentionCall& c, const AttentionSaved& saved, const AttentionGradients& gradients) {
+  check_served(c, true);
+  (c.lse_dtype == ScalarType::Double ? backward_in<double> : backward_in<float>)(c, saved, gradients);
+}
 
 }  // namespace attnjourney

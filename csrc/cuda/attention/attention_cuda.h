@@ -1,9 +1,11 @@
-// The parts of the CUDA entry of attention.
+// The CUDA entries of attention: AttentionBackend, without the derivatives of the two.
 #pragma once
 #include "attention/attention.h"
 
 namespace attnjourney {
 
-extern const AttentionBackend cuda_attention;  // attention.cu
+void cuda_attention_forward(AttentionCall&, const AttentionResults&);
+void cuda_attention_backward(AttentionCall&, const AttentionSaved&, const AttentionGradients&);
+void cuda_attention_weights(const WeightsCall&, const Tensor& out);
 
 }  // namespace attnjourney

@@ -8,50 +8,62 @@
 namespace attnjourney {
 
 // Does the call need the kernels with options? Those without scale scores by a positive number and hide ranges of keys.
-inline bool has_options(const AttentionCall& c, const AttentionOptions& o) {
-  return o.attn_mask || o.blocks || o.dropout_p > 0 || o.softcap > 0 || o.sinks || o.alibi_slopes || c.packed ||
+inline bool needs_full_kernels(const AttentionCall& c) {
+  const auto& [attn_mask, cu_seqlens_q, cu_seqlens_k, blocks, dropout_p, is_causal, scale, enable_gqa, causal_alignment,
+               window, prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes, dropout_seed] =
+      c.args.options;
+  (void)is_causal, (void)causal_alignment, (void)window, (void)prefix_length;  // ranges of keys
+  (void)key_lengths, (void)query_lengths, (void)enable_gqa, (void)dropout_seed, (void)scale;
+  return attn_mask || blocks || dropout_p > 0 || softcap > 0 || sinks || alibi_slopes || cu_seqlens_q || cu_seqlens_k ||
          !(c.params.scale > 0);
 }
 // Does the backward take them? Where shared memory is small, in plain calls too: the others are for large tiles.
-inline bool backward_takes_options(const AttentionCall& c, const AttentionOptions& o, const Device& device) {
-  return has_options(c, o) || (device.small() && (c.dtype == ScalarType::BFloat16 || c.dtype == ScalarType::Half));
+inline bool backward_needs_full_kernels(const AttentionCall& c, const Device& device) {
+  return needs_full_kernels(c) || (device.small() && (c.dtype == ScalarType::BFloat16 || c.dtype == ScalarType::Half));
 }
 
 // Tensors that the kernels read: they live as long as this.
 template <class Real>
 class OptionInputs {
  public:
-  OptionInputs(const AttentionCall& c, const AttentionOptions& o, const Tensor& query) {
+  explicit OptionInputs(const AttentionCall& c) {
+    const Tensor& query = c.args.query;
+    const auto& [attn_mask, cu_seqlens_q, cu_seqlens_k, blocks, dropout_p, is_causal, scale, enable_gqa,
+                 causal_alignment, window, prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes,
+                 dropout_seed] = c.args.options;
+    (void)is_causal, (void)causal_alignment, (void)window, (void)prefix_length;      // describe
+    (void)cu_seqlens_q, (void)cu_seqlens_k, (void)key_lengths, (void)query_lengths;  // Indices
+    (void)scale, (void)enable_gqa;                                                   // describe
     const double log2_e = 1.4426950408889634;
-    if (o.softcap > 0) {
-      scores_.cap_log2 = static_cast<Real>(o.softcap * log2_e);
-      scores_.cap_factor = static_cast<Real>(2 * log2_e * c.params.scale / o.softcap);
+    if (softcap > 0) {
+      scores_.cap_log2 = static_cast<Real>(softcap * log2_e);
+      scores_.cap_factor = static_cast<Real>(2 * log2_e * c.params.scale / softcap);
     }
     constexpr ScalarType type = sizeof(Real) == 8 ? ScalarType::Double : ScalarType::Float;
     const auto numbers = [&](const OptionalTensor& t, OptionalTensor& held) {
       held = per_head(t, {c.batch, c.q_heads}, type, query);
       return held ? static_cast<const Real*>(held->data_ptr()) : nullptr;
     };
-    scores_.sinks = numbers(o.sinks, sinks_), scores_.slopes = numbers(o.alibi_slopes, slopes_);
-    if (o.blocks) add_blocks(c, *o.blocks);
-    if (o.attn_mask) {
-      scores_.mask = o.attn_mask->data_ptr();
+    scores_.sinks = numbers(sinks, sinks_), scores_.slopes = numbers(alibi_slopes, slopes_);
+    if (blocks) add_blocks(c, *blocks);
+    if (attn_mask) {
+      scores_.mask = attn_mask->data_ptr();
       scores_.mask_kind = c.params.mask == MaskKind::boolean ? MaskElement::boolean
                           : c.params.mask_fp32               ? MaskElement::fp32
                                                              : MaskElement::same;
-      scores_.mask_bytes = static_cast<int>(o.attn_mask->element_size());
+      scores_.mask_bytes = static_cast<int>(attn_mask->element_size());
       scores_.mask_row = c.params.mask_row, scores_.mask_col = c.params.mask_col;
     }
     scores_.mask_dims = c.batch_dims;
     for (int d = 0; d < c.batch_dims; d++) {
       scores_.mask_size[d] = static_cast<int>(c.batch_size[d]);
-      scores_.mask_batch[d] = c.mask.batch_stride[d];
+      scores_.mask_batch[d] = c.mask_map.batch_stride[d];
     }
-    scores_.mask_head = c.mask.head_stride;
-    if (o.dropout_p > 0) {
+    scores_.mask_head = c.mask_map.head_stride;
+    if (dropout_p > 0) {
       seed_ = aten::empty(query, {1}, ScalarType::Long);
-      torch::stable::copy_(*seed_, torch::stable::view(*o.dropout_seed, {1}));
-      const Dropout d = Dropout::from(o.dropout_p, 0);
+      torch::stable::copy_(*seed_, torch::stable::view(*dropout_seed, {1}));
+      const Dropout d = Dropout::from(dropout_p, 0);
       scores_.seed = static_cast<const uint64_t*>(seed_->data_ptr());
       scores_.threshold = d.threshold, scores_.keep_scale = static_cast<Real>(d.keep_scale);
     }
@@ -64,8 +76,10 @@ class OptionInputs {
     const Tensor& offsets = blocks.offsets;
     check_value(offsets.size(-1) <= 1 || offsets.stride(-1) == 1,
                 "block_offsets: expected the last dimension to be dense");
-    blocks_ = BlockTensors{offsets, aten::contiguous(blocks.index), aten::contiguous(blocks.partial),
-                           aten::contiguous(blocks.elements)};
+    blocks_ = BlockTensors{.offsets = offsets,
+                           .index = aten::contiguous(blocks.index),
+                           .partial = aten::contiguous(blocks.partial),
+                           .elements = aten::contiguous(blocks.elements)};
     const auto size = static_cast<int>(c.params.block_size);
     scores_.mask = offsets.data_ptr(), scores_.mask_kind = MaskElement::blocks, scores_.mask_bytes = 4;
     scores_.blocks = {static_cast<const int*>(blocks_->index.data_ptr()),

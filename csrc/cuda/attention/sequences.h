@@ -11,14 +11,14 @@ void packed_offsets_int32(const int* given, int count, int total, int* out, cuda
 void packed_offsets_int64(const int64_t* given, int count, int total, int* out, cudaStream_t);
 
 // Index tensors as the kernels read them: dense int32. Offsets fit the tensors then; lengths are cut to them where they
-// are read. Neither is looked at from here: that would wait for the device.
+// are read. Neither is looked at here: that would wait for the device.
 struct Indices {
   OptionalTensor query_lengths, key_lengths, cu_q, cu_k;
-  Indices(const AttentionCall& c, const AttentionOptions& o)
-      : query_lengths(int32(o.query_lengths)),
-        key_lengths(int32(o.key_lengths)),
-        cu_q(offsets(o.cu_seqlens_q, c.params.q_len)),
-        cu_k(offsets(o.cu_seqlens_k, c.params.kv_len)) {}
+  explicit Indices(const AttentionCall& c)
+      : query_lengths(int32(c.args.options.query_lengths)),
+        key_lengths(int32(c.args.options.key_lengths)),
+        cu_q(offsets(c.args.options.cu_seqlens_q, c.params.q_len)),
+        cu_k(offsets(c.args.options.cu_seqlens_k, c.params.kv_len)) {}
   static OptionalTensor int32(const OptionalTensor& t) {
     if (!t) return std::nullopt;
     Tensor x = aten::empty(*t, {t->numel()}, ScalarType::Int);

@@ -1,4 +1,4 @@
-// From a checked call to what kernels are told of it.
+// From a checked call to the parameters of every kernel.
 #pragma once
 #include "cuda/layout.h"
 #include "sequences.h"
@@ -6,7 +6,8 @@
 namespace attnjourney {
 
 // whether a kernel has to look at which keys a row sees
-inline bool is_ranged(const AttentionCall& c, const AttentionOptions& o) {
+inline bool is_ranged(const AttentionCall& c) {
+  const AttentionOptions& o = c.args.options;
   return c.params.keys.bounded() || o.query_lengths || o.key_lengths;
 }
 

@@ -1,8 +1,7 @@
-// CUDA operators _attention_weights and _block_attention_weights: exp(score - lse) for chosen rows and heads.
-#include "attention/weights.h"
-
+// CUDA entry of attention_weights: exp(score - lse) for chosen rows and heads.
 #include <torch/csrc/stable/accelerator.h>
 
+#include "attention_cuda.h"
 #include "cuda/device.h"
 #include "options.h"
 #include "sequences.h"
@@ -32,36 +31,40 @@ WeightsOperand operand(const AttentionCall& c, const Tensor& t, const HeadMap& m
 }
 
 template <class C>
-void write(const WeightsCall& w, Tensor& out, const Tensor& rows, const Tensor& heads,
+void write(const WeightsCall& w, const Tensor& out, const Tensor& rows, const Tensor& heads,
            void (*launch)(const WeightsTask<C>&, cudaStream_t)) {
   const AttentionCall& c = w.call;
-  const Indices indices(c, w.options);
-  const OptionInputs<float> inputs(c, w.options, w.query);
+  const Tensor &query = c.args.query, &key = c.args.key;
+  const Indices indices(c);
+  const OptionInputs<float> inputs(c);
   WeightsTask<C> p{};
   describe_sequences(p, c, indices);
   p.scores = inputs.scores();
-  if (p.scores.mask_kind == MaskElement::same) p.scores.mask_bytes = static_cast<int>(w.query.element_size());
-  p.query = operand(c, w.query, c.query), p.key = operand(c, w.key, c.key);
+  if (p.scores.mask_kind == MaskElement::same) p.scores.mask_bytes = static_cast<int>(query.element_size());
+  p.query = operand(c, query, c.query_map), p.key = operand(c, key, c.key_map);
   p.lse = static_cast<const C*>(w.lse.data_ptr()), p.out = out.data_ptr();
-  const OptionalTensor slopes = per_head(w.options.alibi_slopes, {c.batch, c.q_heads}, ScalarType::Double, w.query);
+  const OptionalTensor slopes = per_head(c.args.options.alibi_slopes, {c.batch, c.q_heads}, ScalarType::Double, query);
   if (slopes) p.slopes = static_cast<const double*>(slopes->data_ptr());
   p.rows = static_cast<const int64_t*>(rows.data_ptr()), p.heads = static_cast<const int64_t*>(heads.data_ptr());
   p.batch = static_cast<int>(c.batch), p.q_heads = static_cast<int>(c.q_heads);
   p.n_rows = static_cast<int>(rows.numel()), p.n_heads = static_cast<int>(heads.numel());
   p.head_dim = static_cast<int>(c.params.head_dim);
   p.scale = static_cast<C>(c.params.scale), p.softcap = static_cast<C>(c.params.softcap);
-  launch(p, current_stream(current_device(w.query).index));
+  launch(p, current_stream(current_device(query).index));
 }
 
-void write_weights(const WeightsCall& w, Tensor& out) {
+}  // namespace
+
+void cuda_attention_weights(const WeightsCall& w, const Tensor& out) {
   const AttentionCall& c = w.call;
+  const Tensor& query = c.args.query;
   const int64_t limit = 1 << 28;
   check_value(c.params.q_len < limit && c.params.kv_len < limit && c.batch * c.q_heads < limit &&
                   w.rows.numel() < limit && w.heads.numel() < limit,
               "query: expected fewer than 2^28 rows, keys and heads on CUDA");
-  const torch::stable::accelerator::DeviceGuard guard(w.query.get_device_index());
-  const Tensor rows = chosen("rows", w.rows, c.params.q_len, w.query);
-  const Tensor heads = chosen("heads", w.heads, c.q_heads, w.query);
+  const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
+  const Tensor rows = chosen("rows", w.rows, c.params.q_len, query);
+  const Tensor heads = chosen("heads", w.heads, c.q_heads, query);
   if (out.numel() == 0) return;
   if (c.dtype == ScalarType::BFloat16) return write(w, out, rows, heads, attention_weights_bf16);
   if (c.dtype == ScalarType::Half) return write(w, out, rows, heads, attention_weights_fp16);
@@ -69,12 +72,4 @@ void write_weights(const WeightsCall& w, Tensor& out) {
   write(w, out, rows, heads, attention_weights_fp64);
 }
 
-using Operators = WeightsOperators<write_weights>;
-
-}  // namespace
 }  // namespace attnjourney
-
-STABLE_TORCH_LIBRARY_IMPL(attnjourney, CUDA, m) {
-  m.impl("_attention_weights", TORCH_BOX(&attnjourney::Operators::dense));
-  m.impl("_block_attention_weights", TORCH_BOX(&attnjourney::Operators::blocks));
-}

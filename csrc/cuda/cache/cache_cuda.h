@@ -25,12 +25,12 @@ inline CacheRows rows_of(const Tensor& t) {
   return {static_cast<unsigned char*>(t.data_ptr()), t.stride(0) * item, t.stride(1) * item, t.stride(2) * item};
 }
 
-// Keys, and values where there are any. unit: what the rows of all tensors, those of `beside` too, can be copied in.
+// Keys, and values where there are any. unit: what the rows of all tensors, those of `others` too, can be copied in.
 inline CacheTensors cache_tensors(const Tensor& key, const OptionalTensor& value,
-                                  std::initializer_list<const Tensor*> beside, int& unit) {
+                                  std::initializer_list<const Tensor*> others, int& unit) {
   unit = unit_of(key);
   if (value) unit = std::min(unit, unit_of(*value));
-  for (const Tensor* t : beside) unit = std::min(unit, unit_of(*t));
+  for (const Tensor* t : others) unit = std::min(unit, unit_of(*t));
   CacheTensors c{};
   c.count = value ? 2 : 1;
   for (int i = 0; i < c.count; i++) {

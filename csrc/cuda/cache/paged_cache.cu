@@ -1,11 +1,12 @@
 // CUDA entry of the paged cache: a plan by one block of threads, then copies. Nothing waits for the device.
 #include "cache_cuda.h"
+#include "caches_cuda.h"
 
 namespace attnjourney {
 namespace {
 
-PagedTask paged_task(const Tensor& lengths, const Tensor& table, const Tensor& refs) {
-  check_paged(lengths, table, refs);
+PagedTask paged_task(const PagedTables& tables) {
+  const auto& [lengths, table, refs] = tables;
   check_value(refs.size(0) < int64_t{1} << 28 && table.size(1) < int64_t{1} << 28,
               "block_refs: expected fewer than 2^28 blocks on CUDA");
   PagedTask p{};
@@ -16,13 +17,12 @@ PagedTask paged_task(const Tensor& lengths, const Tensor& table, const Tensor& r
   return p;
 }
 
-void append(const Tensor& key_cache, const Tensor& value_cache, const Tensor& lengths, const Tensor& block_table,
-            const Tensor& block_refs, const Tensor& key, const Tensor& value, OptionalTensor counts) {
-  const AppendInputs in{key_cache, value_cache, lengths, key, value, std::move(counts)};
-  check_append(in, true);
-  PagedTask p = paged_task(lengths, block_table, block_refs);
-  check_pool(key_cache, block_refs);
-  if (p.batch == 0 || key.size(2) == 0) return;
+}  // namespace
+
+void cuda_paged_append(const AppendInputs& in, const PagedTables& tables) {
+  const auto& [lengths, block_table, block_refs] = tables;
+  PagedTask p = paged_task(tables);
+  if (p.batch == 0 || in.key.size(2) == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(lengths.get_device_index());
   FreshTokens fresh(in);
   AppendTask& t = fresh.task;
@@ -35,20 +35,18 @@ void append(const Tensor& key_cache, const Tensor& value_cache, const Tensor& le
   launch_paged_append(p, t, fresh.unit, current_stream(lengths.get_device_index()));
 }
 
-void truncate(const Tensor& lengths, const Tensor& block_table, const Tensor& block_refs, const Tensor& new_lengths,
-              int64_t block_size) {
-  PagedTask p = paged_task(lengths, block_table, block_refs);
-  check_value(block_size > 0 && block_size < int64_t{1} << 28, "block_size: expected a positive number, got ",
-              block_size);
-  check_lengths_tensor("new_lengths", new_lengths, lengths.size(0), "lengths", lengths);
+void cuda_paged_truncate(const PagedTables& tables, const Tensor& new_lengths, int64_t block_size) {
+  const Tensor& lengths = tables.lengths;
+  PagedTask p = paged_task(tables);
+  check_value(block_size < int64_t{1} << 28, "block_size: expected a positive number, got ", block_size);
   const torch::stable::accelerator::DeviceGuard guard(lengths.get_device_index());
   p.new_lengths = numbers(new_lengths), p.block_size = static_cast<int>(block_size);
   launch_paged_truncate(p, current_stream(lengths.get_device_index()));
 }
 
-void reorder(const Tensor& lengths, const Tensor& block_table, const Tensor& block_refs, const Tensor& batch_index) {
-  PagedTask p = paged_task(lengths, block_table, block_refs);
-  check_lengths_tensor("batch_index", batch_index, lengths.size(0), "lengths", lengths);
+void cuda_paged_reorder(const PagedTables& tables, const Tensor& batch_index) {
+  const Tensor& lengths = tables.lengths;
+  PagedTask p = paged_task(tables);
   check_reorder_batch(lengths.size(0));
   if (p.batch == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(lengths.get_device_index());
@@ -56,11 +54,4 @@ void reorder(const Tensor& lengths, const Tensor& block_table, const Tensor& blo
   launch_paged_reorder(p, p.lengths, current_stream(lengths.get_device_index()));
 }
 
-}  // namespace
 }  // namespace attnjourney
-
-STABLE_TORCH_LIBRARY_IMPL(attnjourney, CUDA, m) {
-  m.impl("paged_cache_append", TORCH_BOX(&attnjourney::append));
-  m.impl("paged_cache_truncate", TORCH_BOX(&attnjourney::truncate));
-  m.impl("paged_cache_reorder", TORCH_BOX(&attnjourney::reorder));
-}

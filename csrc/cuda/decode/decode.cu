@@ -1,6 +1,6 @@
 // CUDA entry of decode: few query rows over split keys (kernels/decode_*.cuh). Many go to decode_tiled.cu.
 #include "cuda/attention/per_head.h"
-#include "decode/decode_boxed.h"
+#include "cuda/refusals.h"
 #include "decode_split.h"
 #include "mla_decode_cuda.h"
 
@@ -18,7 +18,8 @@ void describe(DecodeTask& p, const DecodeCall& c, const DecodeInputs& in) {
   p.k = strides_of(in.key), p.v = strides_of(in.value);
   p.lengths = static_cast<const int64_t*>(in.lengths.data_ptr());
   p.longest = c.ring ? KeyRanges::unbounded : c.capacity;
-  if (in.attn_mask && in.attn_mask->size(-1) != 1) p.longest = std::min(p.longest, in.attn_mask->size(-1));
+  if (in.options.attn_mask && in.options.attn_mask->size(-1) != 1)
+    p.longest = std::min(p.longest, in.options.attn_mask->size(-1));
   if (in.block_table) {
     p.table = static_cast<const int*>(in.block_table->data_ptr());
     p.blocks = static_cast<int>(in.key.size(0)), p.max_blocks = static_cast<int>(in.block_table->size(1));
@@ -30,13 +31,13 @@ void describe(DecodeTask& p, const DecodeCall& c, const DecodeInputs& in) {
   p.head_dim = static_cast<int>(c.head_dim), p.v_head_dim = static_cast<int>(c.v_head_dim);
   p.keys = c.keys(c.capacity).narrow();
   p.scale = c.scale, p.softcap = c.softcap;
-  p.scaled_only = c.softcap == 0 && !in.alibi_slopes && c.mask == MaskKind::none;
-  if (!in.attn_mask) return;
-  p.mask = in.attn_mask->data_ptr();
+  p.scaled_only = c.softcap == 0 && !in.options.alibi_slopes && c.mask == MaskKind::none;
+  if (!in.options.attn_mask) return;
+  p.mask = in.options.attn_mask->data_ptr();
   p.mask_kind = c.mask == MaskKind::boolean ? MaskElement::boolean
                 : c.mask_fp32               ? MaskElement::fp32
                                             : MaskElement::same;
-  p.mask_bytes = static_cast<int>(in.attn_mask->element_size());
+  p.mask_bytes = static_cast<int>(in.options.attn_mask->element_size());
   p.mask_batch = c.mask_batch, p.mask_head = c.mask_head, p.mask_row = c.mask_row, p.mask_col = c.mask_col;
 }
 
@@ -72,8 +73,8 @@ void decode_split(const CudaDecode& kernel, bool chunked, const DecodeCall& c, c
     held = per_head(t, sizes, lse.scalar_type(), query);
     data = held->data_ptr();
   };
-  numbers(in.sinks, sinks, p.sinks, p.sinks_batch);
-  numbers(in.alibi_slopes, slopes, p.slopes, p.slopes_batch);
+  numbers(in.options.sinks, sinks, p.sinks, p.sinks_batch);
+  numbers(in.options.alibi_slopes, slopes, p.slopes, p.slopes_batch);
 
   const DecodeTiling tiling = kernel.tiling(p.head_dim, p.v_head_dim, p.rows, chunked);
   p.row_tiles = (p.rows + tiling.rows - 1) / tiling.rows;
@@ -97,12 +98,8 @@ void cuda_decode(const DecodeCall& c, const DecodeInputs& in, const Tensor& out,
   const torch::stable::accelerator::DeviceGuard guard(in.query.get_device_index());
   const Tensor query = aten::rows_contiguous(in.query);
   // a ring's mask has columns for keys that are gone
-  const bool tiled = c.group * c.q_len > few_rows && c.q_len > 16 && !(c.ring && in.attn_mask);
+  const bool tiled = c.group * c.q_len > few_rows && c.q_len > 16 && !(c.ring && in.options.attn_mask);
   (tiled ? cuda_decode_tiled : decode_few)(c, in, describe_cache(c, in), query, out, lse);
 }
 
 }  // namespace attnjourney
-
-STABLE_TORCH_LIBRARY_IMPL(attnjourney, CUDA, m) {
-  m.impl("decode", TORCH_BOX(&attnjourney::boxed_decode<attnjourney::cuda_decode>));
-}

@@ -8,7 +8,7 @@ namespace attnjourney {
 // Do rows consist of whole 16-byte chunks?
 inline bool in_chunks(const Tensor& t) { return unit_of(t) == 16; }
 
-// chunked: what `kernel` is told of the caches' rows (launch_decode.h); query has dense rows
+// chunked: what `kernel` knows of the caches' rows (launch_decode.h); query has dense rows
 void decode_split(const CudaDecode& kernel, bool chunked, const DecodeCall&, const DecodeInputs&, DecodeTask cache,
                   const Tensor& query, const Tensor& out, const Tensor& lse);  // decode.cu
 DecodeTask describe_cache(const DecodeCall&, const DecodeInputs&);

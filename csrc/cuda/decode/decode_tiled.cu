@@ -10,15 +10,16 @@ namespace {
 constexpr int64_t piece_bytes = int64_t{256} << 20;  // or one sequence's keys and values
 
 AttentionOptions options_of(const DecodeCall& c, const DecodeInputs& in) {
-  AttentionOptions o{};
-  o.attn_mask = in.attn_mask;
-  o.is_causal = in.is_causal, o.scale = c.scale, o.enable_gqa = true;
-  o.causal_alignment = 1;
-  o.window = {in.left, in.right};
-  o.prefix_length = in.prefix_length, o.softcap = in.softcap;
-  o.sinks = in.sinks, o.alibi_slopes = in.alibi_slopes;
+  AttentionOptions o = in.options;
+  o.scale = c.scale;
   o.key_lengths = in.lengths;
   return o;
+}
+
+void forward(const Tensor& query, const Tensor& key, const Tensor& value, AttentionOptions options, const Tensor& out,
+             const Tensor& lse) {
+  AttentionCall call = check_attention({.query = query, .key = key, .value = value, .options = std::move(options)});
+  cuda_attention_forward(call, {.out = out, .lse = lse});
 }
 
 // items [first, first + n) of a dimension, counted from the end; left alone where it broadcasts or is not there
@@ -49,10 +50,10 @@ void in_pieces(const DecodeCall& c, const DecodeInputs& in, const Tensor& query,
     launch_cache_gather(g, static_cast<int>(n), unit, stream);
     AttentionOptions o = options_of(c, in);
     o.key_lengths = part(held, 0, n);
-    o.attn_mask = cut(in.attn_mask, 4, first, n);
-    o.sinks = cut(in.sinks, 2, first, n), o.alibi_slopes = cut(in.alibi_slopes, 2, first, n);
-    Tensor own_out = part(out, first, n), own_lse = part(lse, first, n);
-    cuda_attention.forward(part(query, first, n), part(key, 0, n), part(value, 0, n), o, own_out, own_lse);
+    o.attn_mask = cut(in.options.attn_mask, 4, first, n);
+    o.sinks = cut(in.options.sinks, 2, first, n), o.alibi_slopes = cut(in.options.alibi_slopes, 2, first, n);
+    forward(part(query, first, n), part(key, 0, n), part(value, 0, n), std::move(o), part(out, first, n),
+            part(lse, first, n));
   }
 }
 
@@ -61,11 +62,12 @@ void in_pieces(const DecodeCall& c, const DecodeInputs& in, const Tensor& query,
 void cuda_decode_tiled(const DecodeCall& c, const DecodeInputs& in, const DecodeTask& cache, const Tensor& query,
                        const Tensor& out, const Tensor& lse) {
   int64_t keys = c.capacity;  // a mask's columns, where it has fewer
-  if (in.attn_mask && in.attn_mask->size(-1) != 1) keys = std::min(keys, in.attn_mask->size(-1));
+  if (in.options.attn_mask && in.options.attn_mask->size(-1) != 1)
+    keys = std::min(keys, in.options.attn_mask->size(-1));
   if (c.ring || c.block_size) return in_pieces(c, in, query, cache, keys, out, lse);
-  Tensor key = in.key, value = in.value, to = out, to_lse = lse;
-  cuda_attention.forward(query, torch::stable::narrow(key, 2, 0, keys), torch::stable::narrow(value, 2, 0, keys),
-                         options_of(c, in), to, to_lse);
+  Tensor key = in.key, value = in.value;
+  forward(query, torch::stable::narrow(key, 2, 0, keys), torch::stable::narrow(value, 2, 0, keys), options_of(c, in),
+          out, lse);
 }
 
 }  // namespace attnjourney

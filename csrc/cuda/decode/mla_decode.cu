@@ -1,6 +1,6 @@
-// CUDA entry of mla_decode: which kernel a call over latents takes. Its device-neutral half, once more, is below; many
-// rows over expanded keys go to decode.
+// CUDA entry of mla_decode: which kernel a call over latents takes. Many rows over expanded keys go to decode.
 #include "cuda/attention/launches.h"
+#include "cuda/refusals.h"
 #include "decode_split.h"
 #include "launch_latent.h"
 #include "mla_decode_cuda.h"
@@ -14,7 +14,7 @@ LatentCase case_of(const DecodeCall& c, const DecodeInputs& in, bool chunked) {
           .rows = c.q_heads * c.q_len,
           .v_head_dim = c.v_head_dim,
           .chunked = chunked,
-          .masked = in.attn_mask.has_value(),
+          .masked = in.options.attn_mask.has_value(),
           .near = last / 8 < (int64_t{1} << 31)};
 }
 
@@ -77,19 +77,4 @@ void aten_head_products(const Tensor& x, const Tensor& w, bool transposed, const
   torch::stable::copy_(target, torch::stable::view(product, target.sizes()));
 }
 
-extern const MlaDecodeBackend cuda_mla_decode;
-const MlaDecodeBackend cuda_mla_decode{cuda_decode_latents, cuda_decode, aten_head_products, 256};
-
 }  // namespace attnjourney
-
-#include "cuda/schemas_off.h"
-//
-#include "decode/mla_decode.cpp"
-//
-#include "cuda/schemas_on.h"
-
-#include "decode/mla_decode_boxed.h"
-
-STABLE_TORCH_LIBRARY_IMPL(attnjourney, CUDA, m) {
-  m.impl("mla_decode", TORCH_BOX(&attnjourney::boxed_mla_decode<attnjourney::cuda_mla_decode>));
-}

@@ -33,20 +33,22 @@ void write_rows(RmsTask p, const Tensor& x, const Tensor& y) {
   sm80_rms_forward(p, n, rows_in_vectors(p, n), current_stream(device.index));
 }
 
-void forward(const Tensor& x, const Tensor& weight, double eps, const Tensor& y, const Tensor& rstd) {
+}  // namespace
+
+void cuda_rms_forward(const Tensor& x, const Tensor& weight, double eps, const Tensor& y, const Tensor& rstd) {
   RmsTask p = task(x, weight, rstd);
   p.eps = eps;
   write_rows(p, x, y);
 }
 
-void apply(const Tensor& x, const Tensor& weight, const Tensor& rstd, const Tensor& y) {
+void cuda_rms_apply(const Tensor& x, const Tensor& weight, const Tensor& rstd, const Tensor& y) {
   RmsTask p = task(x, weight, rstd);
   p.given = true;
   write_rows(p, x, y);
 }
 
-void backward(const Tensor& grad_y, const Tensor& x, const Tensor& weight, const Tensor& rstd,
-              const OptionalTensor& grad_x, const OptionalTensor& grad_weight) {
+void cuda_rms_backward(const Tensor& grad_y, const Tensor& x, const Tensor& weight, const Tensor& rstd,
+                       const OptionalTensor& grad_x, const OptionalTensor& grad_weight) {
   RmsTask p = task(x, weight, rstd);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const Device device = current_device(x);
@@ -64,9 +66,5 @@ void backward(const Tensor& grad_y, const Tensor& x, const Tensor& weight, const
   p.out = grad_x->data_ptr(), p.out_row = grad_x->stride(0);
   sm80_rms_grad_x(p, n, rows_in_vectors(p, n), stream);
 }
-
-}  // namespace
-
-const RmsNormBackend cuda_rms_norm = {forward, apply, backward};
 
 }  // namespace attnjourney

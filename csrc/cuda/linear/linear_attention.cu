@@ -2,9 +2,9 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include "cuda/device.h"
+#include "cuda/refusals.h"
 #include "launch_linear.h"
-#include "linear/linear_attention_boxed.h"
-#include "served.h"
+#include "linear_cuda.h"
 
 namespace attnjourney {
 namespace {
@@ -65,9 +65,11 @@ void launch(const LinearCall& c, LinearProblem& p, const Tensor& like, Operands&
   go(p, backward, current_stream(device.index));
 }
 
-void forward(const LinearCall& c, const LinearInputs& in, const Tensor& out, const Tensor& denominator,
-             const Tensor& state, const Tensor& normalizer) {
-  check_served(c);
+}  // namespace
+
+void cuda_linear_forward(const LinearCall& c, const LinearInputs& in, const Tensor& out, const Tensor& denominator,
+                         const Tensor& state, const Tensor& normalizer) {
+  check_linear_served(c);
   const torch::stable::accelerator::DeviceGuard guard(in.query.get_device_index());
   const Device device = current_device(in.query);
   Operands operands;
@@ -77,9 +79,9 @@ void forward(const LinearCall& c, const LinearInputs& in, const Tensor& out, con
   launch(c, p, in.query, operands, false, device);
 }
 
-void backward(const LinearCall& c, const LinearInputs& in, const LinearGradientInputs& grads,
-              const LinearGradients& gradients) {
-  check_served(c);
+void cuda_linear_backward(const LinearCall& c, const LinearInputs& in, const LinearGradientInputs& grads,
+                          const LinearGradients& gradients) {
+  check_linear_served(c);
   const torch::stable::accelerator::DeviceGuard guard(in.query.get_device_index());
   const Device device = current_device(in.query);
   Operands operands;
@@ -100,13 +102,4 @@ void backward(const LinearCall& c, const LinearInputs& in, const LinearGradientI
   launch(c, p, in.query, operands, true, device);
 }
 
-constexpr LinearBackend cuda_linear_attention{forward, backward};
-using Operators = LinearOperators<cuda_linear_attention>;
-
-}  // namespace
 }  // namespace attnjourney
-
-STABLE_TORCH_LIBRARY_IMPL(attnjourney, CUDA, m) {
-  m.impl("linear_attention_forward", TORCH_BOX(&attnjourney::Operators::forward));
-  m.impl("linear_attention_backward", TORCH_BOX(&attnjourney::Operators::backward));
-}

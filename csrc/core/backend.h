@@ -1,0 +1,21 @@
+// What a device supplies: one Backend per library, over which registration.h registers every operator.
+#pragma once
+#include "attention/attention.h"
+#include "decode/kv_cache.h"
+#include "decode/mla_decode.h"
+#include "layers/rms_norm.h"
+#include "layers/rotary.h"
+#include "linear/linear_attention.h"
+
+namespace attnjourney {
+
+struct Backend {
+  AttentionBackend attention;
+  DecodeBackend decode;
+  CacheBackend caches;
+  LinearBackend linear;
+  RotaryFunction rotary;
+  RmsNormBackend rms_norm;
+};
+
+}  // namespace attnjourney

@@ -1,0 +1,159 @@
+// This library's operators for tensors on the CPU, so that they are tested without a GPU: the checks of a CUDA call,
+// then the CPU's operators in place of kernels. Tests give them their schemas, which are those of the operators.
+#include "refusals.h"
+
+#include <array>
+
+#include "decode/mla_decode_cuda.h"
+#include "registration.h"
+
+namespace attnjourney {
+namespace {
+
+template <class... Args>
+std::vector<StableIValue> cpu_operator(const char* name, size_t results, const Args&... args) {
+  std::vector<StableIValue> stack{torch::stable::detail::from(args)...};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION));
+  stack.resize(results);
+  return stack;
+}
+Tensor tensor(StableIValue v) { return torch::stable::detail::to<Tensor>(v); }
+void copy(const Tensor& to, const Tensor& from) {
+  Tensor target = to;
+  torch::stable::copy_(target, from);
+}
+
+// ---- attention: packed sequences and masks of blocks are checked alone ----
+
+bool is_checked_alone(const AttentionOptions& o) { return o.blocks || o.cu_seqlens_q; }
+std::vector<int64_t> window_of(const AttentionOptions& o) { return {o.window[0], o.window[1]}; }
+
+void checked_forward(AttentionCall& c, const AttentionResults& to) {
+  check_served(c, false);
+  const auto& [query, key, value, o] = c.args;
+  if (is_checked_alone(o)) return;
+  const auto results =
+      cpu_operator("attnjourney::attention_forward", 2, query, key, value, o.attn_mask, o.dropout_p, o.is_causal,
+                   o.scale, o.enable_gqa, o.causal_alignment, window_of(o), o.prefix_length, o.key_lengths,
+                   o.query_lengths, o.softcap, o.sinks, o.alibi_slopes, o.dropout_seed);
+  copy(to.out, tensor(results[0]));
+  copy(to.lse, tensor(results[1]));
+}
+
+void checked_backward(AttentionCall& c, const AttentionSaved& saved, const AttentionGradients& gradients) {
+  check_served(c, true);
+  const auto& [query, key, value, o] = c.args;
+  if (is_checked_alone(o)) return;
+  const auto wanted = gradients.all();
+  int64_t need = 0;
+  for (size_t i = 0; i < wanted.size(); i++) need |= int64_t{wanted[i]->has_value()} << i;
+  const auto results = cpu_operator(
+      "attnjourney::attention_backward", wanted.size(), saved.grad_out, saved.grad_lse, query, key, value, o.attn_mask,
+      saved.out, saved.lse, o.dropout_p, o.is_causal, o.scale, o.enable_gqa, o.causal_alignment, window_of(o),
+      o.prefix_length, o.key_lengths, o.query_lengths, o.softcap, o.sinks, o.alibi_slopes, o.dropout_seed, need);
+  for (size_t i = 0; i < results.size(); i++) {
+    const Tensor grad = tensor(results[i]);
+    if (!*wanted[i]) continue;
+    const Tensor target = **wanted[i];
+    const auto sizes = target.sizes();
+    copy(target, aten::call("aten::sum_to_size", "", grad, std::vector<int64_t>(sizes.begin(), sizes.end())));
+  }
+}
+
+// ---- decoding ----
+
+// CUDA looks at no lengths, blocks and columns of a mask, which the CPU may refuse: such calls are checked alone.
+bool runs_on_cpu(const DecodeCall& c, const DecodeInputs& in) {
+  try {
+    check_decode_values(c, in);
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+void decode_on_cpu(const DecodeCall& c, const DecodeInputs& in, const Tensor& out, const Tensor& lse) {
+  if (!runs_on_cpu(c, in)) return;
+  const AttentionOptions& o = in.options;
+  const auto results = cpu_operator("attnjourney::decode", 2, in.query, in.key, in.value, in.lengths, in.block_table,
+                                    in.ring, o.is_causal, window_of(o), std::optional<double>(c.scale), o.attn_mask,
+                                    o.prefix_length, o.softcap, o.sinks, o.alibi_slopes);
+  copy(out, tensor(results[0]));
+  copy(lse, tensor(results[1]));
+}
+
+void checked_decode(const DecodeCall& c, const DecodeInputs& in, const Tensor& out, const Tensor& lse) {
+  check_decode_served(c, in);
+  decode_on_cpu(c, in, out, lse);
+}
+void checked_decode_latents(const DecodeCall& c, const DecodeInputs& in, const Tensor& out, const Tensor& lse) {
+  check_latent_served(c, in);
+  decode_on_cpu(c, in, out, lse);
+}
+
+// ---- linear attention: checked alone ----
+
+void linear_forward(const LinearCall& c, const LinearInputs&, const Tensor&, const Tensor&, const Tensor&,
+                    const Tensor&) {
+  check_linear_served(c);
+}
+void linear_backward(const LinearCall& c, const LinearInputs&, const LinearGradientInputs&, const LinearGradients&) {
+  check_linear_served(c);
+}
+
+void rotary(const Tensor& x, const Tensor& cos, const Tensor& sin, RotaryLayout layout, RotaryDirection direction,
+            const OptionalTensor& from) {
+  const auto results = cpu_operator("attnjourney::rope", 1, from ? *from : x, cos, sin,
+                                    layout == RotaryLayout::interleaved, direction == RotaryDirection::inverse);
+  copy(x, tensor(results[0]));
+}
+
+// ---- RMS normalisation from ATen: rows (rows, width), a number a row as (rows, 1) ----
+
+Tensor times(const Tensor& a, const Tensor& b) { return aten::call("aten::mul", "Tensor", a, b); }
+Tensor as_rstd(const Tensor& t, const Tensor& rstd) { return torch::stable::to(t, rstd.scalar_type()); }
+Tensor column(const Tensor& rstd) { return torch::stable::view(rstd, {rstd.size(0), 1}); }
+Tensor row_mean(const Tensor& x) {
+  Tensor width = aten::empty(x, {1});
+  torch::stable::fill_(width, static_cast<double>(x.size(1)));
+  return aten::call("aten::div", "Tensor", aten::sum(x, {1}, true), width);
+}
+
+void rms_apply(const Tensor& x, const Tensor& weight, const Tensor& rstd, const Tensor& y) {
+  copy(y, times(times(as_rstd(x, rstd), column(rstd)), as_rstd(weight, rstd)));
+}
+void rms_forward(const Tensor& x, const Tensor& weight, double eps, const Tensor& y, const Tensor& rstd) {
+  const Tensor v = as_rstd(x, rstd), square = row_mean(times(v, v));
+  Tensor one = aten::empty(v, {1});
+  torch::stable::fill_(one, 1.0);
+  copy(column(rstd), aten::call("aten::rsqrt", "", torch::stable::subtract(square, one, -eps)));
+  rms_apply(x, weight, rstd, y);
+}
+void rms_backward(const Tensor& grad_y, const Tensor& x, const Tensor& weight, const Tensor& rstd,
+                  const OptionalTensor& grad_x, const OptionalTensor& grad_weight) {
+  const Tensor r = column(rstd), g = as_rstd(grad_y, rstd), normed = times(as_rstd(x, rstd), r);
+  if (grad_weight) copy(*grad_weight, aten::sum(times(g, normed), {0}));
+  if (!grad_x) return;
+  const Tensor scaled = times(g, as_rstd(weight, rstd)), mean = row_mean(times(scaled, normed));
+  copy(*grad_x, times(r, torch::stable::subtract(scaled, times(normed, mean), 1.0)));
+}
+
+}  // namespace
+
+constexpr Backend refusing_backend{
+    .attention = {.forward = checked_forward, .backward = checked_backward},
+    .decode = {.decode = checked_decode,
+               .decode_latents = checked_decode_latents,
+               .products = aten_head_products,
+               .most_head_dim = 256},
+    .caches = {},
+    .linear = {.forward = linear_forward, .backward = linear_backward},
+    .rotary = rotary,
+    .rms_norm = {.forward = rms_forward, .apply = rms_apply, .backward = rms_backward},
+};
+
+}  // namespace attnjourney
+
+STABLE_TORCH_LIBRARY_IMPL(attnjourney, CPU, m) {
+  attnjourney::register_operators<attnjourney::refusing_backend>(m, "_cuda_");
+}

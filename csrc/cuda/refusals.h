@@ -1,0 +1,60 @@
+// What the CUDA kernels serve: everything else is refused, by name. All options of attention and decoding are served;
+// a field added to them is looked at in cuda/attention/options.h.
+#pragma once
+#include "attention/attention.h"
+#include "cuda/kernels/decode/latent_size.cuh"
+#include "cuda/launch.h"
+#include "decode/decode.h"
+#include "linear/linear_attention.h"
+
+namespace attnjourney {
+
+inline void check_served(const AttentionCall& c, bool backward) {
+  const auto head_dim = static_cast<int>(std::min<int64_t>(c.params.head_dim, 1 << 20));
+  const auto v_head_dim = static_cast<int>(std::min<int64_t>(c.params.v_head_dim, 1 << 20));
+  check_value(
+      backward ? backward_size(head_dim, v_head_dim) != 0 : forward_size(head_dim, v_head_dim) != HeadSize::none,
+      "query: expected head dimensions of at most 256 on CUDA, got ", head_dim, " and (value) ", v_head_dim);
+  const int64_t limit = 1 << 28;
+  check_value(c.params.q_len < limit && c.params.kv_len < limit && c.batch * c.q_heads < limit,
+              "query: expected fewer than 2^28 rows, keys and heads on CUDA");
+}
+
+// Lengths are on the device: a mask has as many columns as keys are looked at, and lengths beyond count as that many.
+inline void check_decode_served(const DecodeCall& c, const DecodeInputs& in) {
+  check_value(c.head_dim <= 256 && c.v_head_dim <= 256, "query: expected head dimensions of at most 256 on CUDA, got ",
+              c.head_dim, " and (value) ", c.v_head_dim);
+  const int64_t limit = int64_t{1} << 28, blocks = in.block_table ? in.key.size(0) : 0;
+  check_value(c.capacity < limit && blocks < limit && c.prefix < limit && c.batch * c.q_heads * c.q_len < limit,
+              "query: expected fewer than 2^28 rows, keys and blocks on CUDA");
+  if (!in.options.attn_mask || c.ring) return;
+  const int64_t keys = in.options.attn_mask->size(-1);
+  check_value(keys <= std::max<int64_t>(1, c.capacity),
+              "attn_mask: expected a last dimension of at most the capacity, ", c.capacity, ", got shape ",
+              shape_text(*in.options.attn_mask));
+}
+
+inline void check_latent_served(const DecodeCall& c, const DecodeInputs& in) {
+  check_value(c.v_head_dim <= kLatentValueDim && c.head_dim <= kLatentDim, "latent: expected at most ", kLatentValueDim,
+              " numbers of a latent and ", kLatentDim, " with the rotary key on CUDA, got ", c.v_head_dim, " and ",
+              c.head_dim);
+  const int64_t limit = int64_t{1} << 28, blocks = in.block_table ? in.key.size(0) : 0;
+  check_value(c.capacity < limit && blocks < limit && c.prefix < limit && c.batch * c.q_heads * c.q_len < limit,
+              "query: expected fewer than 2^28 rows, keys and blocks on CUDA");
+  if (!in.options.attn_mask) return;
+  const int64_t keys = in.options.attn_mask->size(-1);
+  check_value(keys <= std::max<int64_t>(1, c.capacity),
+              "attn_mask: expected a last dimension of at most the capacity, ", c.capacity, ", got shape ",
+              shape_text(*in.options.attn_mask));
+}
+
+inline void check_linear_served(const LinearCall& c) {
+  const LinearParams& p = c.params;
+  check_value(p.head_dim <= 256 && p.v_head_dim <= 256, "query: expected head dimensions of at most 256 on CUDA, got ",
+              p.head_dim, " and (value) ", p.v_head_dim);
+  const int64_t limit = 1 << 28;
+  check_value(p.q_len < limit && p.kv_len < limit && c.batch * c.q_heads < limit,
+              "query: expected fewer than 2^28 rows, keys and heads on CUDA");
+}
+
+}  // namespace attnjourney
