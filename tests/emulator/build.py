@@ -1,8 +1,11 @@
 """Builds and runs the emulator's programs (see emulator.h): g++ alone is needed, no CUDA toolkit.
 
-What is built lies in build/emulator under a name made of everything that went into it, so it is built once.
+What is built lies in build/emulator under a name made of everything that went into it, so it is built once. Sources are
+taken not to change while a process runs: what it has built or found is kept in memory.
 """
 
+import fcntl
+import functools
 import hashlib
 import os
 import platform
@@ -17,11 +20,13 @@ BUILD = ROOT / "build/emulator"
 MACHINE = ROOT / "tests/emulator/machine"  # the GPU
 PROGRAMS = ROOT / "tests/emulator/programs"
 CXX = os.environ.get("CXX") or "g++"
-COMMON = ["-std=c++20", "-Wall", "-Wextra", "-Wno-terminate", "-Wno-unknown-pragmas"]
+COMMON = ("-std=c++20", "-Wall", "-Wextra", "-Wno-terminate", "-Wno-unknown-pragmas")
 # The kernel's file: accesses through the hooks of memory.cpp, arrays and alignment checked, registers start as noise.
-CHECKED = ["-O1", "-g1", "-fsanitize=thread,bounds,alignment", "-fno-sanitize-recover=bounds,alignment"]
-CHECKED += ["--param", "tsan-instrument-func-entry-exit=0", "-ftrivial-auto-var-init=pattern"]
-PARTS = ["scheduler", "memory", "warp", "fp32", "tma", "wgmma"]
+CHECKED = ("-O1", "-g1", "-fsanitize=thread,bounds,alignment", "-fno-sanitize-recover=bounds,alignment")
+CHECKED += ("--param", "tsan-instrument-func-entry-exit=0", "-ftrivial-auto-var-init=pattern")
+# What calls the kernels: arguments, tensors, plans.
+HOST = ("-O0",)
+PARTS = ["scheduler", "memory", "warp", "fp32", "tma", "wgmma", "driver"]
 
 
 def unsupported() -> str | None:
@@ -57,21 +62,28 @@ def _kernels(csrc: Path) -> list[Path]:
     return [*core, *csrc.glob("*/params.h"), *csrc.glob("cuda/**/*.cuh")]
 
 
+@functools.cache
+def _digest(csrc: Path) -> str:
+    """Of the files that kernels are made of; the name of a copy with a fault says all that is in it."""
+    return csrc.name if csrc.parent == BUILD else _name(*_sources(*_kernels(csrc)))
+
+
 def _once(target: Path, make) -> Path:
-    """make(temporary path) unless target is there already; in one step, since tests may run side by side."""
+    """make(temporary path) unless target is there already; whoever else wants it, thread or process, waits."""
     if not target.exists():
         BUILD.mkdir(parents=True, exist_ok=True)
-        fresh = target.with_name(f"{target.name}.{os.getpid()}")
-        make(fresh)
-        try:
-            fresh.replace(target)
-        except OSError:  # a folder that another test has put there meanwhile
+        path = target.with_name(f"{target.name}.lock")
+        with path.open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.exists():
-                raise
-            shutil.rmtree(fresh)
+                fresh = target.with_name(f"{target.name}.{os.getpid()}")
+                make(fresh)
+                fresh.replace(target)
+            path.unlink(missing_ok=True)
     return target
 
 
+@functools.cache
 def emulator_objects() -> list[Path]:
     headers = [path.read_bytes() for path in sorted(MACHINE.glob("*.h"))]
 
@@ -84,7 +96,8 @@ def emulator_objects() -> list[Path]:
         return list(pool.map(compile_part, PARTS))
 
 
-def prefix() -> Path:
+@functools.cache
+def prefix(flags: tuple[str, ...] = CHECKED) -> Path:
     """What every program includes of the emulator, compiled once for all of them."""
     headers = ["driver.h", "ptx_sm90.h", "ptx_fp32.h"]
     text = "".join(f'#include "{MACHINE / header}"\n' for header in headers)
@@ -92,34 +105,55 @@ def prefix() -> Path:
     def make(out: Path) -> None:
         out.mkdir()
         (out / "prefix.h").write_text(text)
-        command = [CXX, *COMMON, *CHECKED, f"-I{ROOT / 'tests'}", "-x", "c++-header", str(out / "prefix.h")]
+        command = [CXX, *COMMON, *flags, f"-I{ROOT / 'tests'}", "-x", "c++-header", str(out / "prefix.h")]
         _run([*command, "-o", str(out / "prefix.h.gch")])
 
-    name = _name(text, CXX, *COMMON, *CHECKED, *_sources(*MACHINE.glob("*.h")))
+    name = _name(text, CXX, *COMMON, *flags, *_sources(*MACHINE.glob("*.h")))
     return _once(BUILD / f"prefix-{name}", make) / "prefix.h"
 
 
-def program(source: str, defines: tuple[str, ...] = (), csrc: Path | None = None) -> Path:
-    """programs/<source>.cpp as a program, with the kernels of `csrc` (default: the product's)."""
-    csrc = csrc or ROOT / "csrc"
-    files = [PROGRAMS / f"{source}.cpp", *PROGRAMS.glob("*.h"), *MACHINE.glob("*.h"), *_kernels(csrc)]
-    name = _name(CXX, *COMMON, *CHECKED, *_sources(*files), *defines)
-    objects = emulator_objects()
+def _object(file: Path, flags: tuple[str, ...], defines: tuple[str, ...], csrc: Path) -> Path:
+    files = [file, *PROGRAMS.glob("*.h"), *MACHINE.glob("*.h")]
+    name = _name(CXX, *COMMON, *flags, *_sources(*files), _digest(csrc), *defines)
 
     def make(out: Path) -> None:
-        flags = [*COMMON, *CHECKED, "-include", str(prefix()), f"-I{csrc}", f"-I{ROOT / 'tests'}"]
-        flags += [f"-D{d}" for d in defines]
-        _run([CXX, *flags, "-c", str(PROGRAMS / f"{source}.cpp"), "-o", f"{out}.o"])
-        _run([CXX, f"{out}.o", *map(str, objects), "-lubsan", "-ldl", "-o", str(out)])
-        Path(f"{out}.o").unlink()
+        command = [CXX, *COMMON, *flags, "-include", str(prefix(flags)), f"-I{csrc}", f"-I{ROOT / 'tests'}"]
+        command += [f"-D{d}" for d in defines]
+        _run([*command, "-x", "c++", "-c", str(file), "-o", str(out)])
 
-    return _once(BUILD / f"{source}-{name}", make)
+    return _once(BUILD / f"{file.stem}-{name}.o", make)
+
+
+@functools.cache
+def program(source: str, defines: tuple[str, ...] = (), csrc: Path | None = None) -> Path:
+    """programs/<source>.cpp as a program, with the kernels of `csrc` (default: the product's).
+
+    Where there is programs/<source>_kernels.h, it is compiled on its own, checked, and <source>.cpp only calls the
+    instances it names; of a kernel with a fault that alone is compiled, the calls being the product's. A function that
+    both have is taken from the checked object, which is linked first.
+    """
+    product = ROOT / "csrc"
+    csrc = csrc or product
+    file, kernels = PROGRAMS / f"{source}.cpp", PROGRAMS / f"{source}_kernels.h"
+    if kernels.exists():
+        instance = "INSTANCE(...)={} decltype(__VA_ARGS__) __VA_ARGS__"
+        checked = _object(kernels, CHECKED, (*defines, instance.format("template")), csrc)
+        objects = [checked, _object(file, HOST, (*defines, instance.format("extern template")), product)]
+    else:
+        objects = [_object(file, CHECKED, defines, csrc)]
+    objects += emulator_objects()
+
+    def make(out: Path) -> None:
+        _run([CXX, *map(str, objects), "-lubsan", "-ldl", "-o", str(out)])
+
+    return _once(BUILD / f"{source}-{_name(*(path.name for path in objects))}", make)
 
 
 def build_all(requests: list[tuple]) -> None:
     """Makes program(*request) for all of them, as many at once as there are cores."""
     emulator_objects()
-    prefix()
+    for flags in (CHECKED, HOST):
+        prefix(flags)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda request: program(*request), requests))
 
@@ -148,6 +182,7 @@ def _planted(text: str, old: str, new: str) -> str:
     return text.replace(old, new)
 
 
+@functools.cache
 def faulty_sources(file: str, old: str, new: str) -> Path:
     """A copy of csrc/ with a fault in csrc/cuda/kernels/<file>: see _planted."""
     text = (ROOT / "csrc/cuda/kernels" / file).read_text()
@@ -163,4 +198,4 @@ def faulty_sources(file: str, old: str, new: str) -> Path:
             shutil.copy(source, copy)
         (out / "cuda/kernels" / file).write_text(faulty)
 
-    return _once(BUILD / f"faulty-{_name(*_sources(*_kernels(ROOT / 'csrc')), file, old, new)}", make)
+    return _once(BUILD / f"faulty-{_name(_digest(ROOT / 'csrc'), file, old, new)}", make)

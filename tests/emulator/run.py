@@ -1,6 +1,7 @@
 """Runs the programs that build.py makes, on torch tensors."""
 
 import subprocess
+from contextlib import contextmanager
 
 import torch
 
@@ -12,6 +13,15 @@ ORDER_NAMES = (*ORDERS, "starve1", "eager")  # starve1: another warpgroup starve
 
 class EmulatorError(Exception):
     """What the emulator or a sanitizer reported, with the line of the kernel."""
+
+
+@contextmanager
+def named(case: str):
+    """What fails inside says of which case it is."""
+    try:
+        yield
+    except (AssertionError, EmulatorError) as error:
+        raise AssertionError(f"{case}: {error}") from None
 
 
 def is_noticed(attempts, what: str) -> bool:

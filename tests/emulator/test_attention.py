@@ -12,7 +12,6 @@ from tests.emulator.remembered import remembered
 from tests.support.testing import GRADIENT_FACTOR, assert_close_to_reference, plain_run, random_tensor, reference_run
 
 plain_run, reference_run = remembered(plain_run), remembered(reference_run)
-pytestmark = pytest.mark.skipif(build.unsupported() is not None, reason=str(build.unsupported()))
 
 
 def sm80_forward(*shape):
@@ -192,12 +191,10 @@ def test_forward(programs, kernel):
     first = list(FORWARD).index(kernel)  # the orders meet the shapes differently for each kernel
     for i, shape in enumerate(SHAPES):
         order = run.ORDER_NAMES[(i + first) % len(run.ORDER_NAMES)]
-        try:
+        with run.named(f"{shape}, order {order}"):
             counts = check_forward(
                 build.program(*FORWARD[kernel][0]), kernel, shape, order, (i + first) % 2 == 1, counter=i % 2, section=3
             )
-        except (AssertionError, run.EmulatorError) as error:
-            raise AssertionError(f"{shape}, order {order}: {error}") from None
         if counts["ldmatrix"]:
             assert counts["phases"] == counts["ldmatrix"], "bank conflicts in ldmatrix"
 
@@ -260,11 +257,9 @@ def test_backward(programs, kernel):
     first = list(BACKWARD).index(kernel)
     for i, shape in enumerate(SHAPES):
         order = run.ORDER_NAMES[(i + first) % len(run.ORDER_NAMES)]
-        try:
+        with run.named(f"{shape}, order {order}"):
             rows_first, finish = (i + first) % 2 == 1, (i + first) // 2 % 2 == 1
             check_backward(build.program(*BACKWARD[kernel][0]), kernel, shape, order, rows_first, finish)
-        except (AssertionError, run.EmulatorError) as error:
-            raise AssertionError(f"{shape}, order {order}: {error}") from None
 
 
 @pytest.mark.parametrize("kernel,what,file,old,new", FAULTY_BACKWARD, ids=[f"{f[0]}-{f[1]}" for f in FAULTY_BACKWARD])

@@ -11,7 +11,6 @@ from tests.emulator.test_options import BACKWARD, FORWARD, as_given, call, check
 from tests.support.block_patterns import PATTERNS, dense
 from tests.support.testing import GRADIENT_FACTOR, LSE_DTYPE, assert_close_to_reference, random_tensor
 
-pytestmark = pytest.mark.skipif(build.unsupported() is not None, reason=str(build.unsupported()))
 CASES = [  # pattern, block size, batch and heads of the mask, options, q_len, kv_len
     ("ragged", 16, (2, 4), ("softcap", "sinks"), 150, 170),
     ("bigbird", 16, (1, 4), (), 300, 290),

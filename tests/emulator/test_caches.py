@@ -8,8 +8,6 @@ from tests.emulator import build, kv_cache, run
 from tests.emulator.faults import decode as faults_decode
 from tests.support.testing import random_tensor
 
-pytestmark = pytest.mark.skipif(build.unsupported() is not None, reason=str(build.unsupported()))
-
 HEADS = 2
 
 

@@ -10,8 +10,6 @@ from tests.emulator import build, decode, run
 from tests.emulator.faults import decode as faults_decode
 from tests.support.decode_checks import dense_cache, paged
 
-pytestmark = pytest.mark.skipif(build.unsupported() is not None, reason=str(build.unsupported()))
-
 KERNELS = {  # kernel: (program, dtype, head_dim and v_head_dim, whole chunks)
     "64-bf16": (decode.mma(torch.bfloat16, 64, 4, 4), torch.bfloat16, (64, 40), True),
     "128-fp16": (decode.mma(torch.float16, 128, 4, 3), torch.float16, (120, 128), True),
@@ -147,10 +145,8 @@ def test_values(programs, name):
     """Every case once, each in another order of threads."""
     for i, case in enumerate(CASES, list(KERNELS).index(name)):
         order = run.ORDER_NAMES[i % len(run.ORDER_NAMES)]
-        try:
+        with run.named(f"{case}, order {order}"):
             check_case(build.program(*KERNELS[name][0]), name, case, order)
-        except (AssertionError, run.EmulatorError) as error:
-            raise AssertionError(f"{case}, order {order}: {error}") from None
 
 
 @pytest.mark.parametrize("name", KERNELS)

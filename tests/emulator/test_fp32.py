@@ -9,8 +9,6 @@ from tests.emulator.faults import attention as faults
 from tests.emulator.test_attention import causal
 from tests.support.testing import random_tensor
 
-pytestmark = pytest.mark.skipif(build.unsupported() is not None, reason=str(build.unsupported()))
-
 TYPES = {torch.float32: "float", torch.float64: "double"}
 
 

@@ -10,7 +10,6 @@ from tests.emulator.test_blocks import CASES, FAR, check_backward, check_forward
 from tests.emulator.test_fp32 import BACKWARD, FORWARD, part_of
 from tests.emulator.test_options import call, check_all
 
-pytestmark = pytest.mark.skipif(build.unsupported() is not None, reason=str(build.unsupported()))
 FAULTY_FORWARD = [("64-fp32", *fault) for fault in faults.FP32_FORWARD_BLOCKS]
 FAULTY_BACKWARD = [("64-fp32-deterministic", *fault) for fault in faults.FP32_BACKWARD_BLOCKS]
 

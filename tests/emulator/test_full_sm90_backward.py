@@ -16,8 +16,6 @@ from tests.emulator.test_options import check_backward as check_options
 from tests.emulator.test_options import check_nan_backward as check_nan_options
 from tests.emulator.test_options import check_packed_backward as check_packed
 
-pytestmark = pytest.mark.skipif(build.unsupported() is not None, reason=str(build.unsupported()))
-
 
 def kernel(*shape):
     return ("backward", (f"SHAPE=Sm90FullBackwardShape<{','.join(map(str, shape))}>", "OPTIONS", "RANGED"))

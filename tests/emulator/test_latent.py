@@ -7,8 +7,6 @@ import torch
 from tests.emulator import build, run
 from tests.support.testing import assert_close_to_reference, plain_run, random_tensor, reference_run
 
-pytestmark = pytest.mark.skipif(build.unsupported() is not None, reason=str(build.unsupported()))
-
 KERNELS = {  # program, dtype, multiple of the dimensions
     "mma-bf16": ("LatentMma<Bf16,64,32>", torch.bfloat16, 8),
     "mma-fp16": ("LatentMma<Half,32,16>", torch.float16, 8),
@@ -102,7 +100,8 @@ FAULTS += [("sm90-bf16", "sm90/latent.cuh", *fault) for fault in SM90]
 
 
 def program(kernel):
-    return ("latent", (f"KERNEL={KERNELS[kernel][0]}",))
+    function = {"mma": "latent_mma", "fma": "latent_fma", "sm90": "sm90_latent"}[kernel.split("-")[0]]
+    return ("latent", (f"KERNEL={KERNELS[kernel][0]}", f"FUNCTION={function}"))
 
 
 def tensors_of(case, dtype, multiple):
@@ -232,10 +231,8 @@ def test_values(programs, kernel):
         if not served(kernel, case):
             continue
         order = run.ORDER_NAMES[(i + list(KERNELS).index(kernel)) % len(run.ORDER_NAMES)]
-        try:
+        with run.named(f"{case}, order {order}"):
             check(build.program(*program(kernel)), kernel, case, order)
-        except (AssertionError, run.EmulatorError) as error:
-            raise AssertionError(f"{case}, order {order}: {error}") from None
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault[0]} {fault[2]}")

@@ -10,8 +10,6 @@ from tests.linear.test_linear_attention import NAMES, dense, inputs, padding
 from tests.linear.test_linear_attention import run as differentiate
 from tests.support.testing import DTYPES, GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference, random_tensor
 
-pytestmark = pytest.mark.skipif(build.unsupported() is not None, reason=str(build.unsupported()))
-
 # heads, (q_len, kv_len), (head_dim, v_head_dim), then what differs from the defaults of `check`
 CASES = [
     ((1, 1), (150, 150), (64, 64), dict(state=True)),
@@ -86,10 +84,8 @@ def test_values(programs, dtype):
     program, first = build.program(*linear.request(dtype)), DTYPES.index(dtype)
     for i, case in enumerate(CASES):
         order = run.ORDER_NAMES[(i + first) % len(run.ORDER_NAMES)]
-        try:
+        with run.named(f"{case}, order {order}"):
             check(program, dtype, case, order)
-        except (AssertionError, run.EmulatorError) as error:
-            raise AssertionError(f"{case}, order {order}: {error}") from None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=lambda d: str(d)[6:])

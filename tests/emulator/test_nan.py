@@ -12,7 +12,6 @@ from tests.emulator.faults import attention as faults
 from tests.emulator.test_attention import BACKWARD, FORWARD, causal, faulty, inputs_of
 from tests.support.testing import random_tensor
 
-pytestmark = pytest.mark.skipif(build.unsupported() is not None, reason=str(build.unsupported()))
 CALLS = [  # shape; which keys hold NaN
     ((1, 2, 1, 200, 200, 0, causal()), [40, 150]),
     ((1, 1, 1, 150, 330, 0, {"left": 60, "right": 3, "offset": 100}), [130, 200]),

@@ -6,7 +6,6 @@ import torch
 from tests.emulator import build, run
 from tests.emulator.faults import attention as faults
 
-pytestmark = pytest.mark.skipif(build.unsupported() is not None, reason=str(build.unsupported()))
 CASES = [  # offsets, how many rows there are
     ([0, 70, 70, 75, 140], 143),
     ([0], 10),

@@ -20,8 +20,6 @@ from tests.support.testing import (
     reference_run,
 )
 
-pytestmark = pytest.mark.skipif(build.unsupported() is not None, reason=str(build.unsupported()))
-
 
 def kernel(program, *shape):
     return (program, (f"KERNEL=Sm80{program.capitalize()}<{','.join(map(str, shape))}>", "RANGED"))
@@ -270,10 +268,8 @@ def check_all(check, kernels, name, cases=CASES):
         if check is check_backward and name.startswith("256") and (i - first) % 2:
             continue
         order = run.ORDER_NAMES[i % len(run.ORDER_NAMES)]
-        try:
+        with run.named(f"{case}, order {order}"):
             check(build.program(*kernels[name][0]), kernels[name], case, order, i % 2 == 1)
-        except (AssertionError, run.EmulatorError) as error:
-            raise AssertionError(f"{case}, order {order}: {error}") from None
 
 
 @pytest.mark.parametrize("name", FORWARD)

@@ -8,8 +8,6 @@ from attnjourney.reference.rotary import rotate_half_split, rotate_interleaved
 from tests.emulator import build, run
 from tests.support.testing import DTYPES, GRADIENT_FACTOR, assert_close_to_reference, random_tensor
 
-pytestmark = pytest.mark.skipif(build.unsupported() is not None, reason=str(build.unsupported()))
-
 NUMBERS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 ROTARY = [  # batch, heads, seq, dim, half, 16 bytes at once
     (2, 3, 5, 48, 16, True),

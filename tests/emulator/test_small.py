@@ -9,8 +9,6 @@ from tests.emulator import test_blocks as blocks
 from tests.emulator import test_options as options
 from tests.emulator.faults import attention as faults
 
-pytestmark = pytest.mark.skipif(build.unsupported() is not None, reason=str(build.unsupported()))
-
 
 def sm80(dtype, size, deterministic=False):
     return ("backward", (f"KERNEL=Sm80BackwardSmall<{dtype},{size},{str(deterministic).lower()}>", "RANGED"))

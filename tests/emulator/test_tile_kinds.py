@@ -8,8 +8,6 @@ from tests.emulator import build, run
 from tests.emulator.faults import tile_kinds as faults_tile_kinds
 from tests.support.block_patterns import PATTERNS, dense
 
-pytestmark = pytest.mark.skipif(build.unsupported() is not None, reason=str(build.unsupported()))
-
 
 def stripes(shape, period):
     """Hidden, whole and partial tiles in turns, with a few pairs that are otherwise than their neighbours."""

@@ -13,7 +13,6 @@ from tests.emulator.test_options import as_given, call
 from tests.support.block_patterns import PATTERNS, dense
 from tests.support.testing import reference_run
 
-pytestmark = pytest.mark.skipif(build.unsupported() is not None, reason=str(build.unsupported()))
 TYPES = {torch.bfloat16: "Bf16,float", torch.float16: "Half,float", torch.float32: "float,float"}
 TYPES[torch.float64] = "double,double"
 PROGRAMS = {dtype: ("weights", (f"KERNEL=AttentionWeights<{types}>",)) for dtype, types in TYPES.items()}
@@ -83,10 +82,8 @@ def test_weights(programs, dtype):
     first = list(PROGRAMS).index(dtype)
     for i, case in enumerate(CASES, first):
         order = run.ORDER_NAMES[i % len(run.ORDER_NAMES)]
-        try:
+        with run.named(f"{case}, order {order}"):
             check(build.program(*PROGRAMS[dtype]), dtype, case, order, i % 2 == 1)
-        except (AssertionError, run.EmulatorError) as error:
-            raise AssertionError(f"{case}, order {order}: {error}") from None
 
 
 def test_rows_and_heads_that_are_not_there_get_zeros(programs):

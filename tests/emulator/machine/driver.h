@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -13,24 +14,9 @@ namespace driver {
 
 struct Arguments {
   std::map<std::string, int> values;
-  Arguments(int argc, char** argv) {
-    for (int i = 1; i < argc; i++) {
-      const std::string a = argv[i];
-      values[a.substr(0, a.find('='))] = atoi(a.c_str() + a.find('=') + 1);
-    }
-  }
-  int operator[](const char* name) const {
-    const auto found = values.find(name);
-    if (found == values.end()) throw emulator::Error(std::string("missing argument ") + name);
-    return found->second;
-  }
-  emulator::Options options() const {
-    emulator::Options o;
-    o.order = static_cast<emulator::Order>((*this)["order"]);
-    o.seed = static_cast<uint64_t>((*this)["shuffle"]);
-    o.eager_copies = (*this)["eager"] != 0;
-    return o;
-  }
+  Arguments(int argc, char** argv);
+  int operator[](const char* name) const;
+  emulator::Options options() const;
 };
 
 // [batch, heads, length, dim]; stored [batch, length, heads, dim] when rows_first
@@ -158,18 +144,7 @@ void write(const emulator::Buffer<T>& b) {
   fwrite(static_cast<const void*>(b.data), sizeof(T), b.size, stdout);
 }
 
-template <class F>
-int run(int argc, char** argv, F&& body) {
-  try {
-    body(Arguments(argc, argv));
-    const auto& s = emulator::stats();
-    fprintf(stderr, "mma=%llu ldmatrix=%llu phases=%llu\n", static_cast<unsigned long long>(s.mma),
-            static_cast<unsigned long long>(s.ldmatrix), static_cast<unsigned long long>(s.ldmatrix_phases));
-    return 0;
-  } catch (const emulator::Error& e) {
-    fprintf(stderr, "%s\n", e.what());
-    return 3;
-  }
-}
+// Calls body with the arguments; prints the counts, or the error, and returns the exit status.
+int run(int argc, char** argv, const std::function<void(const Arguments&)>& body);
 
 }  // namespace driver

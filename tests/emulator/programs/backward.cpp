@@ -3,27 +3,8 @@
 // grad_lse, lengths, options; stdout: grad_query, grad_key, grad_value, and of options where there are such:
 // grad_sinks, grad_slopes, grad_mask. -DRANGED: as in forward.cpp.
 #include "backward_options.h"
-#ifdef SHAPE
-#include "cuda/kernels/sm90/backward.cuh"
-#else
-#define OPTIONS
-#endif
-#ifdef OPTIONS
-#ifdef SHAPE
-#include "cuda/kernels/common/mask_tiles.cuh"
-#include "cuda/kernels/sm90/full_backward.cuh"
-#endif
-#include "cuda/kernels/sm80/backward.cuh"
-#include "cuda/kernels/sm80/mask_gradient.cuh"
-#endif
-
-using namespace attnjourney;
-#ifdef SHAPE
-using Kernel = SHAPE;
-#else
-using Kernel = KERNEL;
-#endif
-using Element = Kernel::T;
+//
+#include "backward_kernels.h"
 
 template <bool Ranged>
 void launch_main(const BackwardTask& p, const driver::Shape& q, const driver::Shape& k, const driver::Shape& v,

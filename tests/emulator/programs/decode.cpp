@@ -2,17 +2,11 @@
 // stdin: lengths, block table, query, key, value, sinks, slopes, mask; stdout: out, lse.
 #include "emulator/machine/driver.h"
 //
-#include "cuda/kernels/decode/decode_fma.cuh"
-#include "cuda/kernels/decode/decode_merge.cuh"
-#include "cuda/kernels/decode/decode_mma.cuh"
-
-using namespace attnjourney;
+#include "decode_kernels.h"
 
 #ifdef KERNEL
-using T = KERNEL::T;
 constexpr int kTileRows = KERNEL::kRows;
 #else
-using T = NUMBER;
 constexpr int kTileRows = DecodeFma<T>::kRows;
 #endif
 using C = Compute<T>;

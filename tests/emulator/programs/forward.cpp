@@ -1,11 +1,8 @@
 // Runs one forward kernel, named by -DKERNEL=... (with SM90: a Sm90ForwardShape but for kRanged, as SHAPE(ranged)).
 // stdin, stdout: as forward_call.h. -DRANGED: the kernel that looks at ranges alone.
 #include "forward_call.h"
-#ifdef SHAPE
-#include "cuda/kernels/sm90/forward.cuh"
-#else
-#include "cuda/kernels/sm80/forward.cuh"
-#endif
+//
+#include "forward_kernels.h"
 
 using namespace attnjourney;
 

@@ -3,18 +3,7 @@
 // stdin, stdout: as backward.cpp, then Fp16x2BackwardPlanes::rare; `cut`: sums are cut off.
 #include "backward_task.h"
 //
-#include "cuda/kernels/fp32/fp16x2_backward.cuh"
-#include "cuda/kernels/fp32/fp16x2_backward_passes.cuh"
-#ifndef ALONE
-#include "cuda/kernels/fp32/backward.cuh"
-#endif
-
-using namespace attnjourney;
-#ifdef SMALL
-using Kernel = Fp16x2BackwardSmall;
-#else
-using Kernel = Fp16x2BackwardOf<DIM>;
-#endif
+#include "fp16x2_backward_kernels.h"
 
 int main(int argc, char** argv) {
   return driver::run(argc, argv, [](const driver::Arguments& a) {

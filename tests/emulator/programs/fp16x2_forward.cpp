@@ -3,11 +3,7 @@
 // forward_call.h, then Fp16x2Planes::rare; `cut`: sums are cut off.
 #include "forward_call.h"
 //
-#include "cuda/kernels/fp32/fp16x2_planes.cuh"
-#include "cuda/kernels/sm90/fp16x2_forward.cuh"
-#ifndef ALONE
-#include "cuda/kernels/fp32/forward.cuh"
-#endif
+#include "fp16x2_forward_kernels.h"
 
 using namespace attnjourney;
 using Kernel = Sm90Fp16x2Forward<DIM>;

@@ -1,13 +1,7 @@
 // Runs one Fp32Backward with its passes, named by -DKERNEL=...; stdin, stdout: as backward.cpp.
 #include "backward_options.h"
 //
-#include "cuda/kernels/fp32/backward.cuh"
-#include "cuda/kernels/fp32/mask_gradient.cuh"
-#include "cuda/kernels/fp32/passes.cuh"
-
-using namespace attnjourney;
-using Kernel = KERNEL;
-using Real = Kernel::Real;
+#include "fp32_backward_kernels.h"
 
 int main(int argc, char** argv) {
   return driver::run(argc, argv, [](const driver::Arguments& a) {

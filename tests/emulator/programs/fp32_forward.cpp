@@ -1,7 +1,7 @@
 // Runs one Fp32Forward, named by -DKERNEL=...; stdin, stdout: as forward_call.h.
 #include "forward_call.h"
 //
-#include "cuda/kernels/fp32/forward.cuh"
+#include "fp32_forward_kernels.h"
 
 using namespace attnjourney;
 using Kernel = KERNEL;

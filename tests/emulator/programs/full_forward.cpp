@@ -2,7 +2,7 @@
 // stdout: as forward_call.h.
 #include "forward_call.h"
 //
-#include "cuda/kernels/sm90/full_forward.cuh"
+#include "full_forward_kernels.h"
 
 using namespace attnjourney;
 using S = SHAPE;

@@ -3,14 +3,8 @@
 // table, sinks and slopes, mask; stdout: out, lse.
 #include "emulator/machine/driver.h"
 //
-#include "cuda/kernels/decode/decode_merge.cuh"
-#include "cuda/kernels/decode/latent_fma.cuh"
-#include "cuda/kernels/decode/latent_mma.cuh"
-#include "cuda/kernels/sm90/latent.cuh"
+#include "latent_kernels.h"
 
-using namespace attnjourney;
-using Kernel = KERNEL;
-using T = Kernel::T;
 using C = Compute<T>;
 
 template <class X>
@@ -26,12 +20,10 @@ struct Optional {  // of stdin
 template <class K>
 void run(const driver::Arguments& a, const DecodeTask& p) {
   const dim3 grid(static_cast<unsigned>(p.batch * p.row_tiles * p.splits)), block(K::kThreads);
-  if constexpr (std::is_same_v<K, Sm90Latent<T>>)
-    emulator::launch(sm90_latent<K>, grid, block, K::kSmemBytes, a.options(), p);
-  else if constexpr (std::is_same_v<K, LatentFma<T>>)
-    emulator::launch(latent_fma<K>, grid, block, static_cast<size_t>(K::smem_bytes(p.head_dim)), a.options(), p);
+  if constexpr (std::is_same_v<K, LatentFma<T>>)
+    emulator::launch(FUNCTION<K>, grid, block, static_cast<size_t>(K::smem_bytes(p.head_dim)), a.options(), p);
   else
-    emulator::launch(latent_mma<K>, grid, block, K::kSmemBytes, a.options(), p);
+    emulator::launch(FUNCTION<K>, grid, block, K::kSmemBytes, a.options(), p);
 }
 
 int main(int argc, char** argv) {

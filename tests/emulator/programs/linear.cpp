@@ -2,14 +2,10 @@
 // of a plan, one after the other. stdin: query, key, value, then as asked for: mask, initial state and normalizer;
 // backward: grad_out, and as asked for the gradients of denominator, state, normalizer. stdout: out, denominator,
 // state, normalizer; the gradients.
-#include "cuda/kernels/linear/passes.cuh"
-#include "cuda/kernels/linear/plan.cuh"
-#include "cuda/kernels/linear/walk.cuh"
 #include "emulator/machine/driver.h"
-
-using namespace attnjourney;
-using Walk = LinearWalk<ELEMENT, CHUNK>;
-using C = Walk::Real;
+//
+#include "cuda/kernels/linear/plan.cuh"
+#include "linear_kernels.h"
 
 struct Launch {
   emulator::Options options;

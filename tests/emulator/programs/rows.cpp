@@ -3,8 +3,7 @@
 // stdin, stdout: see each function.
 #include "emulator/machine/driver.h"
 //
-#include "cuda/kernels/rows/rms_norm.cuh"
-#include "cuda/kernels/rows/rotary.cuh"
+#include "rows_kernels.h"
 
 using namespace attnjourney;
 using driver::Arguments;

@@ -1,7 +1,8 @@
 // Runs the kernel that writes weights, named by -DKERNEL=... (an AttentionWeights). stdin: query, key, lse, rows,
 // heads, lengths, options; stdout: weights.
-#include "cuda/kernels/common/attention_weights.cuh"
 #include "emulator/machine/driver.h"
+//
+#include "weights_kernels.h"
 
 using namespace attnjourney;
 using Kernel = KERNEL;

@@ -1,0 +1,40 @@
+// What of driver.h needs no types of a kernel.
+#include "driver.h"
+
+namespace driver {
+
+Arguments::Arguments(int argc, char** argv) {
+  for (int i = 1; i < argc; i++) {
+    const std::string a = argv[i];
+    values[a.substr(0, a.find('='))] = atoi(a.c_str() + a.find('=') + 1);
+  }
+}
+
+int Arguments::operator[](const char* name) const {
+  const auto found = values.find(name);
+  if (found == values.end()) throw emulator::Error(std::string("missing argument ") + name);
+  return found->second;
+}
+
+emulator::Options Arguments::options() const {
+  emulator::Options o;
+  o.order = static_cast<emulator::Order>((*this)["order"]);
+  o.seed = static_cast<uint64_t>((*this)["shuffle"]);
+  o.eager_copies = (*this)["eager"] != 0;
+  return o;
+}
+
+int run(int argc, char** argv, const std::function<void(const Arguments&)>& body) {
+  try {
+    body(Arguments(argc, argv));
+    const auto& s = emulator::stats();
+    fprintf(stderr, "mma=%llu ldmatrix=%llu phases=%llu\n", static_cast<unsigned long long>(s.mma),
+            static_cast<unsigned long long>(s.ldmatrix), static_cast<unsigned long long>(s.ldmatrix_phases));
+    return 0;
+  } catch (const emulator::Error& e) {
+    fprintf(stderr, "%s\n", e.what());
+    return 3;
+  }
+}
+
+}  // namespace driver

@@ -1,0 +1,62 @@
+// The kernels of backward.cpp, and their instances.
+#pragma once
+#include <type_traits>
+
+#ifdef SHAPE
+#include "cuda/kernels/sm90/backward.cuh"
+#else
+#define OPTIONS
+#endif
+#ifdef OPTIONS
+#ifdef SHAPE
+#include "cuda/kernels/common/mask_tiles.cuh"
+#include "cuda/kernels/sm90/full_backward.cuh"
+#endif
+#include "cuda/kernels/common/backward_heads.cuh"
+#include "cuda/kernels/common/mask_gradient.cuh"
+#include "cuda/kernels/sm80/backward.cuh"
+#include "cuda/kernels/sm80/mask_gradient.cuh"
+#endif
+
+using namespace attnjourney;
+#ifdef SHAPE
+using Kernel = SHAPE;
+#else
+using Kernel = KERNEL;
+#endif
+using Element = Kernel::T;
+
+namespace attnjourney {
+INSTANCE(backward_prepare<Element, Kernel::kD>);
+INSTANCE(backward_query<Kernel>);
+#ifdef SHAPE
+INSTANCE(backward_key_value<Kernel>);
+#endif
+#ifdef OPTIONS
+#ifdef SHAPE
+using MaskGradientTiles = Sm80MaskGradient<Element, Kernel::kD>;
+#else
+struct NoGradient {  // of a kernel without options
+  static void run(const BackwardTask&) {}
+};
+using MaskGradientTiles = std::conditional_t<Kernel::kOptions, Sm80MaskGradient<Element, Kernel::kD>, NoGradient>;
+#endif
+INSTANCE(mask_gradient<MaskGradientTiles, float>);
+INSTANCE(backward_per_head<true, float>);
+INSTANCE(backward_per_head<false, float>);
+#endif
+#if defined(SHAPE) && defined(OPTIONS)
+INSTANCE(sm90_full_backward<Kernel>);
+#elif defined(SHAPE)
+INSTANCE(sm90_backward<Kernel, true>);
+#else
+INSTANCE(sm80_backward<Kernel, true>);
+#endif
+#ifndef RANGED
+#ifdef SHAPE
+INSTANCE(sm90_backward<Kernel, false>);
+#else
+INSTANCE(sm80_backward<Kernel, false>);
+#endif
+#endif
+}  // namespace attnjourney

@@ -1,0 +1,22 @@
+// The kernel of forward.cpp, and its instances.
+#pragma once
+#ifdef SHAPE
+#include "cuda/kernels/sm90/forward.cuh"
+#else
+#include "cuda/kernels/sm80/forward.cuh"
+#endif
+
+namespace attnjourney {
+#ifdef SHAPE
+INSTANCE(sm90_forward<SHAPE(true)>);
+#else
+INSTANCE(sm80_forward<KERNEL, true>);
+#endif
+#ifndef RANGED
+#ifdef SHAPE
+INSTANCE(sm90_forward<SHAPE(false)>);
+#else
+INSTANCE(sm80_forward<KERNEL, false>);
+#endif
+#endif
+}  // namespace attnjourney
