@@ -14,10 +14,12 @@ CXX ?= g++
 
 PY := $(VENV)/bin/python
 PYTEST_ARGS += $(if $(CI),--color=no)
+# a process for each core
+RUN_TESTS = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -q -n auto --dist loadfile --no-loadscope-reorder
 CXX_FILES = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := build
-.PHONY: help build test demo bench gpu lint format asan test-torch clean
+.PHONY: help build test test-quick demo bench gpu lint format asan test-torch clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -26,9 +28,14 @@ help:  ## list the targets
 build: $(VENV)/.torch-$(TORCH)  ## (default) virtual environment with torch and tools, and the libraries in attnjourney/
 	@$(PY) setup.py -q build_ext --inplace
 
-test: build  ## build, then all tests, a process for each core; where nvcc is, the CUDA library is built for them too
-	ATTNJOURNEY_CUDA=1 $(PY) setup.py -q build_ext --build-lib build/cuda
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -q -n auto --dist loadfile $(PYTEST_ARGS)
+test-quick: build  ## build, then what to run before a commit: some cases of everything, in a minute or two
+	$(RUN_TESTS) -m quick $(PYTEST_ARGS)
+
+# Both libraries in one go, then the files of tests in the order of tests/conftest.py: the longest first.
+test: $(VENV)/.torch-$(TORCH)  ## build, then all tests; where nvcc is, the CUDA library is built for them too
+	@ATTNJOURNEY_CUDA=1 $(PY) setup.py -q build_ext --build-lib build/cuda
+	@$(PY) setup.py -q build_ext --inplace
+	$(RUN_TESTS) $(PYTEST_ARGS)
 
 demo: build  ## build, then the demo: make demo TEXT=book.txt
 	$(PY) -m examples.demo $(if $(TEXT),--text "$(TEXT)") $(if $(OUT),--out "$(OUT)")

@@ -24,6 +24,7 @@ import site
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Container
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -193,8 +194,14 @@ class BuildLibraries(build_ext):
         BUILD.mkdir(parents=True, exist_ok=True)
         lock = open(BUILD / "lock", "w")
         fcntl.flock(lock, fcntl.LOCK_EX)  # a second build in the same tree waits
+        steps = {extension.name: self.compile_steps(extension) for extension in self.extensions}
+        # all libraries at once, so that no core waits for the last file of one; in each the slowest files, isa, first
+        stale = {step.output: step for own in steps.values() for step in reversed(own) if not step.is_current()}
+        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
+            for done in [pool.submit(step.run) for step in stale.values()]:
+                done.result()
         for extension in self.extensions:
-            built = self.build_library(extension)
+            built = self.link(extension.name, [step.output for step in steps[extension.name]], stale)
             target = Path(self.get_ext_fullpath(extension.name))
             if not (target.exists() and filecmp.cmp(built, target)):
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -202,13 +209,11 @@ class BuildLibraries(build_ext):
                 shutil.copy2(built, fresh)
                 fresh.replace(target)  # in one step: a running process keeps the file it has loaded
 
-    def build_library(self, extension: Extension) -> Path:
-        torch = find_torch()
-        cuda = extension.name.endswith("_cuda")
-        headers = ["-isystem", str(torch / "include")]
+    def compile_steps(self, extension: Extension) -> list[Step]:
+        headers = ["-isystem", str(find_torch() / "include")]
         extra = shlex.split(os.environ.get("CXXFLAGS", ""))
 
-        compile_steps = []
+        steps = []
         for source in map(Path, extension.sources):
             twin = ["-DATTNJOURNEY_AMX_TWIN=1"] if str(source) in TWIN else []
             output = (Path("build", "twin") if twin else BUILD) / source.with_suffix(".o")
@@ -219,20 +224,17 @@ class BuildLibraries(build_ext):
                 isa = ISAS[isa_of(source)][1] if source.parent.name == "isa" else []
                 command = [*CXX, *CXX_FLAGS, *isa, *twin, *headers, *extra]
             command += ["-MD", "-MF", str(output.with_suffix(".d")), "-c", str(source), "-o", str(output)]
-            compile_steps.append(Step(output, command, [source]))
+            steps.append(Step(output, command, [source]))
+        return steps
 
-        stale = [step for step in compile_steps if not step.is_current()]
-        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
-            for done in [pool.submit(step.run) for step in reversed(stale)]:  # the slowest files, isa, first
-                done.result()
-
+    def link(self, name: str, objects: list[Path], fresh: Container[Path]) -> Path:
+        """Links the library `name`, unless it is current and none of its objects is fresh."""
         # Nothing is exported: the library registers its operators when it is loaded. No rpath: torch is already there.
         exports = BUILD / "exports.map"
         exports.write_text("{ local: *; };\n")
-        output = (Path("build", "twin") if TWIN else BUILD) / f"{extension.name.split('.')[-1]}.so"
-        objects = [step.output for step in compile_steps]
-        link = ["-shared", "-o", str(output), *map(str, objects), f"-L{torch / 'lib'}"]
-        if cuda:
+        output = (Path("build", "twin") if TWIN else BUILD) / f"{name.split('.')[-1]}.so"
+        link = ["-shared", "-o", str(output), *map(str, objects), f"-L{find_torch() / 'lib'}"]
+        if name.endswith("_cuda"):
             command = [find_nvcc(), "-ccbin", CXX[0], "-cudart", "static", *link]
             command += ["-Xlinker", f"--version-script={exports}"]
         else:
@@ -240,7 +242,7 @@ class BuildLibraries(build_ext):
             command = [*CXX, *SANITIZERS, *link, *checks, f"-Wl,--version-script={exports},--as-needed"]
         # libstdc++ before torch, which has copies of some of its functions
         step = Step(output, [*command, "-lstdc++", "-ltorch_cpu", "-ltorch", "-lc10"], objects)
-        if stale or not step.is_current():
+        if any(path in fresh for path in objects) or not step.is_current():
             step.run()
         return output
 

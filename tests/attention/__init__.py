@@ -1,0 +1,1 @@
+"""attention and its relatives: values, gradients, options, masks, packed sequences, derivatives, torch's tests."""

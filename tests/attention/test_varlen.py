@@ -71,6 +71,7 @@ OPTIONS = {
     "window": dict(window_size=(4, 1), causal_alignment="bottom_right"),
     "prefix": dict(is_causal=True, window_size=(2, -1), prefix_length=2),
     "softcap": dict(softcap=2.0),
+    "scale": dict(scale=-0.3),
     "sinks": dict(sinks=SINKS),
     "alibi": dict(alibi_slopes=SINKS.abs() / 4, is_causal=True),
     "dropout": dict(dropout_p=0.25, dropout_seed=torch.tensor(7)),

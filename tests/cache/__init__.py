@@ -1,0 +1,1 @@
+"""Caches, decoding over them, and the layers as they generate token by token."""

@@ -9,7 +9,15 @@ from torch.library import opcheck
 from attnjourney.nn.grouped_query_attention import GroupedQueryAttention
 from attnjourney.ops.gqa import gqa
 from attnjourney.reference.gqa import gqa as reference_gqa
-from tests.support.layer_checks import assert_agree, aten_calls, check_layer, count_flops, on_device, run
+from tests.support.layer_checks import (
+    assert_agree,
+    aten_calls,
+    check_layer,
+    check_per_sample_gradients,
+    count_flops,
+    on_device,
+    run,
+)
 from tests.support.testing import DTYPES, LAYOUTS, pairs, poison_memory, random_tensor, row_id
 
 ops = torch.ops.attnjourney
@@ -306,16 +314,7 @@ def test_autocast():
 
 def test_func():
     tensors, constants = make()
-    weights = {n: tensors[n] for n in TENSORS[1:]}
-
-    def loss(weights, x):
-        return ops.gqa(x=x.unsqueeze(0), **weights, **constants).square().sum()
-
-    per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, tensors["x"])
-    for i, x in enumerate(tensors["x"]):
-        _, expected = run(lambda **w: loss(w, x), weights, {}, torch.ones((), dtype=torch.float64))  # noqa: B023
-        for name in weights:
-            assert_agree(per_sample[name][i], expected[name], name)
+    check_per_sample_gradients(ops.gqa, tensors, constants)
 
 
 def test_flops():

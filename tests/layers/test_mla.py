@@ -9,7 +9,15 @@ from torch.library import opcheck
 from attnjourney.nn.multihead_latent_attention import MultiheadLatentAttention
 from attnjourney.ops.mla import mla
 from attnjourney.reference.mla import mla as reference_mla
-from tests.support.layer_checks import assert_agree, aten_calls, check_layer, count_flops, on_device, run
+from tests.support.layer_checks import (
+    assert_agree,
+    aten_calls,
+    check_layer,
+    check_per_sample_gradients,
+    count_flops,
+    on_device,
+    run,
+)
 from tests.support.testing import DTYPES, LAYOUTS, pairs, poison_memory, random_tensor, row_id, threads
 
 ops = torch.ops.attnjourney
@@ -345,16 +353,7 @@ def test_autocast_around_the_backward_changes_nothing():
 
 def test_func():
     tensors, constants = make()
-    weights = {n: tensors[n] for n in TENSORS[1:]}
-
-    def loss(weights, x):
-        return ops.mla(x=x.unsqueeze(0), **weights, **constants).square().sum()
-
-    per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, tensors["x"])
-    for i, x in enumerate(tensors["x"]):
-        _, expected = run(lambda **w: loss(w, x), weights, {}, torch.ones((), dtype=torch.float64))  # noqa: B023
-        for name in weights:
-            assert_agree(per_sample[name][i], expected[name], name)
+    check_per_sample_gradients(ops.mla, tensors, constants)
 
 
 def test_flops():

@@ -1,0 +1,1 @@
+"""Linear attention and Infini-attention."""

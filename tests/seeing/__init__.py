@@ -1,0 +1,1 @@
+"""What shows attention at work: capture, trace, maps, the page."""

@@ -72,6 +72,21 @@ def assert_agree(actual, expected, name, tolerance=SAME):
         assert error <= tolerance, f"{name}: relative error {error:.3g} above {tolerance:.3g}"
 
 
+def check_per_sample_gradients(op, tensors, constants):
+    """vmap of grad over the batch of x gives what a loop gives, for every weight."""
+    __tracebackhide__ = True
+    weights = {name: x for name, x in tensors.items() if name != "x"}
+
+    def loss(weights, x):
+        return op(x=x.unsqueeze(0), **weights, **constants).square().sum()
+
+    per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, tensors["x"])
+    for i, x in enumerate(tensors["x"]):
+        _, expected = run(lambda **w: loss(w, x), weights, {}, torch.ones((), dtype=torch.float64))  # noqa: B023
+        for name in weights:
+            assert_agree(per_sample[name][i], expected[name], name)
+
+
 def aten_calls(function):
     """The names, without their aten::, of the ATen operators that a call runs, those called from C++ too."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
