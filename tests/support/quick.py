@@ -56,6 +56,7 @@ QUICK: dict[str, dict[str, int | None]] = {
     "seeing/test_trace_modules.py": {"test_stages_lead_to_the_result": 4},
     "seeing/test_capture.py": {"test_layers": 4},
     "seeing/test_viz.py": {"test_summary_of_heads_that_do_one_thing": None},
+    "package/test_papers.py": {"test_files_and_folders_exist": None, "test_targets_of_make_exist": None},
     "package/test_isa.py": {"test_the_best_isa_is_taken_and_a_forced_one_is_used": None},
     "package/test_quick_selection.py": {"test_what_is_missing_is_named": None, "test_the_list_names_tests": None},
     "package/test_threads.py": {"test_backward_is_deterministic_and_right_on_any_number_of_threads": 3},

@@ -1,4 +1,5 @@
-// The passes before and after every backward kernel; 256 threads a block.
+// The passes before and after every backward kernel; 256 threads a block. The kernels add dQ up in float32 in memory,
+// which the pass before them clears and that after them rounds.
 #pragma once
 #include "backward_task.cuh"
 #include "scores.cuh"

@@ -1,6 +1,6 @@
 // A mask of blocks beside tiles of rows and keys: which tiles hide everything, nothing or some pairs, and which pairs.
 // The lists are taken as they come: nothing outside the tensors is read whatever they say, and numbers that lead
-// nowhere hide.
+// nowhere hide: a check of them would wait for the device.
 #pragma once
 #include "cuda/ptx/sm80.cuh"
 #include "sequence.cuh"

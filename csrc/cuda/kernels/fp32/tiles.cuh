@@ -1,8 +1,9 @@
 // Tiles of float or double in shared memory and their products on tensor cores, of which those for 16 bits lose too
 // much. Float: three products of TF32, high x high and high x low twice (Ootomo and Yokota, arXiv 2203.03341); the two
-// small ones have sums of their own, and so has every slice of a long sum, since these units do not round but cut.
-// Double: its own instruction. Both hold fragments of 16 x 8 numbers in the same places: C and D elements (g, 2t),
-// (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1) with g = lane / 4, t = lane % 4.
+// small ones have sums of their own, and so has every slice of 64 columns and every tile of keys, since these units do
+// not round but cut; ordinary addition joins the sums, and the error does not grow with the length. Double: its own
+// instruction. Both hold fragments of 16 x 8 numbers in the same places: C and D elements (g, 2t), (g, 2t + 1), (g + 8,
+// 2t), (g + 8, 2t + 1) with g = lane / 4, t = lane % 4.
 #pragma once
 #include "cuda/kernels/common/scores.cuh"
 

@@ -1,0 +1,73 @@
+"""What README.md, CONTRIBUTING.md and csrc/README.md name exists, and the papers for contributors keep their size."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAPERS = ("README.md", "CONTRIBUTING.md", "csrc/README.md")
+NAMES = re.compile(r"`([^`\n]+)`|\]\(([^)#\s]+)\)")
+ENDINGS = "cpp|h|cu|cuh|py|pyi|md|txt|json|png|toml"
+MADE = ("build/", "plots/", "demo-output/", ".venv", "libcuda", "page.html", "maps.png", "old.json", "new.json")
+
+
+def text_of(paper):
+    return (ROOT / paper).read_text()
+
+
+def paths_named(paper):
+    """Files and folders between backquotes or behind links, alone or in commands."""
+    for code, link in NAMES.findall(re.sub(r"^```.*?^```", "", text_of(paper), flags=re.M | re.S)):
+        for word in (link or code).split():
+            word = word.rpartition("=")[2].strip("\"',;").partition("::")[0]
+            if word.startswith(("http", "--", *MADE)) or not re.match(r"\w", word):
+                continue
+            if re.fullmatch(rf"[\w.*<>{{}},/-]*(/|\.({ENDINGS}))|(csrc|tests|docs|tools)/\S+", word):
+                yield word
+
+
+def places(paper, path):
+    """Where a path may count from: the root, and the folders whose map the paper is."""
+    folders = ("", "csrc") if paper == "csrc/README.md" else ("",)
+    pattern = re.sub(r"<[^>]*>", "*", path)
+    options = re.search(r"\{([^}]*)\}", pattern)
+    for one in options[1].split(",") if options else ("",):
+        chosen = pattern.replace(options[0], one) if options else pattern
+        yield [place for folder in folders for place in (ROOT / folder).glob(chosen.rstrip("/"))]
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_files_and_folders_exist(paper):
+    named = sorted(set(paths_named(paper)))
+    assert len(named) > 5
+    missing = [path for path in named if not all(places(paper, path))]
+    assert not missing, f"{paper} names {missing}"
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_targets_of_make_exist(paper):
+    targets = re.findall(r"^([\w-]+):.*## ", (ROOT / "Makefile").read_text(), re.M)
+    named = re.findall(r"(?:`|^)make ([a-z][\w-]*)", text_of(paper), re.M)
+    assert paper == "csrc/README.md" or {"test", "test-quick"} <= set(named)
+    assert set(named) <= set(targets), f"{paper}: make has no {set(named) - set(targets)}"
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_functions_of_the_tests_exist(paper):
+    """Names with an underscore behind the file that holds them: `name` (`path`) or `path` (`name`)."""
+    for file, name in re.findall(r"`([\w/]+\.\w+)` \(`(\w+)`\)", text_of(paper)):
+        holders = [place for found in places(paper, file) for place in found]
+        assert any(re.search(rf"\b{name}\b", place.read_text()) for place in holders), f"{paper}: {file} has no {name}"
+
+
+def test_size_of_the_papers_for_contributors():
+    lines = {paper: text_of(paper).splitlines() for paper in ("CONTRIBUTING.md", "csrc/README.md")}
+    assert len(lines["csrc/README.md"]) <= 130
+    for paper, all_lines in lines.items():
+        assert not [f"{paper}:{i}" for i, line in enumerate(all_lines, 1) if len(line) > 120]
+
+
+def test_six_recipes():
+    recipes = re.findall(r"^### (.*)$", text_of("csrc/README.md").partition("## Recipes")[2], re.M)
+    assert len(recipes) == 6, recipes
