@@ -51,7 +51,14 @@ inline CUtensorMap encode_tensor_map(const TensorMapOf& t) {
 inline CUtensorMap tensor_map(const void* data, const Strides& s, int64_t batch, int64_t heads, int64_t length, int dim,
                               int rows, bool bf16) {
   thread_local const auto recent = std::make_unique<Recent<TensorMapOf, CUtensorMap, 1024>>();
-  const TensorMapOf t{data, s, batch, heads, length, dim, rows, bf16};
+  const TensorMapOf t{.data = data,
+                      .strides = s,
+                      .batch = batch,
+                      .heads = heads,
+                      .length = length,
+                      .dim = dim,
+                      .rows = rows,
+                      .bf16 = bf16};
   const uint64_t mixed = (reinterpret_cast<uintptr_t>(data) >> 8 ^ uint64_t(rows) << 40) * 0x9e3779b97f4a7c15ull;
   return recent->get(t, mixed >> 40, [&] { return encode_tensor_map(t); });
 }

@@ -72,8 +72,13 @@ MhaCall check(const Tensor& query, const OptionalTensor& key, const OptionalTens
 }
 
 MhaMasks masks_of(const MhaCall& c, const Tensor& query, OptionalTensor attn_mask, OptionalTensor key_padding_mask) {
-  const MhaMasks masks{std::move(attn_mask),   std::move(key_padding_mask), c.batch, c.heads, c.q_len, c.kv_len,
-                       layer::lse_dtype(query)};
+  const MhaMasks masks{.attn = std::move(attn_mask),
+                       .padding = std::move(key_padding_mask),
+                       .batch = c.batch,
+                       .heads = c.heads,
+                       .q_len = c.q_len,
+                       .kv_len = c.kv_len,
+                       .sum_dtype = layer::lse_dtype(query)};
   masks.check(query);
   return masks;
 }

@@ -115,7 +115,13 @@ void cpu_linear_forward(const LinearCall& c, const LinearInputs& in, const Tenso
   const StateShape shape(p.head_dim, p.v_head_dim, k.lanes);
   dispatch_compute(c, [&](auto type) {
     using C = decltype(type);
-    Sweep sweep{k.sum_keys, k.forward, shape, false, p.kv_len, p.q_len, true};
+    Sweep sweep{.sum = k.sum_keys,
+                .step = k.forward,
+                .shape = shape,
+                .reverse = false,
+                .sum_len = p.kv_len,
+                .step_len = p.q_len,
+                .writes = true};
     sweep.begin = [&](int64_t head, void* block) {
       read_state(p, initial, head, false, shape, static_cast<C*>(block));
     };
@@ -139,14 +145,26 @@ void cpu_linear_backward(const LinearCall& c, const LinearInputs& in, const Line
     using C = decltype(type);
     std::vector<Sweep> sweeps;
     if (grad_query.dim() == 4) {
-      Sweep sweep{k.sum_keys_transposed, k.backward_query, transposed, false, p.kv_len, p.q_len, true};
+      Sweep sweep{.sum = k.sum_keys_transposed,
+                  .step = k.backward_query,
+                  .shape = transposed,
+                  .reverse = false,
+                  .sum_len = p.kv_len,
+                  .step_len = p.q_len,
+                  .writes = true};
       sweep.begin = [&](int64_t head, void* block) {
         read_state(p, initial, head, true, transposed, static_cast<C*>(block));
       };
       sweeps.push_back(sweep);
     }
     if (wants_keys || wants_state) {
-      Sweep sweep{k.sum_queries, k.backward_key, plain, true, p.q_len, p.kv_len, wants_keys};
+      Sweep sweep{.sum = k.sum_queries,
+                  .step = k.backward_key,
+                  .shape = plain,
+                  .reverse = true,
+                  .sum_len = p.q_len,
+                  .step_len = p.kv_len,
+                  .writes = wants_keys};
       sweep.begin = [&](int64_t head, void* block) { read_state(p, last, head, false, plain, static_cast<C*>(block)); };
       sweep.end = [&](int64_t head, const void* block) {
         write_state(p, static_cast<const C*>(block), plain, head, grad_state, grad_normalizer);

@@ -82,13 +82,13 @@ class OptionInputs {
                            .elements = aten::contiguous(blocks.elements)};
     const auto size = static_cast<int>(c.params.block_size);
     scores_.mask = offsets.data_ptr(), scores_.mask_kind = MaskElement::blocks, scores_.mask_bytes = 4;
-    scores_.blocks = {static_cast<const int*>(blocks_->index.data_ptr()),
-                      static_cast<const int*>(blocks_->partial.data_ptr()),
-                      static_cast<const unsigned char*>(blocks_->elements.data_ptr()),
-                      size,
-                      static_cast<int>((c.params.q_len + size - 1) / size),
-                      static_cast<int>(std::min<int64_t>(blocks_->index.size(0), INT32_MAX)),
-                      static_cast<int>(std::min<int64_t>(blocks_->elements.size(0), INT32_MAX))};
+    scores_.blocks = {.index = static_cast<const int*>(blocks_->index.data_ptr()),
+                      .partial = static_cast<const int*>(blocks_->partial.data_ptr()),
+                      .elements = static_cast<const unsigned char*>(blocks_->elements.data_ptr()),
+                      .size = size,
+                      .rows = static_cast<int>((c.params.q_len + size - 1) / size),
+                      .count = static_cast<int>(std::min<int64_t>(blocks_->index.size(0), INT32_MAX)),
+                      .partial_blocks = static_cast<int>(std::min<int64_t>(blocks_->elements.size(0), INT32_MAX))};
   }
   ScoresOf<Real> scores_{};
   OptionalTensor sinks_, slopes_, seed_;

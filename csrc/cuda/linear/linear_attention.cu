@@ -19,8 +19,16 @@ class Operands {
     const int64_t per_chunk = 16 / x.element_size();
     bool chunks = reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0 && x.size(3) % per_chunk == 0;
     for (int d = 0; d < 3; d++) chunks = chunks && (x.size(d) <= 1 || x.stride(d) % per_chunk == 0);
-    return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2), static_cast<int>(x.size(3)),
-            map,          factor,      nullptr,     blocked,     chunks};
+    return {.data = x.data_ptr(),
+            .batch = x.stride(0),
+            .head = x.stride(1),
+            .row = x.stride(2),
+            .cols = static_cast<int>(x.size(3)),
+            .map = map,
+            .factor = factor,
+            .scales = nullptr,
+            .blocked = blocked,
+            .chunks = chunks};
   }
   void* dense(const OptionalTensor& t) { return t && t->numel() ? keep(aten::contiguous(*t)).data_ptr() : nullptr; }
   Tensor scratch(const Tensor& like, int64_t numbers, ScalarType dtype) {
