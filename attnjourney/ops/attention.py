@@ -105,7 +105,7 @@ def attention(
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     if causal_alignment != "top_left":
         options["causal_alignment"] = alignment_index(causal_alignment)
-    if window_size is not UNBOUNDED:
+    if window_size != UNBOUNDED:
         options["window_size"] = window_size
     if prefix_length != 0:
         options["prefix_length"] = prefix_length

@@ -112,7 +112,7 @@ def decode_options(
     options: dict[str, Any] = {}
     if not is_causal:
         options["is_causal"] = False
-    if window_size is not UNBOUNDED:
+    if window_size != UNBOUNDED:
         options["window_size"] = window_size
     if scale is not None:
         options["scale"] = scale

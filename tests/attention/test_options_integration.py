@@ -1,5 +1,8 @@
 """The options under torch.compile, torch.func, autocast, checkpointing and opcheck."""
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 from torch.func import grad, vmap
@@ -117,3 +120,36 @@ def test_a_plain_call_with_the_defaults_spelled_out_is_the_same():
     q, k, v = (random_tensor((2, 3, 20, 8), seed=s) for s in range(3))
     spelled = dict(window_size=(-1, -1), prefix_length=0, softcap=0.0, causal_alignment="top_left")
     assert torch.equal(attention(q, k, v), attention(q, k, v, **spelled))
+
+
+def test_a_window_is_an_argument_of_a_compiled_function():
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x, window: attention(x, x, x, window_size=window), fullgraph=True, backend="eager", dynamic=True
+    )
+    x = random_tensor((1, 2, 12, 8))
+    for window in ((3, 0), (5, 2), (-1, -1)):
+        torch.testing.assert_close(compiled(x, window), attention(x, x, x, window_size=window))
+
+
+def test_no_tuples_are_compared_by_identity():
+    """Dynamo of torch 2.11 and 2.12 does not trace it, and an equal tuple of the caller's is another object."""
+    package = Path(attnjourney.__file__).parent
+    trees = {path: ast.parse(path.read_text()) for path in sorted(package.rglob("*.py"))}
+    nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
+    constants = {
+        target.id
+        for _, node in nodes
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
+        for target in node.targets
+        if isinstance(target, ast.Name) and target.id.isupper()
+    }
+    assert "UNBOUNDED" in constants
+    found = [
+        f"{path.relative_to(package)}:{node.lineno}"
+        for path, node in nodes
+        if isinstance(node, ast.Compare) and any(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops)
+        for side in (node.left, *node.comparators)
+        if isinstance(side, ast.Tuple) or getattr(side, "id", getattr(side, "attr", None)) in constants
+    ]
+    assert not found
