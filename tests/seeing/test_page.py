@@ -97,6 +97,9 @@ def test_twelve_layers_of_twelve_heads_and_200_tokens_are_a_small_file():
         (dict(weights=torch.zeros(2, 3, 1, N, N).unbind()), None, ""),
         (dict(weights=[torch.zeros(2, 1, N, N)]), ValueError, "weights: expected.*of one sequence"),
         (dict(layers=[1]), ValueError, "layers: expected 2 of them, got 1"),
+        (dict(layers=["a", "b"]), TypeError, "layers: expected whole numbers, got 'a'"),
+        (dict(layers=3), TypeError, "layers: expected a sequence, got int"),
+        (dict(heads=[[0, 1, 2.5], [3, 4]]), TypeError, "heads: expected whole numbers, got 2.5"),
         (dict(heads=[[0], [1]]), ValueError, "heads: expected 3 of them, got 1"),
     ],
 )

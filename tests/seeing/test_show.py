@@ -125,6 +125,26 @@ def test_training_learns():
     assert losses[-1] < 0.5 * losses[0]
 
 
+def spoil(what: str, state: dict) -> None:
+    weights, config = state["model"], state["identity"]["config"]
+    if what == "missing":
+        del weights["blocks.1.mlp.0.weight"]
+    elif what == "endless loss":
+        state["losses"] = [10**400]
+    elif what == "no width":
+        weights["embedding.weight"] = torch.tensor(1.0)
+    elif what == "complex":
+        weights["head.weight"] = weights["head.weight"] * (1 + 1j)
+    elif what == "stride 0":  # a model of 7 GiB out of 4 bytes
+        weights["positions.weight"] = torch.zeros(1).expand(20_000_000, weights["embedding.weight"].shape[1])
+    elif what == "one storage":
+        weights.update({f"blocks.1.{n}": weights["embedding.weight"] for n in range(9)})
+    elif what == "empty blocks":  # 50 MB each in memory, 4 bytes in the file
+        weights.update({f"blocks.{n}.x": torch.zeros(1) for n in range(2, 1000)})
+    else:
+        config["heads"] = {"other heads": 3, "no heads": 0, "endless heads": math.inf}[what]
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -137,6 +157,13 @@ def test_training_learns():
         "missing",
         "other heads",
         "no heads",
+        "endless heads",
+        "endless loss",
+        "no width",
+        "complex",
+        "stride 0",
+        "one storage",
+        "empty blocks",
     ],
     ids=str,
 )
@@ -146,10 +173,8 @@ def test_what_is_no_checkpoint(demo, tmp_path, capsys, content):
         path.write_bytes(content)
     else:
         state = torch.load(demo / "checkpoints" / "gqa.pt", weights_only=True)
-        if content == "missing":
-            del state["model"]["blocks.1.mlp.0.weight"]
-        elif isinstance(content, str):
-            state["identity"]["config"]["heads"] = {"other heads": 3, "no heads": 0}[content]
+        if isinstance(content, str):
+            spoil(content, state)
         else:
             state = content
         torch.save(state, path)

@@ -57,9 +57,12 @@ def load(path: str | os.PathLike) -> tuple[ByteGPT, list[float]]:
     try:
         weights = {_name(name): weight for name, weight in saved["model"].items()}
         config, losses = saved["identity"]["config"], [float(loss) for loss in saved["losses"]]
+        _check_weights(weights)
+        with torch.device("meta"):  # without memory: names and shapes first
+            _model(int(config["heads"]), weights).load_state_dict(weights, assign=True)
         model = _model(int(config["heads"]), weights)
         model.load_state_dict(weights)
-    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError, RuntimeError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         what = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"{path}: not a checkpoint of a byte-level GPT ({what})") from error
     return model.eval(), losses
@@ -71,8 +74,22 @@ def _name(name: str) -> str:
     return block + attention + NAMES.get(own, own) if name.startswith("blocks.") else name
 
 
+def _check_weights(weights: dict[str, Tensor]) -> None:
+    """Dense real numbers that are all in the file: a stride of 0, or one storage under many names, claims any size."""
+    claimed, stored = 0, {}
+    for name, weight in weights.items():
+        if not isinstance(weight, Tensor) or weight.layout != torch.strided or not weight.is_floating_point():
+            got = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
+            raise TypeError(f"{name}: expected a dense tensor of real numbers, got {got}")
+        claimed += weight.numel() * weight.element_size()
+        storage = weight.untyped_storage()
+        stored[storage.data_ptr()] = storage.nbytes()
+    if claimed > sum(stored.values()):
+        raise ValueError(f"its weights claim {claimed} bytes, the file has {sum(stored.values())}")
+
+
 def _model(heads: int, weights: dict[str, Tensor]) -> ByteGPT:
-    """A model of the kind and the sizes that the weights tell, which a file cannot make larger than itself."""
+    """A model of the kind and the sizes that the weights tell."""
     layers = len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
     first = "blocks.0.attention."
     own = {name.removeprefix(first): weight for name, weight in weights.items() if name.startswith(first)}

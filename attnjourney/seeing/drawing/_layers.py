@@ -59,7 +59,19 @@ def as_layer(layer: Tensor | Record) -> Layer:
 
 def numbers(name: str, given: Sequence | None, count: int, default: Sequence) -> list:
     """The labels given, or the default."""
-    given = list(default if given is None else given)
+    try:
+        given = list(default if given is None else given)
+    except TypeError:
+        raise TypeError(f"{name}: expected a sequence, got {type(given).__name__}") from None
     if len(given) != count:
         raise ValueError(f"{name}: expected {count} of them, got {len(given)}")
+    return given
+
+
+def whole_numbers(name: str, given: Sequence | None, count: int, default: Sequence) -> list:
+    """`numbers` that are int, or can stand for one."""
+    given = numbers(name, given, count, default)
+    for x in given:
+        if not hasattr(type(x), "__index__"):
+            raise TypeError(f"{name}: expected whole numbers, got {x!r}")
     return given

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ._blocks import BLOCK_ELEMENTS, WeightBlocks
-from ._layers import Weights, as_layers, numbers
+from ._layers import Weights, as_layers, numbers, whole_numbers
 
 
 @dataclass(frozen=True)
@@ -121,15 +121,16 @@ def weights_summary(
         layers: their numbers; 0, 1, ... by default.
         heads: for each layer the numbers of its heads; those recorded, or 0, 1, ..., by default.
 
-    Raises ValueError for shapes, for numbers of labels and for sink_keys; TypeError for what holds no weights.
+    Raises ValueError for shapes, for numbers of labels and for sink_keys; TypeError for what holds no weights
+    and for what is no number.
     """
     _check_sink_keys(sink_keys)
     found = as_layers(weights)
-    layers = numbers("layers", layers, len(found), range(len(found)))
+    layers = whole_numbers("layers", layers, len(found), range(len(found)))
     heads = numbers("heads", heads, len(found), [layer.heads for layer in found])
     summary = HeadSummary(())
     for layer, number, names in zip(found, layers, heads):
-        names = numbers("heads", names, len(layer.heads), ())
+        names = whole_numbers("heads", names, len(layer.heads), ())
         weights = layer.weights.movedim(-3, 0)  # (heads, *batch, q_len, kv_len)
         positions = torch.arange(weights.shape[-2], device=weights.device)
         sums = _Sums(len(names), sink_keys)
