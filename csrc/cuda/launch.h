@@ -32,9 +32,9 @@ void sm90_full_forward_fp16(ForwardTask, const TileKinds& kinds, const Device&, 
 void sm80_tile_kinds(const SequenceTask&, const TileKinds&, int keys, cudaStream_t);
 
 // float on Hopper without options, head_dim up to 128: planes first, then the products. Does nothing where numbers do
-// not split (Fp16x2Planes::rare), and then the fallback does all.
+// not split (Fp16x2Planes::needs_fallback), and then the fallback does all.
 void sm90_fp16x2_forward_float(ForwardTask, const Fp16x2Planes&, const Device&, cudaStream_t);
-void fp32_forward_fallback_float(ForwardTask, const uint32_t* rare, const Device&, cudaStream_t);
+void fp32_forward_fallback_float(ForwardTask, const uint32_t* needs_fallback, const Device&, cudaStream_t);
 
 // float and double: all options, on mma.sync
 void fp32_forward_float(ForwardTaskOf<float>, bool ranged, const Device&, cudaStream_t);
@@ -44,7 +44,7 @@ void fp32_backward_double(BackwardTaskOf<double>, bool ranged, const Device&, cu
 
 // float without options, head_dim up to 128: the same in two steps
 void fp16x2_backward_float(const BackwardTask&, const Fp16x2BackwardPlanes&, const Device&, cudaStream_t);
-void fp32_backward_fallback_float(const BackwardTask&, const uint32_t* rare, const Device&, cudaStream_t);
+void fp32_backward_fallback_float(const BackwardTask&, const uint32_t* needs_fallback, const Device&, cudaStream_t);
 
 void sm80_backward_bf16(BackwardTask, bool ranged, const Device&, cudaStream_t);
 void sm80_backward_fp16(BackwardTask, bool ranged, const Device&, cudaStream_t);

@@ -19,8 +19,8 @@ inline void fp16x2_backward(const BackwardTask& p, const Tensor& query, const De
   w.key = w.grad_out + query_bytes, w.value = w.key + key_bytes;
   w.query_scale = reinterpret_cast<float4*>(w.value + key_bytes);
   w.key_scale = w.query_scale + queries * w.query_tiles;
-  w.rare = reinterpret_cast<uint32_t*>(w.key_scale + keys * w.key_tiles);
-  cuda_check(cudaMemsetAsync(w.rare, 0, 4, stream), "cudaMemsetAsync");
+  w.needs_fallback = reinterpret_cast<uint32_t*>(w.key_scale + keys * w.key_tiles);
+  cuda_check(cudaMemsetAsync(w.needs_fallback, 0, 4, stream), "cudaMemsetAsync");
   fp16x2_backward_float(p, w, device, stream);
 }
 

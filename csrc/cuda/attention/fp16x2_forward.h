@@ -19,10 +19,10 @@ inline void fp16x2_forward(const ForwardTask& p, const Tensor& query, const Devi
   w.key = w.query + query_bytes, w.value = w.key + key_bytes;
   w.key_scale = reinterpret_cast<float4*>(w.value + key_bytes);
   w.query_scale = reinterpret_cast<float*>(w.value + key_bytes + key_scales);
-  w.rare = reinterpret_cast<uint32_t*>(w.query_scale + queries * w.query_tiles);
-  cuda_check(cudaMemsetAsync(w.rare, 0, 4, stream), "cudaMemsetAsync");
+  w.needs_fallback = reinterpret_cast<uint32_t*>(w.query_scale + queries * w.query_tiles);
+  cuda_check(cudaMemsetAsync(w.needs_fallback, 0, 4, stream), "cudaMemsetAsync");
   sm90_fp16x2_forward_float(p, w, device, stream);
-  fp32_forward_fallback_float(p, w.rare, device, stream);
+  fp32_forward_fallback_float(p, w.needs_fallback, device, stream);
 }
 
 }  // namespace attnjourney

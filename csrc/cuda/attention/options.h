@@ -1,6 +1,7 @@
 // The options of a call as the kernels take them, and their gradients.
 #pragma once
 #include "attention/attention.h"
+#include "core/constants.h"
 #include "cuda/kernels/common/mask_tiles.cuh"
 #include "cuda/launch.h"
 #include "per_head.h"
@@ -34,7 +35,6 @@ class OptionInputs {
     (void)is_causal, (void)causal_alignment, (void)window, (void)prefix_length;      // describe
     (void)cu_seqlens_q, (void)cu_seqlens_k, (void)key_lengths, (void)query_lengths;  // Indices
     (void)scale, (void)enable_gqa;                                                   // describe
-    const double log2_e = 1.4426950408889634;
     if (softcap > 0) {
       scores_.cap_log2 = static_cast<Real>(softcap * log2_e);
       scores_.cap_factor = static_cast<Real>(2 * log2_e * c.params.scale / softcap);

@@ -1,5 +1,6 @@
 // From a checked call to the parameters of every kernel.
 #pragma once
+#include "core/constants.h"
 #include "cuda/layout.h"
 #include "sequences.h"
 
@@ -22,7 +23,7 @@ void describe(Task& p, const AttentionCall& c, const Indices& indices, const Vie
   p.head_dim = static_cast<int>(chunks(c.params.head_dim, chunk));
   p.v_head_dim = static_cast<int>(chunks(c.params.v_head_dim, chunk));
   if (c.packed) p.query_strides.batch = p.key_strides.batch = p.value_strides.batch = 0;
-  p.scale_log2 = static_cast<decltype(p.scale_log2)>(c.params.scale * 1.4426950408889634);
+  p.scale_log2 = static_cast<decltype(p.scale_log2)>(c.params.scale * log2_e);
 }
 
 }  // namespace attnjourney

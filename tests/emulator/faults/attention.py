@@ -192,7 +192,7 @@ SM80_BACKWARD = [
         "first = some ? any.begin / Rows : 0;",
         "first = some ? any.begin / Rows + 1 : 0;",
     ),
-    ("delta left out", "sm80/backward.cuh", "(dp[i][j][e] - (e & 1 ? delta.y : delta.x))", "dp[i][j][e]"),
+    ("delta left out", "sm80/backward.cuh", "(dp[i][j][e] - row_delta)", "dp[i][j][e]"),
 ]
 
 FORWARD_OPTIONS = [
@@ -261,10 +261,10 @@ BACKWARD_OPTIONS = [
         "c / 2 % RowTiles * 8 + c % 2,",
         "c / 2 % RowTiles * 8 + (c + 1) % 2,",
     ),
-    ("one head's slope goes on in the next", "sm80/backward.cuh", "        slope_sum = 0.f;\n", ""),
+    ("one head's slope goes on in the next", "sm80/backward.cuh", "@slope_of_head", ""),
     ("one warp's part of the slope", "common/slope_sum.cuh", "w < Warps; w++", "w < 1; w++"),
     ("sign of the sink's gradient", "common/backward_heads.cuh", "sum -= ptx::exp2", "sum += ptx::exp2"),
-    ("the next tile's mask", "sm80/backward.cuh", "own_key(l), here}", "own_key(l), seen}"),
+    ("the next tile's mask", "sm80/backward.cuh", "l.key(), seen}", "l.key(), found.seen}"),
     (
         "a mask's gradient of all items",
         "common/mask_gradient.cuh",
@@ -288,13 +288,13 @@ BACKWARD_OPTIONS = [
     (
         "a row that is not seen leaks into dV",
         "sm80/backward.cuh",
-        "accumulate_guarded(dv, sp,",
-        "accumulate(dv, pf, sp,",
+        "accumulate_guarded(dv, weight_tile,",
+        "accumulate(dv, weights, weight_tile,",
     ),
 ]
 SMALL_BACKWARD = [  # of kernels for 99 KB of shared memory (emulator/test_small.py): kernel, what, ...
     ("64-fp16", "dO fetched while others read it", "sm80/backward.cuh", "@grad_out_read", ""),
-    ("64-fp16", "dO of the tile before", "sm80/backward.cuh", "if (next < total) load_out(0, at.head, at.tile);", ""),
+    ("64-fp16", "dO of the tile before", "sm80/backward.cuh", "if (next < total) load_grad_out(0);", ""),
     ("256-fp16", "half of dQ left out", "sm80/backward.cuh", "i < kParts / kWarps;", "i < 1;"),
     (
         "256-fp16",
@@ -359,15 +359,15 @@ BACKWARD_BLOCKS = [
         "head = first_head + number / per_head();",
         "head = first_head;",
     ),
-    ("partial tiles are not looked at", "sm80/backward.cuh", "blocks && !window.whole(it)", "false"),
+    ("partial tiles are not looked at", "common/next_tile.cuh", "blocks && !window.whole(n)", "false"),
     ("elements of another group", "common/block_tiles.cuh", "(row0 + F::row(kGroup * m)) % size", "row0 % size"),
 ]
 DETERMINISTIC_BLOCKS = [
     (
         "a turn is not passed on",
-        "sm80/backward.cuh",
-        "for (; it < to; it++, at.next()) pass_turn();",
-        "at.go(it = to, where.first_head);",
+        "common/next_tile.cuh",
+        "for (; n < to; n++, at.next()) pass_turn();",
+        "at.go(to, where.first_head);",
     ),
 ]
 WEIGHTS = [
@@ -424,12 +424,12 @@ NAN_SM90_FORWARD = [
 ]
 PADDING = [("rows past the length", "sm90/tma_rows.cuh", "if (end >= min(row + Rows, length)) {", "if (true) {")]
 NAN_SM80_BACKWARD = [
-    ("a hidden dS", "sm80/backward.cuh", "if (Guarded::value && pr[e] == 0.f) ds[e] = 0.f;", ""),
+    ("a hidden dS", "sm80/backward.cuh", "if (Guarded && weight[e] == 0.f) ds[e] = 0.f;", ""),
     (
         "a gradient that a hidden pair brings",
         "sm80/backward.cuh",
-        "accumulate_guarded(dv, sp,",
-        "accumulate(dv, pf, sp,",
+        "accumulate_guarded(dv, weight_tile,",
+        "accumulate(dv, weights, weight_tile,",
     ),
 ]
 FP32_FORWARD = [
@@ -456,12 +456,12 @@ FP32_BACKWARD = [
     ("tiles read before they landed", "fp32/mask_gradient.cuh", "      ptx::cp_async_wait<0>();\n", ""),
 ]
 FP32_FORWARD_BLOCKS = [
-    ("partial tiles are not looked at", "fp32/forward.cuh", "if (blocks && !window.whole(n))\n", "if (false)\n"),
+    ("partial tiles are not looked at", "common/next_tile.cuh", "blocks && !window.whole(n)", "false"),
     ("what was found lies where the flags are", "fp32/forward.cuh", "flags + kFlagBytes / 4", "flags"),
 ]
 FP32_BACKWARD_BLOCKS = [
-    ("partial tiles are not looked at", "fp32/backward.cuh", "blocks() && !window.whole(it);", "false;"),
-    ("a turn is not passed on", "fp32/backward.cuh", "it++, at.next()) pass_turn();", "it++, at.next());"),
+    ("partial tiles are not looked at", "common/next_tile.cuh", "blocks && !window.whole(n)", "false"),
+    ("a turn is not passed on", "common/next_tile.cuh", "n++, at.next()) pass_turn();", "n++, at.next());"),
 ]
 NAN_SM90_BACKWARD = [
     ("keys stay as they are", "sm90/backward.cuh", "if (Ranged) bad_keys = Guard::clean_keys(memory, smem);", ""),

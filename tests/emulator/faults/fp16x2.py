@@ -4,8 +4,8 @@ PLANES, SPLIT = "fp32/fp16x2_planes.cuh", "sm90/fp16x2_forward.cuh"
 
 PREPARE = [
     ("numbers that are not finite not counted", PLANES, "most >> 23 > exponent;", "false;"),
-    ("small rows not counted", PLANES, "rare = rare || small(rows[i]);", ";"),
-    ("small columns not counted", PLANES, "rare || (r.columns && small(columns[e]))", "rare"),
+    ("small rows not counted", PLANES, "needs_fallback = needs_fallback || small(rows[i]);", ";"),
+    ("small columns not counted", PLANES, "needs_fallback || (r.columns && small(columns[e]))", "needs_fallback"),
     ("rows past a length are read", PLANES, "row < r.end && column < r.dim", "row < r.length && column < r.dim"),
     ("columns past head_dim are read", PLANES, "row < r.end && column < r.dim", "row < r.end"),
     ("maxima read before they are written", PLANES, "= most;\n  __syncthreads();", "= most;"),
@@ -68,5 +68,5 @@ FORWARD = [
     ("rows past the end are written", SPLIT, "if (r >= task.q_len) continue;", ""),
     ("rows that see nothing not written", SPLIT, "write_zeros(r0, t, slot, task);", ""),
     ("tiles of others not passed over", SPLIT, "k < start; k++, count++", "k < start; k++"),
-    ("left to Fp32Forward never", "fp32/forward.cuh", "if (*rare == 0) return;", "return;"),
+    ("left to Fp32Forward never", "fp32/forward.cuh", "if (*needs_fallback == 0) return;", "return;"),
 ]

@@ -16,7 +16,7 @@ ALL = [
         "max(max(parts.x, parts.y), max(parts.z, parts.w))",
         "largest",
     ),
-    ("dS beyond halves", SPLIT, "(2 * 127 + 14 - exponent) << 23", "(2 * 127 + 18 - exponent) << 23"),
+    ("dS beyond halves", SPLIT, "split(f, ds, power.scale());", "split(f, ds, 16 * power.scale());"),
     ("mask off by one tile", SPLIT, "at.tile * Rows + Rows > range.whole_end", "at.tile * Rows > range.whole_end"),
     ("next head forgotten", SPLIT, "Place{at.pair + 1, range.first}", "Place{at.pair, range.first}"),
     ("scale of the first rows for all", SPLIT, "at.tile / (Fp16x2Size<D>::kRows / Rows)", "0"),

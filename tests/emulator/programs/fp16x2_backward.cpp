@@ -1,6 +1,6 @@
 // float32 in planes of halves, as csrc/cuda/inst/fp32/fp16x2_backward.cu launches it: the passes, the products, and
 // Fp32Backward for what does not split. -DDIM: 64 or 128; -DALONE: without Fp32Backward, which takes long to compile.
-// stdin, stdout: as backward.cpp, then Fp16x2BackwardPlanes::rare; `cut`: sums are cut off.
+// stdin, stdout: as backward.cpp, then Fp16x2BackwardPlanes::needs_fallback; `cut`: sums are cut off.
 #include "backward_task.h"
 //
 #include "fp16x2_backward_kernels.h"
@@ -27,9 +27,9 @@ int main(int argc, char** argv) {
     emulator::Buffer<unsigned char> key(key_bytes, "key planes"), value(key_bytes, "value planes");
     emulator::Buffer<float4> query_scale(pairs * w.query_tiles, "query scales");
     emulator::Buffer<float4> key_scale(kv_pairs * w.key_tiles, "key scales");
-    emulator::Buffer<uint32_t> rare(std::vector<uint32_t>{0}, "rare");
+    emulator::Buffer<uint32_t> needs_fallback(std::vector<uint32_t>{0}, "needs_fallback");
     w.query = query.data, w.grad_out = grad_out.data, w.key = key.data, w.value = value.data;
-    w.query_scale = query_scale.data, w.key_scale = key_scale.data, w.rare = rare.data;
+    w.query_scale = query_scale.data, w.key_scale = key_scale.data, w.needs_fallback = needs_fallback.data;
 
     emulator::Options order = a.options();
     order.cut_sums = a["cut"];
@@ -47,10 +47,10 @@ int main(int argc, char** argv) {
 #ifndef ALONE
     using Wide = Fp32BackwardOf<float, DIM>;
     emulator::launch(fp32_backward_fallback<Wide>, dim3(p.turn ? blocks : std::min(blocks, 2u)), dim3(Wide::kThreads),
-                     Wide::kSmemBytes, order, p, w.rare, blocks);
+                     Wide::kSmemBytes, order, p, w.needs_fallback, blocks);
 #endif
-    pass(fp16x2_query<Kernel>, count * (DIM / 4), static_cast<const uint32_t*>(w.rare), count);
+    pass(fp16x2_query<Kernel>, count * (DIM / 4), static_cast<const uint32_t*>(w.needs_fallback), count);
     in.write_gradients();
-    driver::write(rare);
+    driver::write(needs_fallback);
   });
 }

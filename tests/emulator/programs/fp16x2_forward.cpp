@@ -1,6 +1,6 @@
 // float32 on Hopper, as csrc/cuda/attention/attention.cu calls it: planes, the products, and Fp32Forward for what does
 // not split. -DDIM: 64 or 128; -DALONE: without Fp32Forward, which takes long to compile. stdin, stdout: as
-// forward_call.h, then Fp16x2Planes::rare; `cut`: sums are cut off.
+// forward_call.h, then Fp16x2Planes::needs_fallback; `cut`: sums are cut off.
 #include "forward_call.h"
 //
 #include "fp16x2_forward_kernels.h"
@@ -23,9 +23,9 @@ int main(int argc, char** argv) {
     const auto pairs = [&](int heads, int tiles) { return static_cast<size_t>(q.batch) * heads * tiles; };
     emulator::Buffer<float> query_scale(pairs(q.heads, w.query_tiles), "query scales");
     emulator::Buffer<float4> key_scale(pairs(k.heads, w.key_tiles), "key scales");
-    emulator::Buffer<uint32_t> rare(std::vector<uint32_t>{0}, "rare");
+    emulator::Buffer<uint32_t> needs_fallback(std::vector<uint32_t>{0}, "needs_fallback");
     w.query = queries.data, w.key = keys.data, w.value = values.data;
-    w.query_scale = query_scale.data, w.key_scale = key_scale.data, w.rare = rare.data;
+    w.query_scale = query_scale.data, w.key_scale = key_scale.data, w.needs_fallback = needs_fallback.data;
 
     emulator::Options order = a.options();
     const auto blocks = static_cast<unsigned>(query_scale.size + 2 * key_scale.size);
@@ -45,9 +45,9 @@ int main(int argc, char** argv) {
     using Wide = Fp32ForwardOf<float, DIM>;
     c.plan(a, Wide::kRows);
     emulator::launch(fp32_forward_fallback<Wide>, dim3(std::min(2, p.total)), dim3(Wide::kThreads), Wide::kSmemBytes,
-                     order, p, w.rare);
+                     order, p, w.needs_fallback);
 #endif
     c.finish();
-    driver::write(rare);
+    driver::write(needs_fallback);
   });
 }

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "core/constants.h"
+
 #define ATTN_INLINE __attribute__((always_inline)) inline
 #define ATTN_NOINLINE __attribute__((noinline))
 #define ATTN_UNROLL _Pragma("GCC unroll 32")
@@ -14,8 +16,6 @@ namespace {
 ATTN_INLINE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 ATTN_INLINE int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 ATTN_INLINE int64_t round_up(int64_t x, int64_t m) { return (x + m - 1) / m * m; }
-
-constexpr double log2_e = 1.4426950408889634, ln_2 = 0.6931471805599453;
 
 // Numbers as they lie in memory. 16-bit ones are computed with in float.
 struct bf16 {

@@ -32,7 +32,7 @@ ATTN_INLINE Vd exp2_fraction(Vd f) {
   p = fma(p, f, Vd::set(0.009618129107587256));
   p = fma(p, f, Vd::set(0.055504108664821625));
   p = fma(p, f, Vd::set(0.24022650695910158));
-  p = fma(p, f, Vd::set(0.6931471805599453));
+  p = fma(p, f, Vd::set(ln_2));
   return fma(p, f, Vd::set(1.0));
 }
 ATTN_INLINE Vd exp2(Vd t, double least = -1021.0) {

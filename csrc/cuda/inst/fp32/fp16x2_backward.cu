@@ -21,8 +21,8 @@ void launch_fp16x2_backward(const BackwardTask& task, const Fp16x2BackwardPlanes
                 stream, task, w);
   launch_kernel(fp16x2_backward<Kernel>, int64_t{task.key_tiles} * task.kv_heads * task.batch, Kernel::kThreads,
                 Kernel::kSmemBytes, stream, task, w);
-  fp32_backward_fallback_float(task, w.rare, device, stream);
-  if (task.grad_query) pass(fp16x2_query<Kernel>, rows * (D / 4), static_cast<const uint32_t*>(w.rare), rows);
+  fp32_backward_fallback_float(task, w.needs_fallback, device, stream);
+  if (task.grad_query) pass(fp16x2_query<Kernel>, rows * (D / 4), static_cast<const uint32_t*>(w.needs_fallback), rows);
 }
 
 }  // namespace

@@ -50,7 +50,7 @@ struct AttentionWeights {
     const int64_t at = row * s.mask_row + key * s.mask_col;
     const C x = s.mask_kind == MaskElement::fp32 ? C(reinterpret_cast<const float*>(h.mask)[at])
                                                  : ptx::to_float(reinterpret_cast<const T*>(h.mask)[at]);
-    const C lowest = sizeof(C) == 4 ? C(kLowest / kLog2E) : C(-5.5e307);
+    const C lowest = sizeof(C) == 4 ? C(kLowest / float(log2_e)) : C(-5.5e307);
     return x == -C(INFINITY) || x >= lowest ? x : lowest;
   }
 

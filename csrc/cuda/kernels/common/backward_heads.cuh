@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kPassThreads) backward_per_head(const Backward
     const int64_t pair = int64_t(b) * p.q_heads + items.head, first = scratch_row(p, b, items.head);
     if (Sinks) {
       constexpr Real kHighest = Limits<Real>::kHighest;
-      const Real sink = fmax(-kHighest, fmin(p.scores.sinks[pair] * Limits<Real>::kLog2E, kHighest));
+      const Real sink = fmax(-kHighest, fmin(p.scores.sinks[pair] * Real(log2_e), kHighest));
       const int rows = packed ? sequence_of<true>(p, b).rows : p.rows;
       for (int r = threadIdx.x; r < (rows + p.tile_rows - 1) / p.tile_rows * p.tile_rows; r += kPassThreads)
         sum -= ptx::exp2(sink - p.lse2[first + r]) * p.delta[first + r];

@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kPassThreads) backward_prepare(const BackwardT
     const float lse = exists ? p.lse[stat] : -INFINITY;
     if (p.grad_lse && exists) sum -= p.grad_lse[stat];
     const int64_t at = first + stat_position(row);
-    const float lse2 = lse * 1.4426950408889634f;
+    const float lse2 = lse * float(log2_e);
     p.lse2[at] = lse == -INFINITY ? INFINITY : lse2 > kHighest ? kHighest : lse2;  // a sink may be as large; NaN stays
     p.delta[at] = lse == -INFINITY ? 0.f : sum;
   }

@@ -1,4 +1,4 @@
-// What a backward kernel is told, and the order in which its tiles are worked on.
+// The parameters of a backward kernel, and the order in which its tiles are worked on.
 #pragma once
 #include <cstdint>
 
@@ -144,7 +144,8 @@ struct BackwardQueries {
   }
   // do rows [row, row + Rows) see all keys of the block?
   __device__ __forceinline__ bool whole(int row) const { return row >= whole_begin && row + Rows <= whole_end; }
-  // How many blocks add to this query tile before this one: of those whose keys its first row sees, and the later ones.
+  // How many blocks add to this query tile before this one: those of the prefix, and of the window of its first row
+  // from that one's first key on. A last block whose keys end early works on rows as if it had them all.
   __device__ __forceinline__ int turn(const BackwardTile& t, const Sequence& s) const {
     if (!Ranged) return t.key_tile;
     return tiles_of<Keys>(s.keys.row(tile * Rows)).number(t.key_tile);

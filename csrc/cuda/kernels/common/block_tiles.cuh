@@ -1,4 +1,4 @@
-// A mask of blocks beside tiles of rows and keys: which tiles hide everything, nothing or some pairs, and which pairs.
+// A mask of blocks next to tiles of rows and keys: which tiles hide everything, nothing or some pairs, and which pairs.
 // The lists are taken as they come: nothing outside the tensors is read whatever they say, and numbers that lead
 // nowhere hide: a check of them would wait for the device.
 #pragma once

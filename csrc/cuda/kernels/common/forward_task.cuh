@@ -1,4 +1,4 @@
-// What a forward kernel is told, and the order in which its tiles of query rows are worked on.
+// The parameters of a forward kernel, and the order in which its tiles of query rows are worked on.
 #pragma once
 #include <cstdint>
 

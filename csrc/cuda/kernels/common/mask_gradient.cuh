@@ -1,6 +1,6 @@
 // The gradient of a floating mask in the mask's own shape, without atomics: one block sums a tile of 64 rows by Keys
 // keys (all of them, where the mask broadcasts over rows or keys) over the heads and batch items that share it, one
-// after the other, from S = Q K^T and dP = dO V^T computed once more. Four warps of 16 rows.
+// after the other, from S = Q K^T and dP = dO V^T, recomputed. Four warps of 16 rows.
 #pragma once
 #include "backward_task.cuh"
 #include "scores.cuh"

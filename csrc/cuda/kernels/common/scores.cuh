@@ -1,7 +1,8 @@
-// What the options of attention do to a tile of scores: softcap, ALiBi, mask tensors, dropout. Written once for both
-// kernels on mma.sync, which hold a tile in fragments of different shapes.
+// What the options of attention do to a tile of scores: softcap, ALiBi, mask tensors, dropout. Written once for all
+// kernels, which hold a tile in fragments of different shapes.
 #pragma once
 #include "block_tiles.cuh"
+#include "core/constants.h"
 #include "core/philox.h"
 #include "cuda/ptx/sm80.cuh"
 
@@ -10,13 +11,13 @@ namespace attnjourney {
 // What a finite bias is at least in log2 units, and a sink at most.
 template <class Real>
 struct Limits {
-  static constexpr Real kLog2E = 1.4426950408889634f, kLowest = -1.7e38f, kHighest = 3.4e38f;
+  static constexpr Real kLowest = -1.7e38f, kHighest = 3.4e38f;
 };
 template <>
 struct Limits<double> {
-  static constexpr double kLog2E = 1.4426950408889634074, kLowest = -0.89e308, kHighest = 1.79e308;
+  static constexpr double kLowest = -0.89e308, kHighest = 1.79e308;
 };
-constexpr float kLog2E = Limits<float>::kLog2E, kLowest = Limits<float>::kLowest, kHighest = Limits<float>::kHighest;
+constexpr float kLowest = Limits<float>::kLowest, kHighest = Limits<float>::kHighest;
 
 // The elements of a thread, (row, key) from that of element 0: m16n8k16 accumulators with rows down (forward),
 template <int Tiles>
@@ -68,7 +69,7 @@ struct HeadScoresOf {
   __device__ __forceinline__ HeadScoresOf(const SequenceTaskOf<Real>& p, int q_heads, int batch, int head)
       : mask(nullptr), slope(0), index(batch * q_heads + head) {
     const ScoresOf<Real>& s = p.scores;
-    if (s.slopes) slope = s.slopes[index] * Limits<Real>::kLog2E;
+    if (s.slopes) slope = s.slopes[index] * Real(log2_e);
     if (s.mask_kind == MaskElement::none) return;
     const int64_t at = head * s.mask_head + batch_offset(s, s.mask_batch, batch);
     mask = static_cast<const unsigned char*>(s.mask) + at * s.mask_bytes;
@@ -77,7 +78,7 @@ struct HeadScoresOf {
   __device__ __forceinline__ HeadScoresOf(const SequenceTaskOf<Real>& p, int q_heads, int batch, int head,
                                           int64_t item_mask)
       : mask(nullptr), slope(0), index(batch * q_heads + head) {
-    if (p.scores.slopes) slope = p.scores.slopes[index] * Limits<Real>::kLog2E;
+    if (p.scores.slopes) slope = p.scores.slopes[index] * Real(log2_e);
     if (p.scores.mask_kind == MaskElement::none) return;
     mask = static_cast<const unsigned char*>(p.scores.mask) +
            (item_mask + head * p.scores.mask_head) * p.scores.mask_bytes;
@@ -102,7 +103,7 @@ __device__ __forceinline__ uint32_t seen_in_mask(const ScoresOf<Real>& s, const 
 // A bias in log2 units: the lowest finite numbers stay finite, only -inf hides. finite_bias: x is not that.
 template <class Real>
 __device__ __forceinline__ Real finite_bias(Real x) {
-  return fmax(x * Limits<Real>::kLog2E, Limits<Real>::kLowest);
+  return fmax(x * Real(log2_e), Limits<Real>::kLowest);
 }
 template <class Real>
 __device__ __forceinline__ Real bias_log2(Real x) {
@@ -121,14 +122,14 @@ __device__ __forceinline__ Real mask_value(const ScoresOf<Real>& s, const HeadSc
 // A sink in log2 units
 template <class Real>
 __device__ __forceinline__ Real sink_log2(Real x) {
-  return fmax(-Limits<Real>::kHighest, fmin(x * Limits<Real>::kLog2E, Limits<Real>::kHighest));
+  return fmax(-Limits<Real>::kHighest, fmin(x * Real(log2_e), Limits<Real>::kHighest));
 }
 
 // tanh of the capped score; exp2 and a reciprocal are exact enough for 16 bits: 1.5e-7
 template <class T, class Real>
 __device__ __forceinline__ Real cap_tanh(const ScoresOf<Real>& s, Real product) {
   if constexpr (sizeof(T) > 2)
-    return ptx::tanh(product * s.cap_factor * static_cast<Real>(0.34657359027997265471));  // log(2) / 2
+    return ptx::tanh(product * s.cap_factor * Real(ln_2 / 2));
   else
     return 1.f - 2.f * ptx::reciprocal(1.f + ptx::exp2(product * s.cap_factor));
 }
@@ -221,16 +222,18 @@ __device__ __forceinline__ uint32_t kept(const ScoresOf<Real>& s, const HeadScor
   uint32_t mine = 0, bits = 0;
 #pragma unroll
   for (int m = 0; m < (kCount + 7) / 8; m++) {
-    const int c = m * 8 + g, tiles = c / 2 / RowTiles;  // row 8 (c / 2 % RowTiles) + c % 2, octet `tiles`
-    mine |= kept_octet(s, h.index, row + c / 2 % RowTiles * 8 + c % 2, key / 8 + tiles) << (8 * m);
+    const int c = m * 8 + g, octet = c / 2 / RowTiles;  // of row 8 (c / 2 % RowTiles) + c % 2
+    mine |= kept_octet(s, h.index, row + c / 2 % RowTiles * 8 + c % 2, key / 8 + octet) << (8 * m);
   }
 #pragma unroll
   for (int u = 0; u < 8; u++) {
     const uint32_t theirs = ptx::shfl(mine, u * 4 + t) >> g;
 #pragma unroll
     for (int m = 0; m < (kCount + 7) / 8; m++) {
-      const int c = m * 8 + u, tiles = c / 2 / RowTiles, j = c / 2 % RowTiles;
-      bits |= (theirs >> (8 * m) & 1) << ((tiles / 2 * RowTiles + j) * 4 + tiles % 2 * 2 + c % 2);
+      const int c = m * 8 + u, octet = c / 2 / RowTiles;
+      // element 4 (octet / 2 * RowTiles + tile of rows) + 2 (octet % 2) + c % 2: see KeyFragment
+      const int tile = octet / 2 * RowTiles + c / 2 % RowTiles, element = tile * 4 + octet % 2 * 2 + c % 2;
+      bits |= (theirs >> (8 * m) & 1) << element;
     }
   }
   return bits;

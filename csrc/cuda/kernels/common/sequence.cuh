@@ -103,9 +103,8 @@ struct KeyTiles {
 template <int Keys>
 __device__ __forceinline__ KeyTiles tiles_of(const SeenKeys& some) {
   KeyTiles t;
-  const bool none = some.begin == some.end;  // past the prefix
-  t.key_end = none ? some.prefix : some.end;
-  t.begin = (none ? some.prefix : some.begin) / Keys;
+  t.key_end = some.end;
+  t.begin = some.begin / Keys;
   t.end = (t.key_end + Keys - 1) / Keys;
   t.prefix = min(t.begin, (some.prefix + Keys - 1) / Keys);
   if (t.prefix == t.begin) t.prefix = t.begin = 0;
@@ -121,7 +120,9 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const SequenceTaskOf<Real>& p, 
   last = min(last, s.q_len - 1);
   if (first > last) return {0, 0, 0, 0, 0, 0};
   const Range every = s.keys.all(first, last).last();
-  KeyTiles t = tiles_of<Keys>(s.keys.any(first, last));
+  SeenKeys some = s.keys.any(first, last);
+  if (some.begin == some.end) some.begin = some.end = some.prefix;
+  KeyTiles t = tiles_of<Keys>(some);
   t.whole_begin = (every.begin + Keys - 1) / Keys;
   t.whole_end = cut ? 0 : every.end / Keys;
   return t;

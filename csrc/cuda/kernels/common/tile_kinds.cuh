@@ -9,9 +9,9 @@ namespace attnjourney {
 struct TileKinds {
   uint2* bits;               // [entries, row_tiles, words]: some, all; null: no such mask
   int rows;                  // of a tile
-  int row_tiles, words;      // row_tiles is 1 where all rows are alike
-  int heads, entries;        // heads: 1 where all are alike; entries: heads and batch items that differ
-  int64_t batch[kMaskDims];  // entries from one index of the batch to the next, divided by heads; 0: alike
+  int row_tiles, words;      // row_tiles is 1 where the mask is uniform over rows
+  int heads, entries;        // heads: 1 where it is uniform over them; entries: heads and batch items that differ
+  int64_t batch[kMaskDims];  // entries from one index of the batch to the next, divided by heads; 0: uniform
 
   size_t count() const { return static_cast<size_t>(entries) * row_tiles * words; }
   // of a tile of rows; tiles past the last one count as that
@@ -33,8 +33,8 @@ inline TileKinds plan_tile_kinds(const SequenceTaskOf<Real>& p, int q_heads, int
   const ScoresOf<Real>& s = p.scores;
   TileKinds k{};
   if (s.mask_kind != MaskElement::boolean && s.mask_kind != MaskElement::blocks) return k;
-  const bool alike = s.mask_kind == MaskElement::boolean && s.mask_row == 0;
-  k.rows = rows, k.row_tiles = alike ? 1 : (p.q_len + rows - 1) / rows;
+  const bool uniform = s.mask_kind == MaskElement::boolean && s.mask_row == 0;
+  k.rows = rows, k.row_tiles = uniform ? 1 : (p.q_len + rows - 1) / rows;
   k.words = ((p.kv_len + keys - 1) / keys + 31) / 32;
   k.heads = s.mask_head ? q_heads : 1;
   int items = 1;

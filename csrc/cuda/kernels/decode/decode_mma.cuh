@@ -163,7 +163,7 @@ struct DecodeMma {
     const bool whole = there == 0xffffu && sequence.is_whole(item0, kKeys);
     if (whole && task.scaled_only) {
 #pragma unroll
-      for (int i = 0; i < 8; i++) scores[i / 4][i % 4] *= static_cast<float>(task.scale * 1.4426950408889634);
+      for (int i = 0; i < 8; i++) scores[i / 4][i % 4] *= static_cast<float>(task.scale * log2_e);
       return false;
     }
     bool hides = false;

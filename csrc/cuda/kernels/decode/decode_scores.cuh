@@ -17,8 +17,7 @@ struct DecodeRow {
     if (number >= task.rows) return;
     const int head = kv_head * task.group + number / task.q_len;
     row = number % task.q_len;
-    if (task.slopes)
-      slope = static_cast<const Real*>(task.slopes)[batch * task.slopes_batch + head] * Real(1.4426950408889634);
+    if (task.slopes) slope = static_cast<const Real*>(task.slopes)[batch * task.slopes_batch + head] * Real(log2_e);
     if (task.mask_kind == MaskElement::none) return;
     const int64_t at = batch * task.mask_batch + head * task.mask_head + row * task.mask_row + origin * task.mask_col;
     mask = static_cast<const unsigned char*>(task.mask) + at * task.mask_bytes;
@@ -29,9 +28,8 @@ struct DecodeRow {
 template <class T, class Real = Compute<T>>
 __device__ __forceinline__ Real decode_score(const DecodeTask& task, const DecodeRow<Real>& r, int offset, int key,
                                              Real product) {
-  constexpr double kLog2 = 1.4426950408889634;
-  Real score = task.softcap > 0 ? Real(task.softcap * kLog2) * ptx::tanh(product * Real(task.scale / task.softcap))
-                                : product * Real(task.scale * kLog2);
+  Real score = task.softcap > 0 ? Real(task.softcap * log2_e) * ptx::tanh(product * Real(task.scale / task.softcap))
+                                : product * Real(task.scale * log2_e);
   if (task.slopes) score -= r.slope * static_cast<Real>(abs(r.row + offset - key));
   if (task.mask_kind == MaskElement::none || !r.mask) return score;
   const int64_t at = key * task.mask_col;
@@ -40,7 +38,7 @@ __device__ __forceinline__ Real decode_score(const DecodeTask& task, const Decod
                                                         : Real(ptx::to_float(reinterpret_cast<const T*>(r.mask)[at]));
   if (bias == -Real(INFINITY)) return bias;
   constexpr Real kLeast = sizeof(Real) == 8 ? Real(-8.5e307) : Real(kLowest);
-  const Real scaled = bias * Real(kLog2);
+  const Real scaled = bias * Real(log2_e);
   return score + (scaled < kLeast ? kLeast : scaled);
 }
 
@@ -59,19 +57,18 @@ __device__ __forceinline__ Real part_weight(Real own, Real top) {
 // The factor that ends an output, and lse, with the sink of the row's head.
 template <class Real>
 __device__ __forceinline__ Real end_row(const DecodeTask& task, int batch, int head, RowSum<Real> r, Real& lse) {
-  constexpr double kLog2 = 1.4426950408889634, kLn2 = 0.6931471805599453;
   Real inverse = r.sum == Real(0) ? Real(0) : Real(1) / r.sum;
-  lse = r.sum == Real(0) ? -Real(INFINITY) : Real(double(r.top) * kLn2 + ::log(double(r.sum)));
+  lse = r.sum == Real(0) ? -Real(INFINITY) : Real(double(r.top) * ln_2 + ::log(double(r.sum)));
   if (!task.sinks) return inverse;
   const double sink = static_cast<const Real*>(task.sinks)[batch * task.sinks_batch + head];
   if (sink == -double(INFINITY)) return inverse;
-  const double above = sink * kLog2 - double(r.top);
+  const double above = sink * log2_e - double(r.top);
   if (r.sum == Real(0)) {
     lse = Real(sink);
   } else if (above < 60) {
     const double whole = double(r.sum) + ::exp2(above);
     inverse = Real(1 / whole);
-    lse = Real(double(r.top) * kLn2 + ::log(whole));
+    lse = Real(double(r.top) * ln_2 + ::log(whole));
   } else {  // larger by far: it is the reference
     const double weight = ::exp2(-above), whole = 1 + double(r.sum) * weight;
     inverse = Real(weight / whole);

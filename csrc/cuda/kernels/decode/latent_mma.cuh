@@ -158,7 +158,7 @@ struct LatentMma {
     const bool whole = !task.table && sequence.is_whole(item0, kKeys);
     if (whole && task.scaled_only) {
 #pragma unroll
-      for (int i = 0; i < kHalf / 2; i++) scores[i / 4][i % 4] *= static_cast<float>(task.scale * 1.4426950408889634);
+      for (int i = 0; i < kHalf / 2; i++) scores[i / 4][i % 4] *= static_cast<float>(task.scale * log2_e);
       return false;
     }
 #pragma unroll

@@ -2,6 +2,7 @@
 // block: Keys keys of one key head, all query tiles of all its query heads. S^T = K Q^T and dP^T = V dO^T, so that P^T
 // and dS^T are already A operands of dV += P^T dO and dK += dS^T Q; dQ = dS K needs dS in shared memory.
 #pragma once
+#include "cuda/kernels/common/next_tile.cuh"
 #include "cuda/kernels/common/slope_sum.cuh"
 #include "tiles.cuh"
 
@@ -43,21 +44,35 @@ struct Fp32Backward {
           window(reinterpret_cast<uint32_t*>(parts + kWarps)) {}
   };
 
+  static constexpr bool kOptions = true, kRecompute = sizeof(Real) == 4;  // see QueryTileWalk
+  static __device__ __forceinline__ bool takes_turns(const BackwardTaskOf<Real>& p) { return p.turn; }
+  struct Walk : QueryTileWalk<Fp32Backward, true, Real> {
+    using Base = QueryTileWalk<Fp32Backward, true, Real>;
+    using Base::Base;
+    __device__ __forceinline__ Sequence sequence() const { return Base::turn_sequence(); }
+    __device__ __forceinline__ int lane() const { return ptx::opaque(threadIdx.x % 32); }
+    __device__ __forceinline__ TilePlace place(int, const Sequence& sequence) const {
+      const int first_row = Base::at.tile * Rows, here = lane();
+      const int own_key = static_cast<int>(threadIdx.x) / 32 / kParts * 16;
+      return {first_row + here % 4 * 2, Base::first_key + own_key + here / 4,
+              Base::at.whole(first_row) && first_row + Rows <= sequence.rows};
+    }
+  };
+
   static __device__ __forceinline__ void run(const BackwardTaskOf<Real>& p, unsigned block) {
     const int tid = threadIdx.x, warp = tid / 32, held_lane = tid % 32;
     const int own_key = warp / kParts * 16, first_group = warp % kParts * kOwn;
-    const BackwardTile where = p.cu_q ? BackwardTile(p, block, Keys) : BackwardTile(p, block);
-    const Sequence sequence = sequence_of<true>(p, where.batch);
-    const int n0 = where.key_tile * Keys;
+    Walk walk(p, block);
+    const BackwardTile& where = walk.where;
+    const Sequence& sequence = walk.held;
+    const int n0 = walk.first_key, total = walk.total;
     if (n0 >= sequence.k_rows) return;
-    BackwardQueries<Rows, Keys, true> at(p, where, sequence);
-    const int total = at.per_head() * where.heads;
+    auto& at = walk.at;
     const auto head_of = [&](const void* base, const Strides& s, int head, int begin) {
       return static_cast<const Real*>(base) + where.batch * s.batch + head * s.head + begin * s.row;
     };
     const Tiles tiles(ptx::dynamic_smem());
-    // once more where holding it would spill
-    const auto sequence_here = [&] { return sizeof(Real) == 4 ? sequence_of<true>(p, where.batch) : sequence; };
+    const auto sequence_here = [&] { return walk.turn_sequence(); };
     const auto load = [&](int stage, int head, int tile) {
       const Sequence sequence = sequence_here();
       fp32_load<Real, D, Rows, kThreads>(ptx::smem_addr(tiles.query + stage * kStage),
@@ -73,56 +88,17 @@ struct Fp32Backward {
       ptx::cp_async_commit();
     };
 
-    // Which of its scores of the tile to come a thread's rows see; tiles in which a boolean mask or one of
-    // blocks hides all are left out, but for passing on the turn that others wait for.
-    uint32_t seen = 0;
-    int flag = 0;
+    VisibleTile found;  // of the tile to come
+    int flags_turn = 0;
     const auto blocks = [&] { return p.scores.mask_kind == MaskElement::blocks; };
     Window window{tiles.window};
-    const auto pass_turn = [&] {
-      if (tid != 0) return;
-      int* turn = p.turn + 2 * (scratch_row(p, where.batch, at.head) / Rows + at.tile);
-      const int mine = at.turn(where, sequence_here());
-      ptx::turn_wait(turn, mine);
-      ptx::turn_pass(turn, mine + 1);
-    };
-    const auto next_seen = [&](int it) {
-      const Sequence sequence = sequence_here();
-      for (; it < total; it++, at.next()) {
-        if (blocks()) {
-          const int to = window.next(it, total, [&](int i) {
-            auto other = at;
-            other.go(i, where.first_head);
-            const HeadScoresOf<Real> scores(p, p.q_heads, where.batch, other.head);
-            return scores.blocks(p.scores).kind(other.tile * Rows, Rows, n0, min(Keys, p.kv_len - n0));
-          });
-          if (p.turn)
-            for (; it < to; it++, at.next()) pass_turn();
-          else if (to > it)
-            at.go(it = to, where.first_head);
-          if (it == total) break;
-        }
-        const int m0 = at.tile * Rows, lane = ptx::opaque(held_lane);
-        const int row = m0 + lane % 4 * 2, key = n0 + own_key + lane / 4;
-        seen = at.whole(m0) && m0 + Rows <= sequence.rows ? kAllSeen<Fragment>
-                                                          : seen_in_range<Fragment>(sequence, row, key);
-        const bool some_blocks = blocks() && !window.whole(it);
-        if (p.scores.mask_kind != MaskElement::boolean && !some_blocks) break;
-        const HeadScoresOf<Real> scores(p, p.q_heads, where.batch, at.head);
-        if (some_blocks) {
-          seen = seen_in_blocks<Fragment>(scores.blocks(p.scores), row, key, lane, seen);
-          break;
-        }
-        seen = seen_in_mask<Fragment>(p.scores, scores, row, key, seen);
-        if (block_any(seen != 0, tiles.flags, flag, kWarps)) break;
-        if (p.turn) pass_turn();
-      }
-      return it;
+    const auto next_visible = [&](int n) {
+      return next_visible_tile<Fragment, kWarps>(n, found, p.scores, walk, window, tiles.flags, flags_turn);
     };
 
     Sums dk = {}, dv = {};
     Real slope_sum = 0;
-    const int first = next_seen(0);
+    const int first = next_visible(0);
     if (first < total) {
       const int k_len = sequence.keys.key_length;
       fp32_load<Real, D, Keys, kThreads>(ptx::smem_addr(tiles.key),
@@ -140,15 +116,15 @@ struct Fp32Backward {
       const int64_t tile = scratch_row(p, where.batch, head) / Rows + at.tile;
       const int turn = p.turn ? at.turn(where, sequence_here()) : 0;
       const bool border = !at.whole(m0) || p.scores.mask_kind > MaskElement::none || (blocks() && !window.whole(it));
-      const uint32_t here = seen;
+      const uint32_t here = found.seen;
       ptx::cp_async_wait<0>();
       __syncthreads();  // @stage_landed: every warp is done with the other one and with dS
       at.next();
-      next = next_seen(it + 1);
+      next = next_visible(it + 1);
       if (Stages == 2 && next < total) load(stage ^ 1, at.head, at.tile);
       unsigned char *const query = tiles.query + stage * kStage, *const grad_out = tiles.grad_out + stage * kStage;
       if (it == first)
-        finite_keys = !block_any(!share_finite<Real, D, Keys, kThreads>(tiles.key), tiles.flags, flag, kWarps);
+        finite_keys = !block_any(!share_finite<Real, D, Keys, kThreads>(tiles.key), tiles.flags, flags_turn, kWarps);
 
       // Element e of tile j: key n0 + own_key + g + 8 (e / 2), query m0 + 8 j + 2 t + e % 2.
       Scores s, ds;
@@ -162,7 +138,7 @@ struct Fp32Backward {
       weights(s, ds, p, scores, sequence_here(), m0 + lane % 4 * 2, n0 + own_key + lane / 4, here,
               tiles.stats + stage * kStats, slope_sum);
       if (warp % kParts == 0) write_scores(tiles.score, ds, own_key, lane);
-      if (border) guard(dv, dk, s, ds, grad_out, query, first_group, tiles.flags, flag, lane);
+      if (border) guard(dv, dk, s, ds, grad_out, query, first_group, tiles.flags, flags_turn, lane);
       __syncthreads();  // @scores_complete: dS
 
       accumulate(dv, s, grad_out, first_group, p.v_head_dim, lane);
@@ -233,9 +209,9 @@ struct Fp32Backward {
   // Rows of Q and dO that are not finite count for the keys alone that they see. The whole block.
   static __device__ __forceinline__ void guard(Sums& dv, Sums& dk, const Scores& s, const Scores& ds,
                                                unsigned char* grad_out, unsigned char* query, int first_group,
-                                               uint32_t* flags, int& flag, int lane) {
+                                               uint32_t* flags, int& flags_turn, int lane) {
     const bool finite = share_finite<Real, D, Rows, kThreads>(grad_out) && share_finite<Real, D, Rows, kThreads>(query);
-    if (!block_any(!finite, flags, flag, kWarps)) return;
+    if (!block_any(!finite, flags, flags_turn, kWarps)) return;
     uint32_t bits[2];
     weight_bits<Rows / 8>(bits, s, lane);
     mark_not_finite<Real, D, kOwn>(dv, bits, grad_out, first_group, lane);
@@ -377,13 +353,13 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   Kernel::run(p, blockIdx.x);
 }
 
-// Instead of Fp16x2Backward, where `rare` (Fp16x2BackwardPlanes) is not 0; else it is over at once. grid: as above, or
-// where blocks do not wait for one another (BackwardTaskOf::turn) what the device holds
+// Instead of Fp16x2Backward, where `needs_fallback` (Fp16x2BackwardPlanes) is not 0; else it returns immediately. grid:
+// as above, or where blocks do not wait for one another (BackwardTaskOf::turn) what the device holds
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, 1)
-    fp32_backward_fallback(const __grid_constant__ BackwardTaskOf<typename Kernel::Real> p, const uint32_t* rare,
-                           unsigned blocks) {
-  if (*rare == 0) return;
+    fp32_backward_fallback(const __grid_constant__ BackwardTaskOf<typename Kernel::Real> p,
+                           const uint32_t* needs_fallback, unsigned blocks) {
+  if (*needs_fallback == 0) return;
   for (unsigned block = blockIdx.x; block < blocks; block += gridDim.x) {
     Kernel::run(p, block);
     __syncthreads();  // @tiles_read: by every warp

@@ -3,6 +3,7 @@
 // under P V. head_dim and v_head_dim up to D; what is missing counts as zeros.
 #pragma once
 #include "cuda/kernels/common/forward_task.cuh"
+#include "cuda/kernels/common/next_tile.cuh"
 #include "tiles.cuh"
 
 namespace attnjourney {
@@ -47,38 +48,21 @@ struct Fp32Forward {
       ptx::cp_async_commit();
     };
 
-    // Which of its scores of the tile to come a thread's rows see; tiles in which a boolean mask or one of
-    // blocks hides all are left out.
     const HeadScoresOf<Real> scores(p, p.q_heads, where.batch, where.head);
-    uint32_t seen = 0;
-    int turn = 0;
+    VisibleTile found;  // of the tile to come
+    int flags_turn = 0;
     const auto flags = reinterpret_cast<uint32_t*>(query_tile + kTileBytes);
     const bool blocks = p.scores.mask_kind == MaskElement::blocks;
     Window window{flags + kFlagBytes / 4};
-    const auto next_seen = [&](int n) {
-      for (; n < tiles.end; n = tiles.above(n)) {
-        if (blocks) {
-          n = window.next(n, tiles.end, [&](int i) {
-            if (i >= tiles.prefix && i < tiles.begin) return TileKind::hidden;
-            return scores.blocks(p.scores).kind(where.row, kRows, i * Keys, min(Keys, p.kv_len - i * Keys));
-          });
-          if (n >= tiles.end) break;
-        }
-        seen = own.whole(n) && row - g + 16 <= sequence.rows ? kAllSeen<Fragment>
-                                                             : seen_in_range<Fragment>(sequence, row, n * Keys + 2 * t);
-        if (blocks && !window.whole(n))
-          seen = seen_in_blocks<Fragment>(scores.blocks(p.scores), row, n * Keys + 2 * t, lane, seen);
-        if (p.scores.mask_kind != MaskElement::boolean) break;
-        seen = seen_in_mask<Fragment>(p.scores, scores, row, n * Keys + 2 * t, seen);
-        if (block_any(seen != 0, flags, turn, kThreads / 32)) break;
-      }
-      return n;
+    const KeyTileWalk<kRows, Keys, Real> walk{p, sequence, scores, tiles, own, where.row, row};
+    const auto next_visible = [&](int n) {
+      return next_visible_tile<Fragment, kThreads / 32>(n, found, p.scores, walk, window, flags, flags_turn);
     };
 
     fp32_load<Real, D, kRows, kThreads>(ptx::smem_addr(query_tile),
                                         head_of(p.query, p.query_strides, where.head, sequence.q_begin),
                                         p.query_strides.row, where.row, sequence.rows, p.head_dim);
-    const int first = next_seen(tiles.first());
+    const int first = next_visible(tiles.first());
     if (first < tiles.end) load(key_tile, key, p.key_strides, first, p.head_dim);
     ptx::cp_async_commit();
 
@@ -90,7 +74,7 @@ struct Fp32Forward {
 #pragma unroll
       for (int h = 0; h < 2; h++)
         if (row + 8 * h < sequence.q_len && sink != -INFINITY) {
-          row_max[h] = fmax(-kHighest, fmin(sink * Limits<Real>::kLog2E, kHighest));
+          row_max[h] = fmax(-kHighest, fmin(sink * Real(log2_e), kHighest));
           row_sum[h] = t == 0 ? 1 : 0;
         }
     }
@@ -122,7 +106,7 @@ struct Fp32Forward {
       }
 
       // Element e of s[j]: row g + 8 (e / 2) of the warp's, key 8 j + 2 t + e % 2 of the tile.
-      score<Real, Fragment>(s, p.scores, scores, p.scale_log2, sequence.keys.offset, row, n * Keys + 2 * t, seen);
+      score<Real, Fragment>(s, p.scores, scores, p.scale_log2, sequence.keys.offset, row, n * Keys + 2 * t, found.seen);
       Real alpha[2];
       softmax(s, alpha, row_max, row_sum);
       if (p.scores.seed) drop<Fragment>(s, p.scores, scores, row, n * Keys + 2 * t);
@@ -130,9 +114,9 @@ struct Fp32Forward {
       ptx::cp_async_wait<0>();  // @value_landed
       __syncthreads();          // @key_read: by all warps
       const bool border = !tiles.whole(n) || p.scores.mask_kind > MaskElement::none || (blocks && !window.whole(n));
-      next = next_seen(tiles.above(n));
+      next = next_visible(tiles.above(n));
       if (next < tiles.end) load(key_tile, key, p.key_strides, next, p.head_dim);
-      if (border) guard(acc, s, value_tile, first_group, flags, turn, lane);
+      if (border) guard(acc, s, value_tile, first_group, flags, flags_turn, lane);
       Fp32Operand<Real> weights[Keys / 8];
 #pragma unroll
       for (int k = 0; k < Keys / 8; k++) weight_operand(weights[k], s[k]);
@@ -178,8 +162,8 @@ struct Fp32Forward {
 
   // Values that are not finite count for the rows alone that see them. The whole block.
   static __device__ __forceinline__ void guard(Sums& acc, const Weights& s, unsigned char* tile, int first_group,
-                                               uint32_t* flags, int& turn, int lane) {
-    if (!block_any(!share_finite<Real, D, Keys, kThreads>(tile), flags, turn, kThreads / 32)) return;
+                                               uint32_t* flags, int& flags_turn, int lane) {
+    if (!block_any(!share_finite<Real, D, Keys, kThreads>(tile), flags, flags_turn, kThreads / 32)) return;
     uint32_t bits[2];
     weight_bits<Keys / 8>(bits, s, lane);
     mark_not_finite<Real, D, kOwn>(acc, bits, tile, first_group, lane);
@@ -202,7 +186,7 @@ struct Fp32Forward {
       if (first_group == 0 && t == 0) {
         const int64_t head = p.cu_q ? where.head : int64_t(where.batch) * p.q_heads + where.head;
         p.lse[head * p.q_len + sequence.q_begin + r] =
-            sum == 0 ? -INFINITY : (row_max[h] + ptx::log2(sum)) * static_cast<Real>(0.69314718055994530942);
+            sum == 0 ? -INFINITY : (row_max[h] + ptx::log2(sum)) * Real(ln_2);
       }
       Real inverse = sum == 0 ? 0 : 1 / sum;
       if (p.scores.seed) inverse *= p.scores.keep_scale;
@@ -247,13 +231,14 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
   Kernel::run(p, blockIdx.x);
 }
 
-// Instead of Sm90Fp16x2Forward, where `rare` (Fp16x2Planes) is not 0; else it is over at once. grid: what the device
-// holds
+// Instead of Sm90Fp16x2Forward, where `needs_fallback` (Fp16x2Planes) is not 0; else it returns immediately. grid: what
+// the device holds
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
-    fp32_forward_fallback(const __grid_constant__ ForwardTaskOf<typename Kernel::Real> p, const uint32_t* rare) {
-  if (*rare == 0) return;
-  // no barrier between tiles: without options, the first copies of one go where nobody reads any more
+    fp32_forward_fallback(const __grid_constant__ ForwardTaskOf<typename Kernel::Real> p,
+                          const uint32_t* needs_fallback) {
+  if (*needs_fallback == 0) return;
+  // no barrier between tiles: without options, the first copies of one go to memory that is unused by then
   for (int tile = blockIdx.x; tile < p.total; tile += gridDim.x) Kernel::run(p, tile);
 }
 

@@ -27,7 +27,7 @@ struct Fp16x2Backward {
   static constexpr int kSmemBytes = kTileBytes + kStats + 4 * kWarps + 64;
   static constexpr int kHigh = Rows * D / 2048, kUnit = kHigh * 512;  // of dQ, a warp: 16s of rows; numbers
   static_assert(kHigh == 1 || kHigh == 2);
-  static constexpr float kLow = 1 / kLowFactor, kTop = 16384.f;
+  static constexpr float kLow = 1 / kLowFactor, kTop = 1 << PowerOfTwo::kTop;  // kTop: of the weights, at most 1
   using Scores = float[Rows / 8][4];  // element e of tile j: key g + 8 (e / 2), query 8 j + 2 t + e % 2
   using Sums = float[D / 8][4];       // the same with columns for queries
   struct Fragments {                  // A of 16 keys and 16 queries a step
@@ -44,7 +44,7 @@ struct Fp16x2Backward {
     return at.tile + 1 < range.end ? Place{at.pair, at.tile + 1} : Place{at.pair + 1, range.first};
   }
 
-  // in shared memory; of planes the high one, the low one follows. What the loop needs beside sums is held here, too:
+  // in shared memory; of planes the high one, the low one follows. What the loop needs besides sums is held here, too:
   // in registers it would spill.
   struct Tiles {
     uint32_t key, value, query, grad_out, score;
@@ -308,7 +308,7 @@ struct Fp16x2Backward {
   }
 
   static __device__ __forceinline__ void run(const BackwardTask& p, const Fp16x2BackwardPlanes& w) {
-    if (*w.rare) return;
+    if (*w.needs_fallback) return;
     unsigned char* const smem = ptx::dynamic_smem();
     const Tiles tiles(smem);
     const auto here = [&] { return BackwardTile(p, ptx::opaque(blockIdx.x)); };
@@ -383,9 +383,10 @@ struct Fp16x2Backward {
       if (left > 1) load_out_tile(tiles.place[(left - 1) % 2]);
 
       const uint4 parts = *reinterpret_cast<const uint4*>(tiles.largest);
-      const uint32_t exponent = max(15u, max(max(parts.x, parts.y), max(parts.z, parts.w)) >> 23);
-      const float inverse = float_of_bits((exponent - 14) << 23);
-      split(f, ds, float_of_bits((2 * 127 + 14 - exponent) << 23));
+      // at least 2^-112, whose inverse is a number
+      const PowerOfTwo power{max(PowerOfTwo::kTop + 1, max(max(parts.x, parts.y), max(parts.z, parts.w)) >> 23)};
+      const float inverse = power.inverse();
+      split(f, ds, power.scale());
       write_scores(tiles.scores, f);
       accumulate(dk, f, tiles.query, inverse * of_query.x, p.head_dim);
       const Place at = tiles.place[left % 2];

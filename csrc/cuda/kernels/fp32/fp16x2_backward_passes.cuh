@@ -34,25 +34,25 @@ __global__ void __launch_bounds__(Fp16x2Size<D>::kThreads)
   r.stride = s.row, r.dim = second ? p.v_head_dim : p.head_dim;
   r.low_factor = kLowFactor, r.range = 27, r.lowest = is_row && second ? 127 - 88 : 127 - 32;
   r.columns = is_row || !second;
-  const uint32_t exponent = fp16x2_tile<D>(r, row0, w.rare);
+  const PowerOfTwo power = fp16x2_tile<D>(r, row0, w.needs_fallback);
   if (threadIdx.x == 0) {
     float4& scale = (is_row ? w.query_scale : w.key_scale)[tile];
-    (second ? scale.y : scale.x) = (second ? scale.w : scale.z) = float_of_bits((exponent - 14) << 23);
+    (second ? scale.y : scale.x) = (second ? scale.w : scale.z) = power.inverse();
   }
 
   const int row = row0 + threadIdx.x;
   if (!is_row || !second || threadIdx.x >= kRows || row >= r.end) return;
   const float lse2 = p.lse2[int64_t(pair) * p.rows + row], delta = p.delta[int64_t(pair) * p.rows + row];
-  if (lse2 != lse2 || !is_finite(delta)) ptx::atomic_add(w.rare, 1);
+  if (lse2 != lse2 || !is_finite(delta)) ptx::atomic_add(w.needs_fallback, 1);
 }
 
 // After: dQ = scale * sum, as Fp16x2Backward leaves it, or Fp32Backward where numbers did not split. One thread for
 // each chunk of four columns.
 template <class Kernel>
 __global__ void __launch_bounds__(kFp32PassThreads)
-    fp16x2_query(const __grid_constant__ BackwardTask p, const uint32_t* rare, int64_t rows_in_all) {
+    fp16x2_query(const __grid_constant__ BackwardTask p, const uint32_t* needs_fallback, int64_t rows_in_all) {
   constexpr int D = Kernel::kD;
-  const bool split = *rare == 0;
+  const bool split = *needs_fallback == 0;
   fp32_query_chunk<float>(p, D, rows_in_all, [&](float (&x)[4], int64_t number, int row, int chunk) {
     if (split)
       Kernel::load_query(x, p.query_sum + (number - row % Kernel::kRows) * D, row % Kernel::kRows, chunk);

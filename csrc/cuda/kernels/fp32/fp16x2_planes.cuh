@@ -2,7 +2,7 @@
 // times a power of two is high + low, both rounded to nearest, with an error of 2^-24 of x. A tile of 8192 / D rows has
 // one power of two, which brings its largest number to [2^14, 2^15); below 2^-16 of that number, low runs out of bits
 // (where low halves are kept times 2^11: 2^-27). Tiles that hold such rows (or columns, where these are summed over),
-// numbers that are not finite or beyond 2^33 are counted: one is enough for the call to be left to the wide kernels,
+// numbers that are not finite or beyond 2^33 are counted: one is enough for the call to be left to the fp32 kernels,
 // which do without scales.
 //
 // Within a row of Q or K, an element below 2^-16 of its tile's largest number has an error of 2^-40 of that one. Planes
@@ -25,6 +25,14 @@ __device__ __forceinline__ uint32_t magnitude_bits(float x) {  // ordered as mag
   memcpy(&bits, &x, 4);
   return bits & 0x7fffffffu;
 }
+
+// What brings a largest magnitude to [2^14, 2^15).
+struct PowerOfTwo {
+  static constexpr uint32_t kBias = 127, kTop = 14;  // of float's exponents; the largest magnitude's, then
+  uint32_t exponent;                                 // of that magnitude, with the bias
+  __device__ __forceinline__ float scale() const { return float_of_bits((2 * kBias + kTop - exponent) << 23); }
+  __device__ __forceinline__ float inverse() const { return float_of_bits((exponent - kTop) << 23); }
+};
 
 // Two numbers as halves.
 struct Fp16x2Pair {
@@ -49,9 +57,9 @@ struct Fp16x2Rows {
   bool columns;       // do small columns count?
 };
 
-// One tile, from row `row0` on; the whole block. The power of two is 2^(127 + 14 - the result).
+// One tile, from row `row0` on; the whole block. Returns its power of two.
 template <int D>
-__device__ __forceinline__ uint32_t fp16x2_tile(const Fp16x2Rows& r, int row0, uint32_t* count) {
+__device__ __forceinline__ PowerOfTwo fp16x2_tile(const Fp16x2Rows& r, int row0, uint32_t* count) {
   constexpr int kLanes = D / 4, kStep = 1024 / D, kPasses = 8;
   const int tid = threadIdx.x, lane = tid % 32, column = tid % kLanes * 4;
   row0 += tid / kLanes;
@@ -87,13 +95,14 @@ __device__ __forceinline__ uint32_t fp16x2_tile(const Fp16x2Rows& r, int row0, u
 
   const uint32_t exponent = max(r.lowest, min(most >> 23, 127u + 32));
   const auto small = [&](uint32_t bits) { return bits != 0 && (bits >> 23) + r.range < exponent; };
-  bool rare = most >> 23 > exponent;
+  bool needs_fallback = most >> 23 > exponent;
 #pragma unroll
-  for (int i = 0; i < kPasses; i++) rare = rare || small(rows[i]);
+  for (int i = 0; i < kPasses; i++) needs_fallback = needs_fallback || small(rows[i]);
 #pragma unroll
-  for (int e = 0; e < 4; e++) rare = rare || (r.columns && small(columns[e]));
-  if (ptx::any(rare) && lane == 0) ptx::atomic_add(count, 1);
-  const float scale = float_of_bits((2 * 127 + 14 - exponent) << 23);
+  for (int e = 0; e < 4; e++) needs_fallback = needs_fallback || (r.columns && small(columns[e]));
+  if (ptx::any(needs_fallback) && lane == 0) ptx::atomic_add(count, 1);
+  const PowerOfTwo power{exponent};
+  const float scale = power.scale();
   unsigned char* to = r.to + 2 * column;
 #pragma unroll
   for (int i = 0; i < kPasses; i++) {
@@ -105,7 +114,7 @@ __device__ __forceinline__ uint32_t fp16x2_tile(const Fp16x2Rows& r, int row0, u
       *reinterpret_cast<int2*>(to + int64_t(row) * (4 * D) + 2 * D) = int2{int(a.low), int(b.low)};
     }
   }
-  return exponent;
+  return power;
 }
 
 // For the forward. grid: batch * (q_heads * query_tiles + 2 * kv_heads * key_tiles)
@@ -126,8 +135,8 @@ __global__ void __launch_bounds__(Fp16x2Size<D>::kThreads)
   r.to = (is_query ? w.query : is_value ? w.value : w.key) + int64_t(pair) * r.length * (4 * D);
   r.stride = s.row, r.dim = is_value ? p.v_head_dim : p.head_dim;
   r.low_factor = is_value ? kLowFactor : 1.f, r.range = is_value ? 27 : 16, r.lowest = 127 - 32, r.columns = is_value;
-  const uint32_t exponent = fp16x2_tile<D>(r, (tile - pair * tiles) * Fp16x2Size<D>::kRows, w.rare);
-  const float scale = float_of_bits((2 * 127 + 14 - exponent) << 23), inverse = float_of_bits((exponent - 14) << 23);
+  const PowerOfTwo power = fp16x2_tile<D>(r, (tile - pair * tiles) * Fp16x2Size<D>::kRows, w.needs_fallback);
+  const float scale = power.scale(), inverse = power.inverse();
   if (threadIdx.x != 0) return;
   if (is_query)
     w.query_scale[tile] = inverse;

@@ -7,9 +7,9 @@ namespace attnjourney {
 struct Fp16x2Planes {
   // halves [batch, heads, length, 2 D]: columns [0, D) high, [D, 2 D) low; rows beyond a length are zeros
   unsigned char *query, *key, *value;
-  float* query_scale;  // [batch, q_heads, query_tiles]: the inverse of the power of two
-  float4* key_scale;   // [batch, kv_heads, key_tiles]: x: inverse of K's, y: V's, z: its inverse
-  uint32_t* rare;      // 0 before: how many times numbers were found that do not split
+  float* query_scale;        // [batch, q_heads, query_tiles]: the inverse of the power of two
+  float4* key_scale;         // [batch, kv_heads, key_tiles]: x: inverse of K's, y: V's, z: its inverse
+  uint32_t* needs_fallback;  // 0 before: how many times numbers were found that do not split
   int kv_heads, query_tiles, key_tiles;
 };
 
@@ -19,7 +19,7 @@ struct Fp16x2BackwardPlanes {
   // inverses of the powers of two, each twice: 16 bytes can be copied
   float4* query_scale;  // [batch, q_heads, query_tiles]: x: Q's, y: grad_out's
   float4* key_scale;    // [batch, kv_heads, key_tiles]: x: K's, y: V's
-  uint32_t* rare;
+  uint32_t* needs_fallback;
   int query_tiles, key_tiles;
 };
 

@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kFp32PassThreads)
   if (lane == 0) {
     constexpr Real kHighest = Limits<Real>::kHighest;
     const int64_t stat = stat_row(p, own, sequence.q_begin);
-    const Real lse = exists ? p.lse[stat] : -INFINITY, lse2 = lse * Limits<Real>::kLog2E;
+    const Real lse = exists ? p.lse[stat] : -INFINITY, lse2 = lse * Real(log2_e);
     if (p.grad_lse && exists) sum -= p.grad_lse[stat];
     p.lse2[number] = lse == -INFINITY ? INFINITY : lse2 > kHighest ? kHighest : lse2;  // a sink may be as large
     p.delta[number] = lse == -INFINITY ? 0 : sum;

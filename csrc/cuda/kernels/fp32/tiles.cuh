@@ -21,7 +21,8 @@ inline constexpr int kFp32Row = D * static_cast<int>(sizeof(Real));
 // four rows of one parity by two chunks.
 template <class Real, int D>
 __device__ __forceinline__ int fp32_at(int row, int chunk) {
-  return row * kFp32Row<Real, D> + ((chunk ^ (row & 1) << 2 ^ (row & 6)) << 4);
+  const int parity = row & 1, pair = row & 6;  // pair: twice that of the row among eight
+  return row * kFp32Row<Real, D> + ((chunk ^ (parity << 2) ^ pair) << 4);
 }
 // Four chunks on from where a thread is, or one row down from an even one, this changes as well: few addresses serve.
 constexpr int kOtherHalf = 64;

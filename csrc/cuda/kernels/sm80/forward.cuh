@@ -3,7 +3,7 @@
 // next K under P V. head_dim and v_head_dim up to Dqk and Dv, multiples of 8: what is missing counts as zeros.
 #pragma once
 #include "cuda/kernels/common/forward_task.cuh"
-#include "cuda/kernels/common/scores.cuh"
+#include "cuda/kernels/common/next_tile.cuh"
 
 namespace attnjourney {
 
@@ -63,36 +63,18 @@ struct Sm80Forward {
       load_tile<kDqk, kKeys>(sk, key, p.key_strides.row, n0, tiles.key_end, p.head_dim);
     };
 
-    // Options: which of its scores of the tile to come a thread's rows see; tiles in which a boolean mask or one of
-    // blocks hides all are left out.
     const HeadScores scores(p, p.q_heads, where.batch, where.head);
-    uint32_t seen = 0;
-    int turn = 0;
+    VisibleTile found;  // of the tile to come
+    int flags_turn = 0;
     Window window{reinterpret_cast<uint32_t*>(smem + kTileBytes)};
-    const auto next_seen = [&](int n) {
-      const bool blocks = p.scores.mask_kind == MaskElement::blocks;
-      for (; Options && n < tiles.end; n = tiles.above(n)) {
-        if (blocks) {
-          n = window.next(n, tiles.end, [&](int i) {
-            if (i >= tiles.prefix && i < tiles.begin) return TileKind::hidden;
-            return scores.blocks(p.scores).kind(row0, kRows, i * kKeys, min(kKeys, p.kv_len - i * kKeys));
-          });
-          if (n >= tiles.end) break;
-        }
-        const int first = n * kKeys + 2 * t;
-        seen = own.whole(n) && row0 + warp * 16 + 16 <= sequence.rows ? kAllSeen<Fragment>
-                                                                      : seen_in_range<Fragment>(sequence, row, first);
-        if (blocks && !window.whole(n))
-          seen = seen_in_blocks<Fragment>(scores.blocks(p.scores), row, first, lane, seen);
-        if (p.scores.mask_kind != MaskElement::boolean) break;
-        seen = seen_in_mask<Fragment>(p.scores, scores, row, first, seen);
-        if (block_any(seen != 0, window.found, turn, kThreads / 32)) break;
-      }
-      return n;
+    const KeyTileWalk<kRows, kKeys, float> walk{p, sequence, scores, tiles, own, row0, row};
+    const auto next_visible = [&](int n) {
+      if (!Options) return n;
+      return next_visible_tile<Fragment, kThreads / 32>(n, found, p.scores, walk, window, window.found, flags_turn);
     };
 
     load_tile<kDqk, kRows>(sq, query, p.query_strides.row, row0, sequence.rows, p.head_dim);
-    const int first_tile = next_seen(tiles.first());
+    const int first_tile = next_visible(tiles.first());
     if (first_tile < tiles.end) load_k(first_tile * kKeys);
 
     float acc[kDv / 8][4] = {};
@@ -143,7 +125,7 @@ struct Sm80Forward {
       bool border = !own.whole(n);
       if constexpr (Options) {
         const uint32_t shown =
-            score<T, Fragment>(s, p.scores, scores, p.scale_log2, sequence.keys.offset, row, n0 + 2 * t, seen);
+            score<T, Fragment>(s, p.scores, scores, p.scale_log2, sequence.keys.offset, row, n0 + 2 * t, found.seen);
         border = ptx::any(shown != kAllSeen<Fragment>);
         softmax(s, acc, row_max, row_sum, 1.f);
         if (p.scores.seed) drop<Fragment>(s, p.scores, scores, row, n0 + 2 * t);
@@ -154,7 +136,7 @@ struct Sm80Forward {
 
       ptx::cp_async_wait<0>();  // @value_landed
       __syncthreads();          // @key_read: by all warps
-      next = next_seen(tiles.above(n));
+      next = next_visible(tiles.above(n));
       if (next < tiles.end) load_k(next * kKeys);
       const auto value_fragment = [&](uint32_t (&b)[4], int kk, int j, int at) {
         ptx::ldmatrix_x4_trans(b, chunk_at<kDv>(sv, kk * 16 + at % 16, j * 2 + at / 16));
@@ -246,7 +228,7 @@ struct Sm80Forward {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const uint32_t stage = base + warp * (16 * kDqk * 2);
     const int row0 = where.row + warp * 16;
-    // once more where holding it through the loop would spill
+    // recomputed where holding it through the loop would spill
     const Sequence sequence = kDqk == 192 ? sequence_of<Options>(p, where.batch) : held;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -264,7 +246,7 @@ struct Sm80Forward {
       const int64_t first = Options && p.cu_q ? int64_t(where.head) * p.q_len + sequence.q_begin
                                               : (int64_t(where.batch) * p.q_heads + where.head) * p.q_len;
       if (t == 0 && row0 + r < sequence.rows)
-        p.lse[first + row0 + r] = sum == 0.f ? -INFINITY : (top + ptx::log2(sum)) * 0.6931471805599453f;
+        p.lse[first + row0 + r] = sum == 0.f ? -INFINITY : (top + ptx::log2(sum)) * float(ln_2);
     }
     __syncwarp();
     T* out = static_cast<T*>(p.out) + where.batch * p.out_strides.batch + where.head * p.out_strides.head +

@@ -1,6 +1,7 @@
 // How the Hopper forward writes its output and lse: every warp its 16 rows. o is a wgmma accumulator; row: this
 // thread's first row of the tile.
 #pragma once
+#include "core/constants.h"
 #include "forward_shape.cuh"
 
 namespace attnjourney {
@@ -21,7 +22,7 @@ struct Sm90ForwardOutput {
     const int64_t first = S::kOptions && task.cu_q ? int64_t(slot.head) * task.q_len + slot.q_begin
                                                    : (int64_t(slot.batch) * task.q_heads + slot.head) * task.q_len;
     if (t == 0 && row < rows_of(slot, task))
-      task.lse[first + row] = sum == 0.f ? -INFINITY : (max * unit + ptx::log2(sum)) * 0.6931471805599453f;
+      task.lse[first + row] = sum == 0.f ? -INFINITY : (max * unit + ptx::log2(sum)) * float(ln_2);
     const float inverse = sum == 0.f ? 0.f : 1.f / sum;
     return S::kOptions && task.scores.seed ? inverse * task.scores.keep_scale : inverse;
   }

@@ -8,6 +8,7 @@
 // has nothing to do, so that the host never waits for the device. Not yet measured on a GPU. Proofs:
 // tests/emulator/test_fp16x2.py.
 #pragma once
+#include "core/constants.h"
 #include "cuda/kernels/fp32/fp16x2_planes.cuh"
 #include "forward_producer.cuh"
 #include "forward_products.cuh"
@@ -124,8 +125,7 @@ struct Sm90Fp16x2Forward {
       if (r >= task.q_len) continue;
       if (t == 0)
         task.lse[(int64_t(slot.batch) * task.q_heads + slot.head) * task.q_len + r] =
-            sum == 0.f ? -INFINITY
-                       : (soft.reference[h] + kTop + ptx::log2(sum * (1.f / 16384.f))) * 0.6931471805599453f;
+            sum == 0.f ? -INFINITY : (soft.reference[h] + kTop + ptx::log2(sum * (1.f / 16384.f))) * float(ln_2);
       const float factor = sum == 0.f ? 0.f : inverse / sum;
       float* to = row_of(slot, r, task) + 2 * t;
 #pragma unroll
@@ -241,7 +241,7 @@ struct Sm90Fp16x2Forward {
 
   static __device__ __forceinline__ void run(const Sm90ForwardMaps& maps, const ForwardTask& task,
                                              const Fp16x2Planes& planes) {
-    if (*planes.rare) return;
+    if (*planes.needs_fallback) return;
     sm90_forward_roles<S>(
         [&](uint32_t smem, unsigned char* base, const Barriers& barriers) {
           Sm90ForwardProducer<S>{{smem, barriers, maps, task}, reinterpret_cast<Slot*>(base + S::kSlotsAt)}.run();

@@ -182,7 +182,7 @@ struct Sm90FullScores {
 #pragma unroll
         for (int i = 0; i < kCount; i++) {
           const float2 bias = ptx::unpack2<T>(raw[i / 2]);
-          scores[i] = scores[i] * factor + (i % 2 ? bias.y : bias.x) * kLog2E;
+          scores[i] = scores[i] * factor + (i % 2 ? bias.y : bias.x) * float(log2_e);
         }
       } else if (options.mask_kind == MaskElement::same) {
 #pragma unroll

@@ -251,7 +251,7 @@ struct Sm90Latent {
                                                const DecodePart<kKeys>& part, int row, int item0, bool whole,
                                                const uint32_t* there, int t) {
     if (task.scaled_only) {
-      const float scale = static_cast<float>(task.scale * 1.4426950408889634);
+      const float scale = static_cast<float>(task.scale * log2_e);
 #pragma unroll
       for (int i = 0; i < 32; i++) scores[i] *= scale;
     } else {  // made here, so that no register holds it through the loop
