@@ -2,6 +2,9 @@
 #include "amx_unit.h"
 #include "bf16_table.h"
 
+// what follows is compiled for these
+#include "cpu/kernels/attention/matrix_products.h"
+
 namespace attnjourney {
-constinit const PairKernels amx_pairs = pair_kernels("amx");
+constinit const PairKernels amx_pairs = pair_kernels<MatrixProducts<MatrixUnit>>("amx");
 }

@@ -19,7 +19,7 @@ ATTN_INLINE Pairs broadcast_pair(const void* p) {
   return {_mm512_set1_epi32(x)};
 }
 // sum + a.low * b.low + a.high * b.high
-ATTN_INLINE Vf dot(Vf sum, Pairs a, Pairs b) {
+ATTN_INLINE Vf dot_pairs(Vf sum, Pairs a, Pairs b) {
   return {_mm512_dpbf16_ps(sum.v, reinterpret_cast<__m512bh>(a.v), reinterpret_cast<__m512bh>(b.v))};
 }
 // rounded to nearest even
@@ -34,7 +34,7 @@ ATTN_INLINE Pairs round_neighbours(Vf first, Vf second) {
   return {reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second.v, first.v))};
 }
 // sum + a.low + a.high
-ATTN_INLINE Vf add_pairs(Vf sum, Pairs a) { return dot(sum, a, {_mm512_set1_epi32(0x3f803f80)}); }
+ATTN_INLINE Vf add_pairs(Vf sum, Pairs a) { return dot_pairs(sum, a, {_mm512_set1_epi32(0x3f803f80)}); }
 // 1 / a to 2^-23, a normal
 ATTN_INLINE Vf reciprocal(Vf a) {
   const __m512 r = _mm512_rcp14_ps(a.v);

@@ -9,8 +9,8 @@ namespace {
 struct Tuning {
   static constexpr int rows = 8, vectors = 3;
   static constexpr int forward_panels = 1, forward_keys = 144, forward_tiles = 8;  // 48 queries
-  static constexpr int dot_forward_keys = 256;                                     // 16-bit operands
-  static constexpr int dot_jvp_keys = 128;
+  static constexpr int pairs_forward_keys = 256;                                   // 16-bit operands
+  static constexpr int pairs_jvp_keys = 128;
   static constexpr int backward_panels = 2, backward_keys = 144, backward_max_tiles = 64;  // 96 queries
   static constexpr int64_t backward_chunk_bytes = 1 << 20;
   static constexpr int64_t linear_chunk = 64;

@@ -14,150 +14,150 @@
 namespace attnjourney {
 namespace {
 
-template <class C>
-struct BackwardJvp : Stages<C> {
-  using S = Stages<C>;
-  using S::key_block, S::key_ld, S::line, S::tile, S::value_ld, S::W;
+template <class Real>
+struct BackwardJvp : TileStages<Real> {
+  using S = TileStages<Real>;
+  using S::key_block, S::key_ld, S::line, S::tile, S::value_ld, S::width;
   using typename S::QueryRows, typename S::Wanted;
-  static constexpr int64_t block_numbers = key_block * tile;
 
-  // numbers of one packed query tile: Q^T, dQ'^T, dO^T, d(dO)^T, Q, dQ', dO, d(dO), d(dQ), and five numbers a row
-  static int64_t tile_numbers(const AttentionParams& p) {
-    return tile *
-           (2 * (round_up(p.head_dim, line) + round_up(p.v_head_dim, line)) + 3 * key_ld(p) + 2 * value_ld(p) + 5);
-  }
-  static int64_t chunk_tiles(const AttentionParams& p) {
-    const int64_t fit = Tuning::backward_chunk_bytes / (tile_numbers(p) * int64_t(sizeof(C)));
-    return max_of(1, min_of(fit, p.group * S::tiles_per_head(p)));
-  }
-
-  // scratch, in numbers
-  struct Space {
-    int64_t chunk, P, P_change, dP, dS_change, cap_tanh, score_change, key, key_tangent, value, value_tangent, grad_key,
-        grad_value, total;
-    explicit Space(const AttentionParams& p) {
-      const int64_t capped = p.softcap > 0 ? block_numbers : 0;
-      chunk = 0;
-      P = chunk + chunk_tiles(p) * tile_numbers(p);
-      P_change = P + block_numbers;
-      dP = P_change + block_numbers;
-      dS_change = dP + block_numbers;
-      cap_tanh = dS_change + block_numbers;
-      score_change = cap_tanh + capped;
-      key = score_change + capped;
-      key_tangent = key + key_block * key_ld(p);
-      value = key_tangent + key_block * key_ld(p);
-      value_tangent = value + key_block * value_ld(p);
-      grad_key = value_tangent + key_block * value_ld(p);
-      grad_value = grad_key + p.kv_len * round_up(p.head_dim, line);
-      total = grad_value + p.kv_len * round_up(p.v_head_dim, line);
-    }
-  };
-
-  struct QueryTile : QueryRows {
+  struct ChangeTile : QueryRows {
     const HeadTangents* tangents;
-    C *tangent_t, *grad_t, *grad_tangent_t;          // panels, packed as Q^T is: dQ'^T, dO^T, d(dO)^T
-    C *query, *query_tangent, *grad, *grad_tangent;  // [tile][ld]
-    C* sum;                                          // [tile][key_ld]: d(dS) K + dS dK'
-    C *mu, *minus_delta, *minus_delta_change;        // [tile]
+    Real *tangent_t, *grad_t, *grad_tangent_t;          // panels, packed as Q^T is: dQ'^T, dO^T, d(dO)^T
+    Real *query, *query_tangent, *grad, *grad_tangent;  // [tile][ld]
+    Real* sum;                                          // [tile][key_ld]: d(dS) K + dS dK'
+    Real *mu, *minus_delta, *minus_delta_change;        // [tile]
     bool query_finite, tangent_finite, grad_finite, grad_tangent_finite;
   };
 
-  static QueryTile place(const AttentionParams& p, C* at) {
-    QueryTile t;
-    const int64_t D = round_up(p.head_dim, line), Dv = round_up(p.v_head_dim, line);
-    const auto take = [&](int64_t numbers) {
-      C* here = at;
-      at += tile * numbers;
-      return here;
-    };
-    t.query_t = take(D), t.tangent_t = take(D), t.grad_t = take(Dv), t.grad_tangent_t = take(Dv);
-    t.query = take(key_ld(p)), t.query_tangent = take(key_ld(p)), t.sum = take(key_ld(p));
-    t.grad = take(value_ld(p)), t.grad_tangent = take(value_ld(p));
-    t.minus_lse = take(1), t.minus_lse_low = take(1);
-    t.mu = take(1), t.minus_delta = take(1), t.minus_delta_change = take(1);
-    return t;
+  static void take_tile(const AttentionParams& params, Scratch& scratch, ChangeTile& queries) {
+    const int64_t D = round_up(params.head_dim, line), Dv = round_up(params.v_head_dim, line);
+    const auto take = [&](int64_t numbers) { return scratch.take<Real>(tile * numbers); };
+    queries.query_t = take(D);
+    queries.tangent_t = take(D);
+    queries.grad_t = take(Dv);
+    queries.grad_tangent_t = take(Dv);
+    queries.query = take(key_ld(params));
+    queries.query_tangent = take(key_ld(params));
+    queries.sum = take(key_ld(params));
+    queries.grad = take(value_ld(params));
+    queries.grad_tangent = take(value_ld(params));
+    queries.minus_lse = take(1);
+    queries.minus_lse_low = take(1);
+    queries.mu = take(1);
+    queries.minus_delta = take(1);
+    queries.minus_delta_change = take(1);
   }
+  // Blocks [key][tile]. A negative P marks a dropped weight.
+  struct Blocks {
+    Real *P, *P_change, *dP, *dS_change, *cap_tanh, *score_change;  // the last two null without softcap
+  };
+  struct Buffers {
+    int64_t chunk;  // tiles
+    ChangeTile tiles[Tuning::backward_max_tiles];
+    Blocks blocks;
+    Real *key, *key_tangent, *value, *value_tangent;  // [key_block][ld]
+    Real *grad_key, *grad_value;                      // [kv_len][dim, padded to a line]
+    Buffers(const AttentionParams& params, Scratch& scratch)
+        : chunk(S::template chunk_tiles<ChangeTile>(params, take_tile)) {
+      for (int64_t i = 0; i < chunk; i++) take_tile(params, scratch, tiles[i]);
+      const auto block = [&](bool wanted) { return wanted ? scratch.take<Real>(key_block * tile) : nullptr; };
+      const bool capped = params.softcap > 0;
+      blocks = {.P = block(true),
+                .P_change = block(true),
+                .dP = block(true),
+                .dS_change = block(true),
+                .cap_tanh = block(capped),
+                .score_change = block(capped)};
+      key = scratch.take<Real>(key_block * key_ld(params));
+      key_tangent = scratch.take<Real>(key_block * key_ld(params));
+      value = scratch.take<Real>(key_block * value_ld(params));
+      value_tangent = scratch.take<Real>(key_block * value_ld(params));
+      grad_key = scratch.take<Real>(params.kv_len * round_up(params.head_dim, line));
+      grad_value = scratch.take<Real>(params.kv_len * round_up(params.v_head_dim, line));
+    }
+  };
+  static int64_t space(const AttentionParams& params) { return scratch_bytes<Buffers>(params); }
 
   // X as panels and as rows; tells whether every number is finite
   template <class T>
-  static bool pack_both(const void* X, int64_t row, const QueryTile& t, int64_t dim, C factor, C* panels, C* rows,
-                        int64_t ld) {
+  static bool pack_both(const void* X, int64_t row, const ChangeTile& queries, int64_t dim, Real factor, Real* panels,
+                        Real* rows, int64_t ld) {
     if (!X) return true;
-    S::template pack_panels<T>(X, row, t, dim, factor, panels);
-    return pack_rows(static_cast<const T*>(X) + t.first * row, row, t.count, dim, rows, ld, round_up(dim, W));
+    S::template pack_panels<T>(X, row, queries, dim, factor, panels);
+    return pack_rows(static_cast<const T*>(X) + queries.first * row, row, queries.count, dim, rows, ld,
+                     round_up(dim, width));
   }
 
   template <class T>
-  static ATTN_NOINLINE void prepare(const AttentionParams& p, const HeadPointers& h, const HeadTangents& d,
-                                    int64_t first, int64_t count, QueryTile& t, double* grad_sink) {
-    const int64_t D = p.head_dim, Dv = p.v_head_dim, ldk = key_ld(p), ldv = value_ld(p);
-    const C factor = query_factor<C>(p), keep = C(p.dropout.keep_scale);
-    S::begin(h, first, count, t);
-    t.tangents = &d;
-    t.query_finite = pack_both<T>(h.query, p.q_row, t, D, factor, t.query_t, t.query, ldk);
-    t.tangent_finite = pack_both<T>(d.query, d.q_row, t, D, factor, t.tangent_t, t.query_tangent, ldk);
-    t.grad_finite = pack_both<T>(h.grad_out, p.grad_out_row, t, Dv, keep, t.grad_t, t.grad, ldv);
-    t.grad_tangent_finite =
-        pack_both<T>(d.grad_out, d.grad_out_row, t, Dv, keep, t.grad_tangent_t, t.grad_tangent, ldv);
-    const auto number = [&](const void* x, int64_t r) { return x ? static_cast<const C*>(x)[first + r] : C(0); };
+  static ATTN_NOINLINE void prepare(const AttentionParams& params, const HeadPointers& head,
+                                    const HeadTangents& tangents, int64_t first, int64_t count, ChangeTile& queries,
+                                    double* grad_sink) {
+    const int64_t D = params.head_dim, Dv = params.v_head_dim, ldk = key_ld(params), ldv = value_ld(params);
+    const Real factor = query_factor<Real>(params), keep = Real(params.dropout.keep_scale);
+    S::begin(head, first, count, queries);
+    queries.tangents = &tangents;
+    queries.query_finite =
+        pack_both<T>(head.query, params.q_row, queries, D, factor, queries.query_t, queries.query, ldk);
+    queries.tangent_finite =
+        pack_both<T>(tangents.query, tangents.q_row, queries, D, factor, queries.tangent_t, queries.query_tangent, ldk);
+    queries.grad_finite =
+        pack_both<T>(head.grad_out, params.grad_out_row, queries, Dv, keep, queries.grad_t, queries.grad, ldv);
+    queries.grad_tangent_finite = pack_both<T>(tangents.grad_out, tangents.grad_out_row, queries, Dv, keep,
+                                               queries.grad_tangent_t, queries.grad_tangent, ldv);
+    const auto number = [&](const void* x, int64_t r) { return x ? static_cast<const Real*>(x)[first + r] : Real(0); };
     for (int64_t r = 0; r < tile; r++) {
-      C delta = 0, change = 0, mu = 0;
-      split_lse(r < count ? number(h.lse, r) : C(0), t.minus_lse[r], t.minus_lse_low[r]);
+      Real delta = 0, change = 0, mu = 0;
+      split_lse(r < count ? number(head.lse, r) : Real(0), queries.minus_lse[r], queries.minus_lse_low[r]);
       if (r < count) {
-        const C* g = t.grad + r * ldv;
-        const T* out = static_cast<const T*>(h.out) + (first + r) * p.out_row;
-        mu = number(d.lse, r);
-        delta = S::dot(out, g, Dv) - number(h.grad_lse, r);
-        change = S::dot(static_cast<const T*>(d.out) + (first + r) * d.out_row, g, Dv) - number(d.grad_lse, r);
-        if (d.grad_out) change += S::dot(out, t.grad_tangent + r * ldv, Dv);
-        if (grad_sink && h.sink != -__builtin_inf())
-          *grad_sink -= __builtin_exp2((h.sink - double(number(h.lse, r))) * log2_e) *
-                        ((d.sink - double(mu)) * double(delta) + double(change));
+        const Real* g = queries.grad + r * ldv;
+        const T* out = static_cast<const T*>(head.out) + (first + r) * params.out_row;
+        mu = number(tangents.lse, r);
+        delta = S::dot(out, g, Dv) - number(head.grad_lse, r);
+        change = S::dot(static_cast<const T*>(tangents.out) + (first + r) * tangents.out_row, g, Dv) -
+                 number(tangents.grad_lse, r);
+        if (tangents.grad_out) change += S::dot(out, queries.grad_tangent + r * ldv, Dv);
+        if (grad_sink && head.sink != -__builtin_inf())
+          *grad_sink -= __builtin_exp2((head.sink - double(number(head.lse, r))) * log2_e) *
+                        ((tangents.sink - double(mu)) * double(delta) + double(change));
       }
-      t.mu[r] = mu;
-      t.minus_delta[r] = -delta;
-      t.minus_delta_change[r] = -change;
+      queries.mu[r] = mu;
+      queries.minus_delta[r] = -delta;
+      queries.minus_delta_change[r] = -change;
     }
-    memset(t.sum, 0, size_t(tile * ldk) * sizeof(C));
+    memset(queries.sum, 0, size_t(tile * ldk) * sizeof(Real));
   }
-
-  // Blocks [key][tile]. A negative P marks a dropped weight.
-  struct Blocks {
-    C *P, *P_change, *dP, *dS_change, *cap_tanh, *score_change;  // the last two null without softcap
-  };
 
   // d(P) = P (A - mu). P_change holds the tangent of the mask, or nothing. A hidden NaN stays hidden.
   struct WeightStep {
     static constexpr bool hides = false;
-    const QueryTile* t;
+    const ChangeTile* queries;
     Blocks b;
     bool added;
-    C factor;
+    Real factor;
     ATTN_INLINE void clear(int64_t at) const {
-      store(b.P_change + at, Vec<C>::zero());
+      store(b.P_change + at, Vec<Real>::zero());
       if (!b.cap_tanh) return;
-      store(b.cap_tanh + at, Vec<C>::zero());
-      store(b.score_change + at, Vec<C>::zero());
+      store(b.cap_tanh + at, Vec<Real>::zero());
+      store(b.score_change + at, Vec<Real>::zero());
     }
     template <Hidden, int M, int N>
-    ATTN_INLINE void finish(Tile<C, M, N>& x, int64_t lane0, int64_t, int64_t k) const {
-      const Vec<C> f = Vec<C>::set(factor), zero = Vec<C>::zero();
-      const auto at = [&](int r, int j) { return (k + r) * tile + lane0 + W * j; };
+    ATTN_INLINE void finish(Tile<Real, M, N>& x, int64_t lane0, int64_t, int64_t k) const {
+      const Vec<Real> f = Vec<Real>::set(factor), zero = Vec<Real>::zero();
+      const auto at = [&](int r, int j) { return (k + r) * tile + lane0 + width * j; };
       if (b.cap_tanh) [[unlikely]]
         for (int r = 0; r < M; r++)
           for (int j = 0; j < N; j++) {
             const auto hidden = eq(load(b.P + at(r, j)), zero);
-            const Vec<C> tanh = select(hidden, zero, load(b.cap_tanh + at(r, j)));
+            const Vec<Real> tanh = select(hidden, zero, load(b.cap_tanh + at(r, j)));
             store(b.cap_tanh + at(r, j), tanh);
-            store(b.score_change + at(r, j), select(hidden, zero, x.a[r][j] * f));
-            x.a[r][j] = x.a[r][j] * cap_slope(tanh);
+            store(b.score_change + at(r, j), select(hidden, zero, x.acc[r][j] * f));
+            x.acc[r][j] = x.acc[r][j] * cap_slope(tanh);
           }
       ATTN_UNROLL for (int j = 0; j < N; j++) {
-        const Vec<C> mu = load(t->mu + lane0 + W * j);
+        const Vec<Real> mu = load(queries->mu + lane0 + width * j);
         ATTN_UNROLL for (int r = 0; r < M; r++) {
-          const Vec<C> marked = load(b.P + at(r, j)), w = max(marked, zero - marked);
-          Vec<C> a = x.a[r][j] * f - mu;
+          const Vec<Real> marked = load(b.P + at(r, j)), w = max(marked, zero - marked);
+          Vec<Real> a = x.acc[r][j] * f - mu;
           if (added) a = a + load(b.P_change + at(r, j));
           store(b.P_change + at(r, j), select(eq(w, zero), zero, w * a));
         }
@@ -168,18 +168,18 @@ struct BackwardJvp : Stages<C> {
   template <bool Dropout>
   struct GradStep {  // dP <- dP - delta
     static constexpr bool hides = false;
-    const QueryTile* t;
+    const ChangeTile* queries;
     Blocks b;
-    ATTN_INLINE void clear(int64_t at) const { store(b.dP + at, Vec<C>::zero()); }
+    ATTN_INLINE void clear(int64_t at) const { store(b.dP + at, Vec<Real>::zero()); }
     template <Hidden, int M, int N>
-    ATTN_INLINE void finish(Tile<C, M, N>& x, int64_t lane0, int64_t, int64_t k) const {
+    ATTN_INLINE void finish(Tile<Real, M, N>& x, int64_t lane0, int64_t, int64_t k) const {
       const int64_t at = k * tile + lane0;
       ATTN_UNROLL for (int j = 0; j < N; j++) {
-        const Vec<C> delta = load(t->minus_delta + lane0 + W * j);
+        const Vec<Real> delta = load(queries->minus_delta + lane0 + width * j);
         ATTN_UNROLL for (int r = 0; r < M; r++) {
-          Vec<C> y = x.a[r][j] + delta;
-          if constexpr (Dropout) y = select(ge(load(b.P + at + r * tile + W * j), Vec<C>::zero()), y, delta);
-          store(b.dP + at + r * tile + W * j, y);
+          Vec<Real> y = x.acc[r][j] + delta;
+          if constexpr (Dropout) y = select(ge(load(b.P + at + r * tile + width * j), Vec<Real>::zero()), y, delta);
+          store(b.dP + at + r * tile + width * j, y);
         }
       }
     }
@@ -189,18 +189,18 @@ struct BackwardJvp : Stages<C> {
   template <bool Dropout>
   struct ChangeStep {
     static constexpr bool hides = false;
-    const QueryTile* t;
+    const ChangeTile* queries;
     Blocks b;
-    ATTN_INLINE void clear(int64_t at) const { store(b.dS_change + at, Vec<C>::zero()); }
+    ATTN_INLINE void clear(int64_t at) const { store(b.dS_change + at, Vec<Real>::zero()); }
     template <Hidden, int M, int N>
-    ATTN_INLINE void finish(Tile<C, M, N>& x, int64_t lane0, int64_t, int64_t k) const {
-      const Vec<C> zero = Vec<C>::zero();
+    ATTN_INLINE void finish(Tile<Real, M, N>& x, int64_t lane0, int64_t, int64_t k) const {
+      const Vec<Real> zero = Vec<Real>::zero();
       ATTN_UNROLL for (int j = 0; j < N; j++) {
-        const Vec<C> delta_change = load(t->minus_delta_change + lane0 + W * j);
+        const Vec<Real> delta_change = load(queries->minus_delta_change + lane0 + width * j);
         ATTN_UNROLL for (int r = 0; r < M; r++) {
-          const int64_t at = (k + r) * tile + lane0 + W * j;
-          Vec<C> w = load(b.P + at), y_change = x.a[r][j] + delta_change;
-          const Vec<C> w_change = load(b.P_change + at), y = load(b.dP + at);
+          const int64_t at = (k + r) * tile + lane0 + width * j;
+          Vec<Real> w = load(b.P + at), y_change = x.acc[r][j] + delta_change;
+          const Vec<Real> w_change = load(b.P_change + at), y = load(b.dP + at);
           if constexpr (Dropout) {
             const auto kept = ge(w, zero);
             y_change = select(kept, y_change, delta_change);
@@ -217,71 +217,72 @@ struct BackwardJvp : Stages<C> {
   };
 
   // dS and d(dS) by the capped scores -> by the scores
-  static ATTN_NOINLINE void through_softcap(const AttentionParams& p, const QueryTile& t, const TileKeys& seen,
-                                            const Blocks& b) {
-    const Vec<C> curvature = Vec<C>::set(C(-2 / p.softcap));  // f'' = -2 tanh f' / cap
+  static ATTN_NOINLINE void through_softcap(const AttentionParams& params, const ChangeTile& queries,
+                                            const TileKeys& seen, const Blocks& b) {
+    const Vec<Real> curvature = Vec<Real>::set(Real(-2 / params.softcap));  // f'' = -2 tanh f' / cap
     for (int64_t k = seen.begin; k < seen.end; k++)
-      for (int64_t i = 0; i < t.vectors_used; i++) {
-        const int64_t at = k * tile + i * W;
-        const Vec<C> tanh = load(b.cap_tanh + at), slope = cap_slope(tanh), s = load(b.dP + at);
-        const Vec<C> bend = curvature * tanh * load(b.score_change + at);
+      for (int64_t i = 0; i < queries.vectors_used; i++) {
+        const int64_t at = k * tile + i * width;
+        const Vec<Real> tanh = load(b.cap_tanh + at), slope = cap_slope(tanh), s = load(b.dP + at);
+        const Vec<Real> bend = curvature * tanh * load(b.score_change + at);
         store(b.dP + at, slope * s);
         store(b.dS_change + at, slope * fma(bend, s, load(b.dS_change + at)));
       }
   }
 
   struct KeyBlock {
-    const C *K, *K_tangent, *V, *V_tangent;  // [key][ld]; tangents null where zero
+    const Real *K, *K_tangent, *V, *V_tangent;  // [key][ld]; tangents null where zero
     bool key_finite, tangent_finite;
   };
 
   // One query tile against one key block.
   template <class T, bool DropoutOn>
-  static void tile_step(const AttentionParams& p, const QueryTile& t, const Wanted& w, const KeyBlock& x, int64_t k0,
-                        int64_t block, const Blocks& b, C* grad_key, C* grad_value) {
-    const HeadTangents& d = *t.tangents;
-    const int64_t ldk = key_ld(p), ldv = value_ld(p), D = p.head_dim, Dv = p.v_head_dim;
-    const auto weighed = S::template weigh<T>(p, t, x.K, k0, block, b.P, b.cap_tanh);
-    const TileKeys& seen = weighed.seen;
+  static void tile_step(const AttentionParams& params, const ChangeTile& queries, const Wanted& wanted,
+                        const KeyBlock& x, int64_t k0, int64_t block, const Blocks& b, Real* grad_key,
+                        Real* grad_value) {
+    const HeadTangents& tangents = *queries.tangents;
+    const int64_t ldk = key_ld(params), ldv = value_ld(params), D = params.head_dim, Dv = params.v_head_dim;
+    const auto weights = S::template recompute_weights<T>(params, queries, x.K, k0, block, b.P, b.cap_tanh);
+    const TileKeys& seen = weights.seen;
     if (seen.empty()) return;
-    if (DropoutOn) S::drop(p, t, k0, seen, w.scores(), b.P);
+    if (DropoutOn) S::drop(params, queries, k0, seen, wanted.scores(), b.P);
 
     const auto each = [&](const auto& product, const auto& step) {
-      S::seen_product(p, product, t, step, step, false, k0, seen);
+      S::seen_product(params, product, queries, step, step, false, k0, seen);
     };
     using Two = typename S::template Product<2>;
-    const bool added = d.mask || d.slope != 0;
+    const bool added = tangents.mask || tangents.slope != 0;
     if (added)
-      load_tangent_bias<T>(p, d, t.first, t.count, k0 + seen.begin, seen.end - seen.begin,
+      load_tangent_bias<T>(params, tangents, queries.first, queries.count, k0 + seen.begin, seen.end - seen.begin,
                            b.P_change + seen.begin * tile, tile);
-    each(Two{{d.query ? x.K : nullptr, x.K_tangent}, {t.tangent_t, t.query_t}, ldk, D},
-         WeightStep{&t, b, added, tangent_factor<C>(p)});
-    if (w.scores()) {
-      each(typename S::template Product<1>{{x.V}, {t.grad_t}, ldv, Dv}, GradStep<DropoutOn>{&t, b});
-      each(Two{{x.V_tangent, d.grad_out ? x.V : nullptr}, {t.grad_t, t.grad_tangent_t}, ldv, Dv},
-           ChangeStep<DropoutOn>{&t, b});
+    each(Two{{tangents.query ? x.K : nullptr, x.K_tangent}, {queries.tangent_t, queries.query_t}, ldk, D},
+         WeightStep{&queries, b, added, tangent_factor<Real>(params)});
+    if (wanted.scores()) {
+      each(typename S::template Product<1>{{x.V}, {queries.grad_t}, ldv, Dv}, GradStep<DropoutOn>{&queries, b});
+      each(Two{{x.V_tangent, tangents.grad_out ? x.V : nullptr}, {queries.grad_t, queries.grad_tangent_t}, ldv, Dv},
+           ChangeStep<DropoutOn>{&queries, b});
     }
 
-    const bool hidden = weighed.some_hidden();
-    const auto sum_queries = [&](const C* A, const C* B, int64_t ld, bool finite, int64_t dim, C* out) {
-      S::sum_queries(p, t, A, B, ld, hidden && !finite, k0, seen, dim, out);
+    const bool hidden = weights.some_hidden();
+    const auto sum_queries = [&](const Real* A, const Real* B, int64_t ld, bool finite, int64_t dim, Real* out) {
+      S::sum_queries(params, queries, A, B, ld, hidden && !finite, k0, seen, dim, out);
     };
-    const auto sum_keys = [&](const C* A, const C* B, bool finite) {
-      S::sum_keys(p, t, A, B, ldk, D, hidden && !finite, k0, seen, block, t.sum);
+    const auto sum_keys = [&](const Real* A, const Real* B, bool finite) {
+      S::sum_keys(params, queries, A, B, ldk, D, hidden && !finite, k0, seen, block, queries.sum);
     };
-    if (w.value) {
-      sum_queries(b.P_change, t.grad, ldv, t.grad_finite, Dv, grad_value);
-      if (d.grad_out) sum_queries(b.P, t.grad_tangent, ldv, t.grad_tangent_finite, Dv, grad_value);
+    if (wanted.value) {
+      sum_queries(b.P_change, queries.grad, ldv, queries.grad_finite, Dv, grad_value);
+      if (tangents.grad_out) sum_queries(b.P, queries.grad_tangent, ldv, queries.grad_tangent_finite, Dv, grad_value);
     }
-    if (w.slope) *w.slope += S::slope_gradient(p, t, b.dS_change, k0, seen);
-    if (w.mask) S::template mask_gradient<T>(t, w, b.dS_change, k0, seen, b.P);  // P has served
-    if (!w.key && !w.query) return;
-    if (b.cap_tanh) through_softcap(p, t, seen, b);
-    if (w.key) {
-      sum_queries(b.dS_change, t.query, ldk, t.query_finite, D, grad_key);
-      if (d.query) sum_queries(b.dP, t.query_tangent, ldk, t.tangent_finite, D, grad_key);
+    if (wanted.slope) *wanted.slope += S::slope_gradient(params, queries, b.dS_change, k0, seen);
+    if (wanted.mask) S::template mask_gradient<T>(queries, wanted, b.dS_change, k0, seen, b.P);  // P has served
+    if (!wanted.key && !wanted.query) return;
+    if (b.cap_tanh) through_softcap(params, queries, seen, b);
+    if (wanted.key) {
+      sum_queries(b.dS_change, queries.query, ldk, queries.query_finite, D, grad_key);
+      if (tangents.query) sum_queries(b.dP, queries.query_tangent, ldk, queries.tangent_finite, D, grad_key);
     }
-    if (w.query) {
+    if (wanted.query) {
       sum_keys(b.dS_change, x.K, x.key_finite);
       if (x.K_tangent) sum_keys(b.dP, x.K_tangent, x.tangent_finite);
     }
@@ -291,52 +292,45 @@ struct BackwardJvp : Stages<C> {
   struct Kernel {  // see attention/walk.h
     const Walk& walk;
     const HeadTangents* tangents;
-    C* space;
-    Space at;
-    int64_t chunk;
+    Buffers buffers;
+    int64_t chunk = buffers.chunk;
     KeyBlock keys{};
-    QueryTile tiles[Tuning::backward_max_tiles];
 
-    Kernel(const Walk& w, const HeadTangents* d, C* s)
-        : walk(w), tangents(d), space(s), at(w.params), chunk(chunk_tiles(w.params)) {}
+    Kernel(const Walk& walk_, const HeadTangents* tangents_, void* space)
+        : walk(walk_), tangents(tangents_), buffers(buffers_in<Buffers>(space, walk_.params)) {}
     void prepare(int64_t i, int64_t head, int64_t first, int64_t count) {
-      tiles[i] = place(walk.params, space + at.chunk + i * tile_numbers(walk.params));
-      BackwardJvp::template prepare<T>(walk.params, walk.heads[head], tangents[head], first, count, tiles[i],
+      BackwardJvp::template prepare<T>(walk.params, walk.heads[head], tangents[head], first, count, buffers.tiles[i],
                                        walk.part == 0 ? walk.gradients[head].sink : nullptr);
     }
     void load(int64_t k0, int64_t block) {
-      const AttentionParams& p = walk.params;
-      const auto pack = [&](const void* X, int64_t row, int64_t dim, int64_t ld, int64_t to, bool& finite) -> const C* {
+      const AttentionParams& params = walk.params;
+      const auto pack = [&](const void* X, int64_t row, int64_t dim, int64_t ld, Real* to,
+                            bool& finite) -> const Real* {
         if (!X) return nullptr;
-        finite = pack_rows(static_cast<const T*>(X) + k0 * row, row, block, dim, space + to, ld, round_up(dim, W));
-        return space + to;
+        finite = pack_rows(static_cast<const T*>(X) + k0 * row, row, block, dim, to, ld, round_up(dim, width));
+        return to;
       };
       bool any = true;
-      const HeadPointers& h = walk.heads[0];
-      const HeadTangents& d = tangents[0];
-      keys.K = pack(h.key, p.k_row, p.head_dim, key_ld(p), at.key, keys.key_finite);
-      keys.K_tangent = pack(d.key, d.k_row, p.head_dim, key_ld(p), at.key_tangent, keys.tangent_finite);
-      keys.V = pack(h.value, p.v_row, p.v_head_dim, value_ld(p), at.value, any);
-      keys.V_tangent = pack(d.value, d.v_row, p.v_head_dim, value_ld(p), at.value_tangent, any);
+      const HeadPointers& head = walk.heads[0];
+      const HeadTangents& changes = tangents[0];
+      keys.K = pack(head.key, params.k_row, params.head_dim, key_ld(params), buffers.key, keys.key_finite);
+      keys.K_tangent =
+          pack(changes.key, changes.k_row, params.head_dim, key_ld(params), buffers.key_tangent, keys.tangent_finite);
+      keys.V = pack(head.value, params.v_row, params.v_head_dim, value_ld(params), buffers.value, any);
+      keys.V_tangent =
+          pack(changes.value, changes.v_row, params.v_head_dim, value_ld(params), buffers.value_tangent, any);
     }
-    void step(int64_t i, const Wanted& w, int64_t k0, int64_t block, C* grad_key, C* grad_value) {
-      const bool capped = walk.params.softcap > 0;
-      const Blocks b{space + at.P,
-                     space + at.P_change,
-                     space + at.dP,
-                     space + at.dS_change,
-                     capped ? space + at.cap_tanh : nullptr,
-                     capped ? space + at.score_change : nullptr};
+    void step(int64_t i, const Wanted& wanted, int64_t k0, int64_t block, Real* grad_key, Real* grad_value) {
       const auto go = walk.params.dropout.on() ? tile_step<T, true> : tile_step<T, false>;
-      go(walk.params, tiles[i], w, keys, k0, block, b, grad_key, grad_value);
+      go(walk.params, buffers.tiles[i], wanted, keys, k0, block, buffers.blocks, grad_key, grad_value);
     }
-    const C* query_sum(int64_t i) const { return tiles[i].sum; }
+    const Real* query_sum(int64_t i) const { return buffers.tiles[i].sum; }
   };
 
   template <class T>
-  static void run(const Walk& walk, const HeadTangents* tangents, C* space) {
+  static void run(const Walk& walk, const HeadTangents* tangents, void* space) {
     Kernel<T> kernel(walk, tangents, space);
-    walk_keys<T>(walk, kernel, space + kernel.at.grad_key, space + kernel.at.grad_value);
+    walk_keys<T>(walk, kernel, kernel.buffers.grad_key, kernel.buffers.grad_value);
   }
 };
 

@@ -1,4 +1,4 @@
-// How rows and keys are stepped through beside a mask of blocks. Blocks are multiples of 16.
+// How rows and keys are stepped through with a mask of blocks. Blocks are multiples of 16.
 #pragma once
 #include "cpu/kernels/common/common.h"
 

@@ -1,5 +1,5 @@
-// Products of bfloat16 pairs with lanes over queries, and what becomes of them: a group of keys at a time, the weights
-// of a group computed between the products of the next, for the two need different units of the processor.
+// Products of bfloat16 pairs with lanes over queries, and their epilogue: a group of keys at a time, the weights of a
+// group computed between the products of the next, for the two need different units of the processor.
 #pragma once
 #include "pair_tiles.h"
 
@@ -7,53 +7,59 @@ namespace attnjourney {
 namespace {
 
 // X[key][2 pairs] times panels Y[pairs][panel]
-struct DotProduct {
+struct PairTerm {
   const bf16* X;
   int64_t ld;
   const uint32_t* Y;
 };
 
-// A query tile against a key block, as the epilogues of the kernels extend it.
-struct DotWork {
+// A query tile against a key block.
+struct PairTask {
   int64_t pairs, vectors_used;
   const KeyRanges* keys;
   int64_t first_row, k0;
   float cap;  // softcap in log2 units, 0 for none
   Alibi<float> alibi;
-  Ahead* ahead;  // of the mask
+  RowPrefetch* prefetch;  // of the mask
 };
 
-// Products on their way to weights, [key pair][vector][low, high][W], keys [begin, end) of the block.
-struct Pending {
-  const float *x, *a;  // of the last term; of those before it
-  float* sums;         // [vector][2][W], for the epilogue
+// Products on their way to weights, [key pair][vector][low, high][width], keys [begin, end) of the block.
+struct PendingScores {
+  const float *scores, *others;  // of the last term; of those before it
+  float* sums;                   // [vector][2][width], for the epilogue
   int64_t begin, end, key;
   int vector, left;  // pairs of vectors
 };
 
-// E, the epilogue, is a DotWork with
-//   DotProduct terms[most]; int count;     all but the last are summed up apart from it
-//   clear(at)                              a pair of vectors that nothing sees
-//   Queries, Cursor, cursor(lane, key, q)   what weigh keeps of W queries; where in it and in the result weigh is
-//   weigh<H>(pending, scores, cursor)      one pair of vectors: two keys for W queries
-//   soften(x, a, vectors)                  softcap, where it is not part of weigh
-//   load_scores(t, lane0, k)               with E::matrix, in place of products: scores from a matrix unit
-template <class E>
-struct DotStream : DotTiles {
+// Epilogue:
+//   PairTask task
+//   PairTerm terms[most]; int count      all but the last are summed up apart from it
+//   clear(at)                            a pair of vectors that nothing sees
+//   Queries                              what it keeps of a vector of queries
+//   Cursor, cursor(lane, key, queries)   where in that and in the result it stands
+//   softmax<H>(pending, scores, cursor)  one pair of vectors: two keys for a vector of queries
+//   soften(scores, others, vectors)      softcap, where it is not part of softmax
+//   load_scores(scores, lane0, k)        with Epilogue::matrix, in place of products: scores from a matrix unit
+template <class Epilogue>
+struct PairStream : PairTiles {
   template <Hidden H, int N>
-  static ATTN_INLINE void weigh(Pending& w, typename E::Cursor& at, const E& e) {
-    const Vf x[2] = {load(w.x), load(w.x + W)};
-    e.template weigh<H>(w, x, at);
-    w.x += 2 * W;
-    if constexpr (E::most > 1) w.a += 2 * W;
-    w.left--;
+  static ATTN_INLINE void softmax(PendingScores& pending, typename Epilogue::Cursor& at, const Epilogue& epilogue) {
+    const Vf scores[2] = {load(pending.scores), load(pending.scores + width)};
+    epilogue.template softmax<H>(pending, scores, at);
+    pending.scores += 2 * width;
+    if constexpr (Epilogue::most > 1) pending.others += 2 * width;
+    pending.left--;
     at.next_vector();
-    if (++w.vector == N) w.vector = 0, w.key += 2, at.next_keys(N);
+    if (++pending.vector == N) {
+      pending.vector = 0;
+      pending.key += 2;
+      at.next_keys(N);
+    }
   }
   // what is left of them; a copy, so that the original can stay in registers
   template <Hidden H, int N>
-  static ATTN_NOINLINE void finish(Pending w, typename E::Cursor at, const E& e) {
-    while (w.left > 0) weigh<H, N>(w, at, e);
+  static ATTN_NOINLINE void finish(PendingScores pending, typename Epilogue::Cursor at, const Epilogue& epilogue) {
+    while (pending.left > 0) softmax<H, N>(pending, at, epilogue);
   }
 
   template <int M, int N>
@@ -63,89 +69,111 @@ struct DotStream : DotTiles {
   template <int M, int N>
   static ATTN_INLINE void spill(const Vf (&t)[M][N], float* to) {
     ATTN_UNROLL for (int r = 0; r < M; r++) ATTN_UNROLL for (int j = 0; j < N; j++)
-        store(to + ((r / 2 * N + j) * 2 + r % 2) * W, t[r][j]);
+        store(to + ((r / 2 * N + j) * 2 + r % 2) * width, t[r][j]);
   }
-  template <int M, int N>
-  static ATTN_INLINE void add_product(Vf (&t)[M][N], const bf16* X, int64_t ld, const uint32_t* Y) {
+  template <int M, int Padded, int N>
+  static ATTN_INLINE void add_product(Vf (&t)[Padded][N], const bf16* X, int64_t ld, const uint32_t* Y) {
     Pairs y[N];
-    ATTN_UNROLL for (int j = 0; j < N; j++) y[j] = load_pairs(Y + W * j);
+    ATTN_UNROLL for (int j = 0; j < N; j++) y[j] = load_pairs(Y + width * j);
     ATTN_UNROLL for (int r = 0; r < M; r++) {
-      const Pairs b = broadcast_pair(X + r * ld);
-      ATTN_UNROLL for (int j = 0; j < N; j++) t[r][j] = dot(t[r][j], b, y[j]);
+      const Pairs x = broadcast_pair(X + r * ld);
+      ATTN_UNROLL for (int j = 0; j < N; j++) t[r][j] = dot_pairs(t[r][j], x, y[j]);
     }
   }
 
   // n groups of M keys, from key k of the block on, against N vectors from lane0 on
   template <Hidden H, int M, int N>
-  static ATTN_NOINLINE void stream(const E& e, int64_t lane0, int64_t k, int64_t n) {
-    constexpr int numbers = (M + 1) / 2 * 2 * N * W;
-    alignas(64) float x[numbers], a[E::most > 1 ? numbers : 1], sums[E::most > 1 ? 2 * N * W : 1];
-    if constexpr (M % 2) memset(x, 0, sizeof x);
-    if constexpr (E::most > 1) memset(a, 0, sizeof a);
-    const int64_t panel_at = lane0 / panel * panel * e.pairs + lane0 % panel;
-    Pending pending{x, a, sums, k, k, k, 0, 0};
-    typename E::Cursor cursor;
+  static ATTN_NOINLINE void stream(const Epilogue& epilogue, int64_t lane0, int64_t k, int64_t n) {
+    constexpr bool several = Epilogue::most > 1;
+    constexpr int numbers = (M + 1) / 2 * 2 * N * width;
+    alignas(64) float scores[numbers], others[several ? numbers : 1], sums[several ? 2 * N * width : 1];
+    if constexpr (M % 2) memset(scores, 0, sizeof scores);
+    if constexpr (several) memset(others, 0, sizeof others);
+    const int64_t pairs = epilogue.task.pairs, panel_at = lane0 / panel * panel * pairs + lane0 % panel;
+    PendingScores pending{
+        .scores = scores, .others = others, .sums = sums, .begin = k, .end = k, .key = k, .vector = 0, .left = 0};
+    typename Epilogue::Cursor cursor;
     for (int64_t i = 0; i < n; i++, k += M) {
       Vf t[M][N];
-      if constexpr (E::matrix) {
-        e.load_scores(t, lane0, k);
+      if constexpr (Epilogue::matrix) {
+        epilogue.load_scores(t, lane0, k);
       } else {
         clear(t);
-        for (int c = 0; c < e.count; c++) {
-          if (E::most > 1 && c > 0 && c == e.count - 1) {
-            if (pending.left > 0) finish<H, N>(pending, cursor, e), pending.left = 0;
-            spill(t, a);
+        for (int c = 0; c < epilogue.count; c++) {
+          if (several && c > 0 && c == epilogue.count - 1) {
+            if (pending.left > 0) {
+              finish<H, N>(pending, cursor, epilogue);
+              pending.left = 0;
+            }
+            spill(t, others);
             clear(t);
           }
-          const DotProduct term = e.terms[c];
+          const PairTerm term = epilogue.terms[c];
           const bf16* X = term.X + k * term.ld;
           const uint32_t* Y = term.Y + panel_at;
           int64_t at = 0;
-          for (; at + 2 <= e.pairs && pending.left > 0; at += 2) {
-            add_product(t, X + 2 * at, term.ld, Y + at * panel);
-            add_product(t, X + 2 * at + 2, term.ld, Y + at * panel + panel);
-            weigh<H, N>(pending, cursor, e);
+          for (; at + 2 <= pairs && pending.left > 0; at += 2) {
+            add_product<M>(t, X + 2 * at, term.ld, Y + at * panel);
+            add_product<M>(t, X + 2 * at + 2, term.ld, Y + at * panel + panel);
+            softmax<H, N>(pending, cursor, epilogue);
           }
-          _Pragma("GCC unroll 2") for (; at < e.pairs; at++) add_product(t, X + 2 * at, term.ld, Y + at * panel);
+          _Pragma("GCC unroll 2") for (; at < pairs; at++) add_product<M>(t, X + 2 * at, term.ld, Y + at * panel);
         }
       }
-      if (pending.left > 0) finish<H, N>(pending, cursor, e);
-      spill(t, x);
-      if constexpr (E::softens)
-        if (e.cap != 0) [[unlikely]]
-          e.soften(x, a, numbers / W);
-      pending = {x, a, sums, k, k + M, k, 0, (M + 1) / 2 * N};
-      cursor = e.cursor(lane0, k, e.queries + lane0 / W);
-      if constexpr (H == Hidden::by_bias || H == Hidden::by_sum) e.ahead->step();
+      if (pending.left > 0) finish<H, N>(pending, cursor, epilogue);
+      spill(t, scores);
+      if constexpr (Epilogue::softens)
+        if (epilogue.task.cap != 0) [[unlikely]]
+          epilogue.soften(scores, others, numbers / width);
+      pending = {.scores = scores,
+                 .others = others,
+                 .sums = sums,
+                 .begin = k,
+                 .end = k + M,
+                 .key = k,
+                 .vector = 0,
+                 .left = (M + 1) / 2 * N};
+      cursor = epilogue.cursor(lane0, k, epilogue.queries + lane0 / width);
+      if constexpr (H == Hidden::by_bias || H == Hidden::by_sum) epilogue.task.prefetch->step();
     }
-    finish<H, N>(pending, cursor, e);
+    finish<H, N>(pending, cursor, epilogue);
   }
 
-  // a group of M keys, of which some may be hidden: weighed where it was computed
+  // a group of M keys, of which some may be hidden: its weights where it was computed
   template <Hidden H, int M, int N>
-  static ATTN_NOINLINE void single(const E& e, int64_t lane0, int64_t k) {
-    if (E::most > 1 || (E::softens && e.cap != 0)) return stream<H, M, N>(e, lane0, k, 1);
-    Vf t[M][N];
-    if constexpr (E::matrix) {
-      e.load_scores(t, lane0, k);
+  static ATTN_NOINLINE void single(const Epilogue& epilogue, int64_t lane0, int64_t k) {
+    if (Epilogue::most > 1 || (Epilogue::softens && epilogue.task.cap != 0))
+      return stream<H, M, N>(epilogue, lane0, k, 1);
+    const int64_t pairs = epilogue.task.pairs;
+    Vf t[M + M % 2][N];  // an odd last key is paired with a score that is not looked at
+    if constexpr (Epilogue::matrix) {
+      epilogue.load_scores(t, lane0, k);
     } else {
       clear(t);
-      const DotProduct term = e.terms[0];
+      const PairTerm term = epilogue.terms[0];
       const bf16* X = term.X + k * term.ld;
-      const uint32_t* Y = term.Y + lane0 / panel * panel * e.pairs + lane0 % panel;
-      _Pragma("GCC unroll 2") for (int64_t at = 0; at < e.pairs; at++)
-          add_product(t, X + 2 * at, term.ld, Y + at * panel);
+      const uint32_t* Y = term.Y + lane0 / panel * panel * pairs + lane0 % panel;
+      _Pragma("GCC unroll 2") for (int64_t at = 0; at < pairs; at++)
+          add_product<M>(t, X + 2 * at, term.ld, Y + at * panel);
     }
     ATTN_UNROLL for (int j = 0; j < N; j++) {
-      const int64_t lane = lane0 + W * j;
-      typename E::Queries mine = e.queries[lane / W];
+      const int64_t lane = lane0 + width * j;
+      typename Epilogue::Queries mine = epilogue.queries[lane / width];
       ATTN_UNROLL for (int r = 0; r < M; r += 2) {
-        const Vf x[2] = {t[r][j], r + 1 < M ? t[r + (r + 1 < M)][j] : Vf::zero()};
-        e.template weigh<H>(Pending{nullptr, nullptr, nullptr, k, k + M, k + r, j, 0}, x, e.cursor(lane, k + r, &mine));
+        const Vf scores[2] = {t[r][j], t[r + 1][j]};
+        const PendingScores pending{.scores = nullptr,
+                                    .others = nullptr,
+                                    .sums = nullptr,
+                                    .begin = k,
+                                    .end = k + M,
+                                    .key = k + r,
+                                    .vector = j,
+                                    .left = 0};
+        epilogue.template softmax<H>(pending, scores, epilogue.cursor(lane, k + r, &mine));
       }
-      e.queries[lane / W] = mine;
+      epilogue.queries[lane / width] = mine;
     }
-    if constexpr (H == Hidden::by_bias || H == Hidden::by_sum) e.ahead->step();
+    if constexpr (H == Hidden::by_bias || H == Hidden::by_sum) epilogue.task.prefetch->step();
   }
 
   // what a vector of rows sees of a group of keys
@@ -161,42 +189,45 @@ struct DotStream : DotTiles {
     return true;
   }
   template <int M, int N>
-  static ATTN_INLINE void single(Hidden hidden, const E& e, int64_t lane0, int64_t k) {
-    if (hidden == Hidden::by_bias) return single<Hidden::by_bias, M, N>(e, lane0, k);
+  static ATTN_INLINE void single(Hidden hidden, const Epilogue& epilogue, int64_t lane0, int64_t k) {
+    if (hidden == Hidden::by_bias) return single<Hidden::by_bias, M, N>(epilogue, lane0, k);
     if constexpr (M % rows == 0) {
-      if (hidden == Hidden::by_alibi) return single<Hidden::by_alibi, M, N>(e, lane0, k);
-      if (hidden == Hidden::no) return single<Hidden::no, M, N>(e, lane0, k);
+      if (hidden == Hidden::by_alibi) return single<Hidden::by_alibi, M, N>(epilogue, lane0, k);
+      if (hidden == Hidden::no) return single<Hidden::no, M, N>(epilogue, lane0, k);
     }
-    single<Hidden::by_range, M, N>(e, lane0, k);
+    single<Hidden::by_range, M, N>(epilogue, lane0, k);
   }
   // n groups of m keys against `used` vectors; n is 1 where m < rows
-  static ATTN_NOINLINE void some_keys(Hidden hidden, const E& e, int64_t lane0, int64_t used, int64_t k, int64_t m,
-                                      int64_t n) {
-    for (; used == 1 && n > 1; n -= 2, k += 2 * rows) single<2 * rows, 1>(hidden, e, lane0, k);  // hides latencies
+  static ATTN_NOINLINE void some_keys(Hidden hidden, const Epilogue& epilogue, int64_t lane0, int64_t used, int64_t k,
+                                      int64_t m, int64_t n) {
+    for (; used == 1 && n > 1; n -= 2, k += 2 * rows)
+      single<2 * rows, 1>(hidden, epilogue, lane0, k);  // hides latencies
     for (; n > 0; n--, k += rows)
       with_rows<vectors>(used, [&](auto n_) {
-        with_rows<rows>(m, [&](auto m_) { single<m_.count, n_.count>(hidden, e, lane0, k); });
+        with_rows<rows>(m, [&](auto m_) { single<m_.count, n_.count>(hidden, epilogue, lane0, k); });
       });
   }
   // keys [begin, end) of the block, seen by every row but for the bias block
   template <Hidden H>
-  static ATTN_NOINLINE void inner(const E& e, int64_t begin, int64_t end) {
+  static ATTN_NOINLINE void inner(const Epilogue& epilogue, int64_t begin, int64_t end) {
     const int64_t n = (end - begin) / rows, rest = begin + n * rows;
-    for (int64_t v = 0; v < e.vectors_used; v += vectors) {
-      const int64_t used = min_of(vectors, e.vectors_used - v);
-      if (n) with_rows<vectors>(used, [&](auto n_) { stream<H, rows, n_.count>(e, v * W, begin, n); });
+    for (int64_t v = 0; v < epilogue.task.vectors_used; v += vectors) {
+      const int64_t used = min_of(vectors, epilogue.task.vectors_used - v);
+      if (n) with_rows<vectors>(used, [&](auto n_) { stream<H, rows, n_.count>(epilogue, v * width, begin, n); });
       if (rest < end)
-        some_keys(H == Hidden::by_bias || H == Hidden::by_sum ? Hidden::by_bias : Hidden::by_range, e, v * W, used,
-                  rest, end - rest, 1);
+        some_keys(H == Hidden::by_bias || H == Hidden::by_sum ? Hidden::by_bias : Hidden::by_range, epilogue, v * width,
+                  used, rest, end - rest, 1);
     }
   }
   // keys [begin, end) of the block, seen by some rows only: vectors of rows that see none of a group are skipped
-  static ATTN_NOINLINE void border(const E& e, int64_t begin, int64_t end, int64_t rows_used, bool bias) {
-    for (int64_t v = 0; v < e.vectors_used && begin < end; v += vectors) {
+  static ATTN_NOINLINE void border(const Epilogue& epilogue, int64_t begin, int64_t end, int64_t rows_used, bool bias) {
+    const PairTask& task = epilogue.task;
+    for (int64_t v = 0; v < task.vectors_used && begin < end; v += vectors) {
       TileKeys seen[vectors] = {};
-      for (int64_t j = 0; j < vectors && v + j < e.vectors_used; j++) {
-        const int64_t row = (v + j) * W;
-        seen[j] = tile_keys(*e.keys, e.first_row + row, e.first_row + min_of(rows_used, row + W) - 1, e.k0, end);
+      for (int64_t j = 0; j < vectors && v + j < task.vectors_used; j++) {
+        const int64_t row = (v + j) * width;
+        seen[j] = tile_keys(*task.keys, task.first_row + row, task.first_row + min_of(rows_used, row + width) - 1,
+                            task.k0, end);
       }
       for (int64_t k = begin, n; k < end; k += n * rows) {
         const int64_t m = min_of(rows, end - k);
@@ -208,23 +239,23 @@ struct DotStream : DotTiles {
           while (next < vectors && sight_of(seen[next], k, m) == sight) next++;
           if (sight == Sight::none)
             for (int64_t r = 0; r < (n - 1) * rows + m; r += 2)
-              for (int64_t i = j; i < next; i++) e.clear((k + r) / 2 * tile + (v + i) * W);
+              for (int64_t i = j; i < next; i++) epilogue.clear((k + r) / 2 * tile + (v + i) * width);
           else
             some_keys(bias                   ? Hidden::by_bias
                       : sight == Sight::some ? Hidden::by_range
-                      : e.alibi.on           ? Hidden::by_alibi
+                      : task.alibi.on        ? Hidden::by_alibi
                                              : Hidden::no,
-                      e, (v + j) * W, next - j, k, m, n);
+                      epilogue, (v + j) * width, next - j, k, m, n);
         }
       }
     }
   }
   // all keys of `seen`
-  static ATTN_INLINE void all(const E& e, const TileKeys& seen, int64_t rows_used, MaskBlock masked) {
+  static ATTN_INLINE void all(const Epilogue& epilogue, const TileKeys& seen, int64_t rows_used, MaskBlock masked) {
     const bool bias = has_block(masked);
-    border(e, seen.begin, seen.all_begin, rows_used, bias);
-    with_hidden(inside(masked), [&](auto hidden) { inner<hidden.value>(e, seen.all_begin, seen.all_end); });
-    border(e, seen.all_end, seen.end, rows_used, bias);
+    border(epilogue, seen.begin, seen.all_begin, rows_used, bias);
+    with_hidden(inside(masked), [&](auto hidden) { inner<hidden.value>(epilogue, seen.all_begin, seen.all_end); });
+    border(epilogue, seen.all_end, seen.end, rows_used, bias);
   }
 };
 

@@ -1,24 +1,18 @@
 // Tiles of bfloat16 pairs: their sizes, products of weights with values, packing, dropout.
 #pragma once
-#include "forward.h"
-#include "matrix_products.h"
+#include "cpu/kernels/common/dropout_tile.h"
+#include "cpu/kernels/common/pack.h"
+#include "forward_tile.h"
 
 namespace attnjourney {
 namespace {
 
-struct DotTiles {
-  static constexpr int W = Vf::width;
+struct PairTiles {
+  static constexpr int width = Vf::width;
   static constexpr int rows = Tuning::rows, vectors = Tuning::vectors;  // rows even: keys go in pairs
-  static constexpr int64_t panel = vectors * W, tile = Tuning::forward_panels * panel;
-  static constexpr int64_t key_block = Tuning::dot_forward_keys, tiles = Tuning::forward_tiles;
-  static_assert(rows % 2 == 0 && key_block % 2 == 0);
-  // MatrixUnit comes from the instruction set; groups of keys go through it
-  static constexpr bool matrix = MatrixUnit::on;
-  using Matrix = MatrixProducts<MatrixUnit>;
-  static constexpr int64_t group = Matrix::keys;
-  static_assert(!matrix ||
-                (W == Matrix::side && vectors == Matrix::columns && tile == panel && key_block % group == 0));
-  static constexpr int64_t dim_step = matrix ? 2 * Matrix::side : 2;  // head_dim is padded to it
+  static constexpr int64_t panel = vectors * width, tile = Tuning::forward_panels * panel;
+  static_assert(rows % 2 == 0);
+  using Output = OutputTile<float, bf16>;
 
   // in whole pairs: keys taken in at the ends are hidden by their range
   static ATTN_INLINE TileKeys whole_pairs(TileKeys seen) {
@@ -27,129 +21,99 @@ struct DotTiles {
     seen.all_end = max_of(seen.all_begin, seen.all_end == seen.end ? seen.end : seen.all_end & ~int64_t(1));
     return seen;
   }
-  struct Values {
-    int64_t ldv, columns;  // columns a multiple of W
-    float* O;              // [tile][ldv]
-    bool first;
-    bf16* out;  // normalised rows go here, or null
-    int64_t ldout;
-    const float* inverse;
-  };
-  // n pairs of keys: weights [pair][tile], from the row in question on, and values [pair][ldv]
-  struct Weighted {
-    const uint32_t *P, *V;
+  // n pairs of keys: weights [pair][tile], from the row in question on, and values [pair][ld of the output]
+  struct WeightedValues {
+    const uint32_t *weights, *values;
     int64_t n;
   };
   template <int M, int N>
-  static ATTN_INLINE void add_weighted(Tile<float, M, N>& t, const Weighted& w, int64_t ldv, int64_t d) {
-    _Pragma("GCC unroll 2") for (int64_t x = 0; x < w.n; x++) {
-      Pairs b[N];
-      ATTN_UNROLL for (int j = 0; j < N; j++) b[j] = load_pairs(w.V + x * ldv + d + W * j);
+  static ATTN_INLINE void add_weighted(Tile<float, M, N>& sums, const WeightedValues& term, int64_t ld, int64_t d) {
+    _Pragma("GCC unroll 2") for (int64_t k = 0; k < term.n; k++) {
+      Pairs values[N];
+      ATTN_UNROLL for (int j = 0; j < N; j++) values[j] = load_pairs(term.values + k * ld + d + width * j);
       ATTN_UNROLL for (int i = 0; i < M; i++) {
-        const Pairs p = broadcast_pair(w.P + x * tile + i);
-        ATTN_UNROLL for (int j = 0; j < N; j++) t.a[i][j] = dot(t.a[i][j], p, b[j]);
+        const Pairs weight = broadcast_pair(term.weights + k * tile + i);
+        ATTN_UNROLL for (int j = 0; j < N; j++) sums.acc[i][j] = dot_pairs(sums.acc[i][j], weight, values[j]);
       }
     }
   }
-  // M rows of the tile from r on: the sum of all terms (Weighted)
+  // M rows of the tile from r on: the sum of all terms (WeightedValues)
   template <int M, class... Terms>
-  static ATTN_NOINLINE void value_rows(const Values& v, int64_t r, const Terms&... terms) {
-    split_columns<float, vectors>(v.columns, [&](int64_t d, auto n_) {
-      Tile<float, M, n_.count> t;
-      t.clear();
-      (add_weighted(t, terms, v.ldv, d), ...);
-      float* O = v.O + r * v.ldv + d;
-      if (!v.first) t.add(O, v.ldv);
-      if (!v.out) return t.store_to(O, v.ldv);
-      ATTN_UNROLL for (int i = 0; i < M; i++) {
-        const Vf inverse = Vf::broadcast(v.inverse + r + i);
-        ATTN_UNROLL for (int j = 0; j < n_.count; j++)
-            store(v.out + (r + i) * v.ldout + d + W * j, inverse * t.a[i][j]);
-      }
+  static ATTN_NOINLINE void value_rows(const Output& output, int64_t r, const Terms&... terms) {
+    split_columns<float, vectors>(output.columns, [&](int64_t d, auto n) {
+      Tile<float, M, n.count> sums;
+      sums.clear();
+      (add_weighted(sums, terms, output.ld, d), ...);
+      output.put(sums, r, d);
     });
   }
-  // n rows of the tile times all pairs, on the matrix unit; `space`: matrix_space numbers
-  static constexpr int64_t matrix_space = matrix ? tile * (key_block / 2 + 2 * Matrix::side) : 0;
-  template <class Products>
-  static ATTN_NOINLINE void value_matrix(const uint32_t* P, const uint32_t* V, int64_t pairs, const Values& v,
-                                         int64_t n, uint32_t* space) {
-    const int64_t groups = (n + Products::side - 1) / Products::side;
-    Products::transpose_weights(P, tile, pairs, groups, space);
-    float* C = reinterpret_cast<float*>(space + tile * key_block / 2);
-    with_rows<Products::columns>(groups, [&](auto g) {
-      for (int64_t d = 0; d < v.columns; d += 2 * W)
-        with_rows<2>((v.columns - d) / W, [&](auto m) {
-          Products::template values<g.count, m.count>(space, V + d, v.ldv, pairs, C);
-          for (int64_t i = 0; i < n; i++) ATTN_UNROLL for (int j = 0; j < m.count; j++) {
-              const int64_t at = i * v.ldv + d + W * j;
-              Vf x = load(C + (i * m.count + j) * W);
-              if (!v.first) x = x + load(v.O + at);
-              if (v.out)
-                store(v.out + i * v.ldout + d + W * j, Vf::broadcast(v.inverse + i) * x);
-              else
-                store(v.O + at, x);
-            }
-        });
-    });
-  }
-  // the same where V holds an inf or a NaN: a weight of exactly 0 hides it
-  static ATTN_NOINLINE void value_guarded(const uint32_t* P, const uint32_t* V, int64_t n, int64_t count,
-                                          const Values& v) {
+  // the same for `count` rows where a value is an inf or a NaN: a weight of exactly 0 hides it
+  static ATTN_NOINLINE void value_rows_guarded(const WeightedValues& term, int64_t count, const Output& output) {
     for (int64_t r = 0; r < count; r++)
-      for (int64_t x = 0; x < 2 * n; x++) {
-        const uint32_t pair = P[x / 2 * tile + r], half = x & 1 ? pair & 0xffff0000u : pair << 16;
-        if (half << 1 == 0) continue;
-        for (int64_t d = 0; d < v.columns; d++) {
-          const uint32_t value = V[x / 2 * v.ldv + d];
-          v.O[r * v.ldv + d] += bits_float(half) * bits_float(x & 1 ? value & 0xffff0000u : value << 16);
-        }
+      for (int64_t k = 0; k < 2 * term.n; k++) {
+        const auto half = [&](uint32_t pair) { return k & 1 ? pair & 0xffff0000u : pair << 16; };
+        const uint32_t weight = half(term.weights[k / 2 * tile + r]);
+        if (weight << 1 == 0) continue;
+        for (int64_t d = 0; d < output.columns; d++)
+          output.sums[r * output.ld + d] += bits_float(weight) * bits_float(half(term.values[k / 2 * output.ld + d]));
       }
   }
 
-  // keys 2x, 2x + 1 of V side by side; a last single key is paired with zeros. Tells whether every number is finite.
-  static ATTN_NOINLINE bool zip_values(const bf16* V, int64_t ld, int64_t n, int64_t columns, uint32_t* Y,
-                                       int64_t ldy) {
-    const bf16 zeros[W] = {};
+  // rows 2k, 2k + 1 of X side by side; a last single row is paired with zeros. Tells whether every number is finite.
+  static ATTN_NOINLINE bool zip_rows(const bf16* X, int64_t ld, int64_t n, int64_t columns, uint32_t* pairs,
+                                     int64_t pairs_ld) {
+    const bf16 zeros[width] = {};
     bool finite = true;
-    for (int64_t x = 0; 2 * x < n; x++) {
-      const bf16 *a = V + 2 * x * ld, *b = 2 * x + 1 < n ? a + ld : nullptr;
+    for (int64_t k = 0; 2 * k < n; k++) {
+      const bf16 *low = X + 2 * k * ld, *high = 2 * k + 1 < n ? low + ld : nullptr;
+      const auto put = [&](const bf16* a, const bf16* b, int64_t d) {
+        const Pairs zipped = zip(a, b);
+        finite = finite && all_finite(zipped);
+        store_pairs(pairs + k * pairs_ld + d, zipped);
+      };
       int64_t d = 0;
-      for (; d + W <= columns; d += W) {
-        const Pairs p = zip(a + d, b ? b + d : zeros);
-        finite = finite && all_finite(p);
-        store_pairs(Y + x * ldy + d, p);
-      }
+      for (; d + width <= columns; d += width) put(low + d, high ? high + d : zeros, d);
       if (d == columns) continue;
-      bf16 tail[2][W] = {};
-      memcpy(tail[0], a + d, size_t(columns - d) * 2);
-      if (b) memcpy(tail[1], b + d, size_t(columns - d) * 2);
-      const Pairs p = zip(tail[0], tail[1]);
-      finite = finite && all_finite(p);
-      store_pairs(Y + x * ldy + d, p);
+      bf16 tail[2][width] = {};
+      memcpy(tail[0], low + d, size_t(columns - d) * 2);
+      if (high) memcpy(tail[1], high + d, size_t(columns - d) * 2);
+      put(tail[0], tail[1], d);
     }
     return finite;
   }
-  // rows padded to an even length with 0
-  static ATTN_NOINLINE void copy_rows(const bf16* X, int64_t ld, int64_t n, int64_t columns, bf16* Y, int64_t ldy) {
+  // n rows of `columns` numbers, padded with zeros to `to_ld`
+  static ATTN_NOINLINE void copy_rows(const bf16* from, int64_t ld, int64_t n, int64_t columns, bf16* to,
+                                      int64_t to_ld) {
     for (int64_t k = 0; k < n; k++) {
-      memcpy(Y + k * ldy, X + k * ld, size_t(columns) * 2);
-      for (int64_t d = columns; d < ldy; d++) Y[k * ldy + d].bits = 0;
+      memcpy(to + k * to_ld, from + k * ld, size_t(columns) * 2);
+      for (int64_t d = columns; d < to_ld; d++) to[k * to_ld + d].bits = 0;
     }
   }
-  static ATTN_NOINLINE void drop(const Dropout& dropout, uint32_t head, int64_t first_row, int64_t count, int64_t k0,
-                                 int64_t begin, int64_t end, uint32_t* P, uint32_t* also = nullptr) {
-    for (int64_t k8 = begin & ~int64_t(7); k8 < end; k8 += 8)
-      for (int64_t i = 0; i < count; i += W) {
+  // Rows of X, transposed into panels [pairs][panel] of Y. Rows of odd length or odd stride go by way of `copy`.
+  static ATTN_INLINE void pack_panels(const bf16* X, int64_t ld, int64_t n, int64_t columns, int64_t step, bf16* copy,
+                                      int64_t copy_ld, uint32_t* Y) {
+    const int64_t pairs = round_up(columns, step) / 2;
+    if (columns % step || ld % 2) {
+      copy_rows(X, ld, n, columns, copy, copy_ld);
+      X = copy;
+      ld = copy_ld;
+    }
+    pack_transposed(reinterpret_cast<const float*>(X), ld / 2, n, pairs, Unchanged{}, reinterpret_cast<float*>(Y),
+                    panel, panel * pairs, panel);
+  }
+  // Dropout on weights of pairs of keys, and on what else has their shape
+  static ATTN_NOINLINE void drop(const Dropout& dropout, uint32_t head, const QueryTile& rows, int64_t k0,
+                                 const TileKeys& seen, uint32_t* weights, uint32_t* also = nullptr) {
+    for (int64_t octet = seen.begin & ~int64_t(7); octet < seen.end; octet += 8)
+      for (int64_t i = 0; i < rows.count; i += width) {
         Lanes word[4];
-        philox_lanes(dropout.seed, head, uint32_t(first_row + i), uint32_t((k0 + k8) >> 3), word);
+        philox_lanes(dropout.seed, head, uint32_t(rows.first + i), uint32_t((k0 + octet) >> 3), word);
         ATTN_UNROLL for (int e = 0; e < 4; e++) {
-          const int64_t k = k8 + 2 * e;
-          if (k < begin || k >= end) continue;
-          uint32_t* x = P + k / 2 * tile + i;
-          store_pairs(x, keep_pairs(word[e], dropout.threshold, load_pairs(x)));
-          if (!also) continue;
-          uint32_t* y = also + k / 2 * tile + i;
-          store_pairs(y, keep_pairs(word[e], dropout.threshold, load_pairs(y)));
+          const int64_t k = octet + 2 * e;
+          if (k < seen.begin || k >= seen.end) continue;
+          const auto keep = [&](uint32_t* x) { store_pairs(x, keep_pairs(word[e], dropout.threshold, load_pairs(x))); };
+          keep(weights + k / 2 * tile + i);
+          if (also) keep(also + k / 2 * tile + i);
         }
       }
   }

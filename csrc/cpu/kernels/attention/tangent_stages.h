@@ -7,32 +7,32 @@ namespace {
 
 // Rows first .. first + rows - 1, keys k0 .. k0 + n - 1 of the additive tangents -> B[key][lane]: mask - slope *
 // distance
-template <class T, class C>
-ATTN_NOINLINE void load_tangent_bias(const AttentionParams& p, const HeadTangents& h, int64_t first, int64_t rows,
-                                     int64_t k0, int64_t n, C* B, int64_t ldb) {
-  constexpr int W = Vec<C>::width;
-  const int64_t lanes = round_up(rows, W);
+template <class T, class Real>
+ATTN_NOINLINE void load_tangent_bias(const AttentionParams& params, const HeadTangents& tangents, int64_t first,
+                                     int64_t rows, int64_t k0, int64_t n, Real* B, int64_t ldb) {
+  constexpr int width = Vec<Real>::width;
+  const int64_t lanes = round_up(rows, width);
   const auto block = [&]<class M>(const M* m) {
-    m += first * h.mask_row + k0 * h.mask_col;
-    if constexpr (sizeof(Compute<M>) == sizeof(C))
-      if (h.mask_col == 1 && h.mask_row != 0)
-        return pack_transposed(m, h.mask_row, rows, n, Times<C>{C(1)}, B, W, W, ldb);
+    m += first * tangents.mask_row + k0 * tangents.mask_col;
+    if constexpr (sizeof(Compute<M>) == sizeof(Real))
+      if (tangents.mask_col == 1 && tangents.mask_row != 0)
+        return pack_transposed(m, tangents.mask_row, rows, n, Times<Real>{Real(1)}, B, width, width, ldb);
     for (int64_t k = 0; k < n; k++)
       for (int64_t i = 0; i < lanes; i++)
-        B[k * ldb + i] = i < rows ? C(load_one(m + i * h.mask_row + k * h.mask_col)) : C(0);
+        B[k * ldb + i] = i < rows ? Real(load_one(m + i * tangents.mask_row + k * tangents.mask_col)) : Real(0);
   };
-  if (!h.mask)
-    for (int64_t k = 0; k < n; k++) memset(B + k * ldb, 0, size_t(lanes) * sizeof(C));
-  else if (p.mask_fp32)
-    block(static_cast<const float*>(h.mask));
+  if (!tangents.mask)
+    for (int64_t k = 0; k < n; k++) memset(B + k * ldb, 0, size_t(lanes) * sizeof(Real));
+  else if (params.mask_fp32)
+    block(static_cast<const float*>(tangents.mask));
   else
-    block(static_cast<const T*>(h.mask));
-  if (h.slope == 0) return;
-  const Vec<C> slope = Vec<C>::set(C(h.slope)), zero = Vec<C>::zero();
+    block(static_cast<const T*>(tangents.mask));
+  if (tangents.slope == 0) return;
+  const Vec<Real> slope = Vec<Real>::set(Real(tangents.slope)), zero = Vec<Real>::zero();
   for (int64_t k = 0; k < n; k++) {
-    const Vec<C> shift = Vec<C>::set(C(first + p.keys.offset - k0 - k));
-    for (int64_t i = 0; i < lanes; i += W) {
-      const Vec<C> distance = Vec<C>::iota() + Vec<C>::set(C(i)) + shift;
+    const Vec<Real> shift = Vec<Real>::set(Real(first + params.keys.offset - k0 - k));
+    for (int64_t i = 0; i < lanes; i += width) {
+      const Vec<Real> distance = Vec<Real>::iota() + Vec<Real>::set(Real(i)) + shift;
       store(B + k * ldb + i, load(B + k * ldb + i) - slope * max(distance, zero - distance));
     }
   }
@@ -40,25 +40,39 @@ ATTN_NOINLINE void load_tangent_bias(const AttentionParams& p, const HeadTangent
 
 // What sums over a row's keys become. Its weights, with that of the sink, sum to 1 but for the rounding of lse: that is
 // taken out here, for what follows subtracts d(lse) from every A.
-template <class C>
+template <class Real>
 struct RowMean {
-  C inverse = 1, sink = 0;  // 1 / sum of the weights; the sink's term
+  Real inverse = 1, sink = 0;  // 1 / sum of the weights; the sink's term
 
-  ATTN_INLINE RowMean(const HeadPointers& h, const HeadTangents& d, int64_t row, C total) {
-    if (h.sink != -__builtin_inf()) {
-      const C weight = C(__builtin_exp2((h.sink - double(static_cast<const C*>(h.lse)[row])) * log2_e));
+  ATTN_INLINE RowMean(const HeadPointers& head, const HeadTangents& tangents, int64_t row, Real total) {
+    if (head.sink != -__builtin_inf()) {
+      const Real weight = Real(__builtin_exp2((head.sink - double(static_cast<const Real*>(head.lse)[row])) * log2_e));
       total += weight;
-      sink = weight * C(d.sink);
+      sink = weight * Real(tangents.sink);
     }
-    if (d.scores() && total > C(0)) inverse = C(1) / total;
+    if (tangents.scores() && total > Real(0)) inverse = Real(1) / total;
   }
-  ATTN_INLINE C of(C sum) const { return (sum + sink) * inverse; }
+  ATTN_INLINE Real of(Real sum) const { return (sum + sink) * inverse; }
 };
 
 // x: products with packed queries -> the tangents of the scaled scores, before any softcap
-template <class C>
-ATTN_INLINE C tangent_factor(const AttentionParams& p) {
-  return C(p.softcap > 0 ? p.softcap / (2 * log2_e) : 1 / log2_e);
+template <class Real>
+ATTN_INLINE Real tangent_factor(const AttentionParams& params) {
+  return Real(params.softcap > 0 ? params.softcap / (2 * log2_e) : 1 / log2_e);
+}
+
+// d(out) of one row, from its sum over the keys: factor * sum - mu * out
+template <class T, class Real>
+ATTN_INLINE void write_tangent(const AttentionParams& params, const HeadPointers& head, const HeadTangents& tangents,
+                               int64_t row, Real mu, Real inverse, const Real* sum) {
+  constexpr int width = Vec<Real>::width;
+  const Real factor = inverse * Real(params.dropout.keep_scale);
+  const T* const out = static_cast<const T*>(head.out) + row * params.out_row;
+  T* const to = static_cast<T*>(tangents.out) + row * tangents.out_row;
+  int64_t d = 0;
+  for (; d + width <= params.v_head_dim; d += width)
+    store(to + d, fma(Vec<Real>::set(-mu), load(out + d), Vec<Real>::set(factor) * load(sum + d)));
+  for (; d < params.v_head_dim; d++) store_one(to + d, fma(-mu, Real(load_one(out + d)), factor * sum[d]));
 }
 
 }  // namespace

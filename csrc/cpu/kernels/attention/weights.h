@@ -5,52 +5,55 @@
 namespace attnjourney {
 namespace {
 
-template <class C>
+template <class Real>
 struct Weights {
-  using B = Stages<C>;
-  static constexpr int64_t tile = B::tile, key_block = B::key_block;
+  using S = TileStages<Real>;
+  static constexpr int64_t tile = S::tile, key_block = S::key_block;
 
-  // scratch, in numbers
-  struct Space {
-    int64_t query, lse, P, key, rows, total;
-    explicit Space(const AttentionParams& p) {
-      query = 0;
-      lse = query + tile * round_up(p.head_dim, B::line);
-      P = lse + 3 * tile;
-      key = P + key_block * tile;
-      rows = key + key_block * B::key_ld(p);
-      total = rows + B::W * round_up(key_block, B::line);
-    }
+  struct Buffers {
+    Real *query_t, *minus_lse, *minus_lse_low;
+    Real *P, *key;  // [key_block][tile], [key_block][key_ld]
+    Real* rows;     // [width][key_block]: P, transposed
+    Buffers(const AttentionParams& params, Scratch& scratch)
+        : query_t(scratch.take<Real>(tile * params.head_dim)),
+          minus_lse(scratch.take<Real>(tile)),
+          minus_lse_low(scratch.take<Real>(tile)),
+          P(scratch.take<Real>(key_block * tile)),
+          key(scratch.take<Real>(key_block * S::key_ld(params))),
+          rows(scratch.take<Real>(S::width * round_up(key_block, S::line))) {}
   };
+  static int64_t space(const AttentionParams& params) { return scratch_bytes<Buffers>(params); }
 
-  // Rows first .. first + count - 1 (count <= tile) of one head into h.out [count][kv_len], row stride p.out_row.
+  // Rows first .. first + count - 1 (count <= tile) of one head into head.out [count][kv_len], row stride
+  // params.out_row.
   template <class T>
-  static void run(const AttentionParams& p, const HeadPointers& h, int64_t first, int64_t count, C* space) {
-    const Space at(p);
-    C *P = space + at.P, *key = space + at.key, *rows = space + at.rows;
-    T* out = static_cast<T*>(h.out);
-    typename B::QueryRows t{};
-    B::begin(h, first, count, t);
-    t.query_t = space + at.query;
-    t.minus_lse = space + at.lse;
-    t.minus_lse_low = t.minus_lse + tile;
-    B::template pack_panels<T>(h.query, p.q_row, t, p.head_dim, query_factor<C>(p), t.query_t);
+  static void run(const AttentionParams& params, const HeadPointers& head, int64_t first, int64_t count, void* space) {
+    const Buffers buffers = buffers_in<Buffers>(space, params);
+    Real *const P = buffers.P, *const key = buffers.key, *const rows = buffers.rows;
+    T* out = static_cast<T*>(head.out);
+    typename S::QueryRows t{};
+    S::begin(head, first, count, t);
+    t.query_t = buffers.query_t;
+    t.minus_lse = buffers.minus_lse;
+    t.minus_lse_low = buffers.minus_lse_low;
+    S::template pack_panels<T>(head.query, params.q_row, t, params.head_dim, query_factor<Real>(params), t.query_t);
     for (int64_t r = 0; r < tile; r++)
-      split_lse(r < count ? static_cast<const C*>(h.lse)[first + r] : C(0), t.minus_lse[r], t.minus_lse_low[r]);
-    for (int64_t r = 0; r < count; r++) memset(out + r * p.out_row, 0, size_t(p.kv_len) * sizeof(T));
+      split_lse(r < count ? static_cast<const Real*>(head.lse)[first + r] : Real(0), t.minus_lse[r],
+                t.minus_lse_low[r]);
+    for (int64_t r = 0; r < count; r++) memset(out + r * params.out_row, 0, size_t(params.kv_len) * sizeof(T));
 
-    KeyWalk walk(p, h, first, count, key_block);
+    KeyWalk walk(params, head, first, count, key_block);
     do {
       const int64_t k0 = walk.k0, block = walk.block;
-      pack_rows(static_cast<const T*>(h.key) + k0 * p.k_row, p.k_row, block, p.head_dim, key, B::key_ld(p),
-                round_up(p.head_dim, B::W));
-      const TileKeys seen = B::template weigh<T>(p, t, key, k0, block, P, nullptr).seen;
+      pack_rows(static_cast<const T*>(head.key) + k0 * params.k_row, params.k_row, block, params.head_dim, key,
+                S::key_ld(params), round_up(params.head_dim, S::width));
+      const TileKeys seen = S::template recompute_weights<T>(params, t, key, k0, block, P, nullptr).seen;
       if (seen.empty()) continue;
-      const int64_t n = seen.end - seen.begin, ld = round_up(n, B::W);
-      for (int64_t r = 0; r < count; r += B::W) {  // W rows at a time: [W][ld]
-        const int64_t m = min_of(B::W, count - r);
-        pack_transposed(P + seen.begin * tile + r, tile, n, m, Times<C>{C(1)}, rows, B::W, B::W, ld);
-        unpack_rows<T>(rows, ld, m, n, C(1), out + r * p.out_row + k0 + seen.begin, p.out_row);
+      const int64_t n = seen.end - seen.begin, ld = round_up(n, S::width);
+      for (int64_t r = 0; r < count; r += S::width) {  // width rows at a time: [width][ld]
+        const int64_t m = min_of(S::width, count - r);
+        pack_transposed(P + seen.begin * tile + r, tile, n, m, Times<Real>{Real(1)}, rows, S::width, S::width, ld);
+        unpack_rows<T>(rows, ld, m, n, Real(1), out + r * params.out_row + k0 + seen.begin, params.out_row);
       }
     } while (walk.next());
   }

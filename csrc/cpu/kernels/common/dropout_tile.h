@@ -26,10 +26,10 @@ ATTN_INLINE void philox_lanes(uint64_t seed, uint32_t head, uint32_t first_row, 
 
 // P[key][lane], keys k0 + begin .. k0 + end - 1 (k0 a multiple of 8), rows first_row + lane. Where dropped, 0 is
 // written, or with `mark` the value's sign is set instead (P itself is never negative).
-template <class C>
+template <class Real>
 ATTN_NOINLINE void drop_tile(const Dropout& dropout, uint32_t head, int64_t first_row, int64_t rows, int64_t k0,
-                             int64_t begin, int64_t end, bool mark, C* P, int64_t ldp) {
-  if constexpr (sizeof(C) == 4) {
+                             int64_t begin, int64_t end, bool mark, Real* P, int64_t ldp) {
+  if constexpr (sizeof(Real) == 4) {
     for (int64_t k8 = begin & ~int64_t(7); k8 < end; k8 += 8)
       for (int64_t i = 0; i < rows; i += Vf::width) {
         Lanes word[4];
@@ -37,7 +37,7 @@ ATTN_NOINLINE void drop_tile(const Dropout& dropout, uint32_t head, int64_t firs
         ATTN_UNROLL for (int e = 0; e < 8; e++) {
           const int64_t k = k8 + e;
           if (k < begin || k >= end) continue;
-          C* x = P + k * ldp + i;
+          Real* x = P + k * ldp + i;
           const Vf p = load(x), kept = keep_where(word[e >> 1], e & 1, dropout.threshold, p);
           store(x, mark ? kept + (kept - p) : kept);  // kept - p is 0 or -p
         }
@@ -45,7 +45,7 @@ ATTN_NOINLINE void drop_tile(const Dropout& dropout, uint32_t head, int64_t firs
   } else {
     for (int64_t k = begin; k < end; k++)
       for (int64_t i = 0; i < rows; i++)
-        if (!dropout.keep(head, first_row + i, k0 + k)) P[k * ldp + i] = mark ? -P[k * ldp + i] : C(0);
+        if (!dropout.keep(head, first_row + i, k0 + k)) P[k * ldp + i] = mark ? -P[k * ldp + i] : Real(0);
   }
 }
 

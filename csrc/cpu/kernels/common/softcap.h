@@ -8,9 +8,9 @@ namespace attnjourney {
 namespace {
 
 // what packed queries are multiplied by
-template <class C, class Params>
-ATTN_INLINE C query_factor(const Params& p) {
-  return C(p.softcap > 0 ? p.scale / p.softcap * (2 * log2_e) : p.scale * log2_e);
+template <class Real, class Params>
+ATTN_INLINE Real query_factor(const Params& params) {
+  return Real(params.softcap > 0 ? params.scale / params.softcap * (2 * log2_e) : params.scale * log2_e);
 }
 
 // (2^f - 1) / f for |f| <= 1/2, by its Taylor series: exact to rounding, also where 2^f - 1 would cancel
@@ -39,36 +39,37 @@ ATTN_INLINE Vd power_quotient(Vd f) {
   return fma(p, f, Vd::set(6.9314718055994531e-01));
 }
 
-template <class C>
-ATTN_INLINE Vec<C> tanh_of_packed(Vec<C> z) {
-  const Vec<C> far = Vec<C>::set(sizeof(C) == 4 ? C(40) : C(80));  // tanh is 1 to rounding; a NaN stays one
-  z = min(far, max(Vec<C>::zero() - far, z));
-  const Vec<C> n = round(z), f = z - n, one = Vec<C>::set(C(1));
-  const Vec<C> power = scale_by_power(one, n);
-  const Vec<C> e = fma(power * f, power_quotient(f), power - one);  // 2^z - 1
-  return e / (e + Vec<C>::set(C(2)));
+template <class Real>
+ATTN_INLINE Vec<Real> tanh_of_packed(Vec<Real> z) {
+  const Vec<Real> far =
+      Vec<Real>::set(sizeof(Real) == 4 ? Real(40) : Real(80));  // tanh is 1 to rounding; a NaN stays one
+  z = min(far, max(Vec<Real>::zero() - far, z));
+  const Vec<Real> n = round(z), f = z - n, one = Vec<Real>::set(Real(1));
+  const Vec<Real> power = scale_by_power(one, n);
+  const Vec<Real> e = fma(power * f, power_quotient(f), power - one);  // 2^z - 1
+  return e / (e + Vec<Real>::set(Real(2)));
 }
 
-// x[vectors * W] -> cap * tanh
-template <class C>
-ATTN_NOINLINE void cap_scores(C* x, int vectors, C cap) {
-  constexpr int W = Vec<C>::width;
-  for (int i = 0; i < vectors; i++) store(x + i * W, Vec<C>::set(cap) * tanh_of_packed(load(x + i * W)));
+// x[vectors * width] -> cap * tanh
+template <class Real>
+ATTN_NOINLINE void cap_scores(Real* x, int vectors, Real cap) {
+  constexpr int width = Vec<Real>::width;
+  for (int i = 0; i < vectors; i++) store(x + i * width, Vec<Real>::set(cap) * tanh_of_packed(load(x + i * width)));
 }
 
 // ... and tanh, whose 1 - tanh^2 is the derivative of the capped score by the score
-template <class C>
-ATTN_NOINLINE void cap_scores(C* x, int vectors, C cap, C* tanh) {
-  constexpr int W = Vec<C>::width;
+template <class Real>
+ATTN_NOINLINE void cap_scores(Real* x, int vectors, Real cap, Real* tanh) {
+  constexpr int width = Vec<Real>::width;
   for (int i = 0; i < vectors; i++) {
-    const Vec<C> t = tanh_of_packed(load(x + i * W));
-    store(x + i * W, Vec<C>::set(cap) * t);
-    store(tanh + i * W, t);
+    const Vec<Real> t = tanh_of_packed(load(x + i * width));
+    store(x + i * width, Vec<Real>::set(cap) * t);
+    store(tanh + i * width, t);
   }
 }
-template <class C>
-ATTN_INLINE Vec<C> cap_slope(Vec<C> tanh) {
-  return Vec<C>::set(C(1)) - tanh * tanh;
+template <class Real>
+ATTN_INLINE Vec<Real> cap_slope(Vec<Real> tanh) {
+  return Vec<Real>::set(Real(1)) - tanh * tanh;
 }
 
 }  // namespace

@@ -6,64 +6,69 @@ namespace attnjourney {
 namespace {
 
 // M rows times N vectors of accumulators.
-template <class C, int M, int N>
+template <class Real, int M, int N>
 struct Tile {
-  Vec<C> a[M][N];
+  Vec<Real> acc[M][N];
 
   ATTN_INLINE void clear() {
-    ATTN_UNROLL for (int r = 0; r < M; r++) ATTN_UNROLL for (int j = 0; j < N; j++) a[r][j] = Vec<C>::zero();
+    ATTN_UNROLL for (int r = 0; r < M; r++) ATTN_UNROLL for (int j = 0; j < N; j++) acc[r][j] = Vec<Real>::zero();
   }
   // Added after the products: sums that start from the total would round every product at its size.
-  ATTN_INLINE void add(const C* c, int64_t ld) {
-    ATTN_UNROLL for (int r = 0; r < M; r++) ATTN_UNROLL for (int j = 0; j < N; j++) a[r][j] =
-        a[r][j] + load(c + r * ld + Vec<C>::width * j);
+  ATTN_INLINE void add(const Real* from, int64_t ld) {
+    ATTN_UNROLL for (int r = 0; r < M; r++) ATTN_UNROLL for (int j = 0; j < N; j++) acc[r][j] =
+        acc[r][j] + load(from + r * ld + Vec<Real>::width * j);
   }
-  ATTN_INLINE void store_to(C* c, int64_t ld) const {
+  ATTN_INLINE void store_to(Real* to, int64_t ld) const {
     ATTN_UNROLL for (int r = 0; r < M; r++) ATTN_UNROLL for (int j = 0; j < N; j++)
-        store(c + r * ld + Vec<C>::width * j, a[r][j]);
+        store(to + r * ld + Vec<Real>::width * j, acc[r][j]);
   }
-  // the numbers through f(C (&x)[M * N * W]), in memory; x[(r * N + j) * W + lane]
+  // the numbers through f(Real (&x)[M * N * width]), in memory; x[(r * N + j) * width + lane]
   template <class F>
   ATTN_INLINE void through(const F& f) {
-    constexpr int W = Vec<C>::width;
-    alignas(64) C x[M * N * W];
-    ATTN_UNROLL for (int r = 0; r < M; r++) ATTN_UNROLL for (int j = 0; j < N; j++) store(x + (r * N + j) * W, a[r][j]);
+    constexpr int width = Vec<Real>::width;
+    alignas(64) Real x[M * N * width];
+    ATTN_UNROLL for (int r = 0; r < M; r++) ATTN_UNROLL for (int j = 0; j < N; j++)
+        store(x + (r * N + j) * width, acc[r][j]);
     f(x);
-    ATTN_UNROLL for (int r = 0; r < M; r++) ATTN_UNROLL for (int j = 0; j < N; j++) a[r][j] = load(x + (r * N + j) * W);
+    ATTN_UNROLL for (int r = 0; r < M; r++) ATTN_UNROLL for (int j = 0; j < N; j++) acc[r][j] =
+        load(x + (r * N + j) * width);
   }
-  // a[r][j] += sum_x A[r * lda + x] * B[x * ldb + W j]: rows of A broadcast, x along them
-  ATTN_INLINE void add_rows(const C* A, int64_t lda, const C* B, int64_t ldb, int64_t n) {
-    _Pragma("GCC unroll 4") for (int64_t x = 0; x < n; x++, B += ldb) {
-      Vec<C> b[N];
-      ATTN_UNROLL for (int j = 0; j < N; j++) b[j] = load(B + Vec<C>::width * j);
+  // acc[r][j] += sum_x left[r * left_ld + x] * right[x * right_ld + width j]: rows of left broadcast, x along them
+  ATTN_INLINE void add_rows(const Real* left, int64_t left_ld, const Real* right, int64_t right_ld, int64_t n) {
+    _Pragma("GCC unroll 4") for (int64_t x = 0; x < n; x++, right += right_ld) {
+      Vec<Real> column[N];
+      ATTN_UNROLL for (int j = 0; j < N; j++) column[j] = load(right + Vec<Real>::width * j);
       ATTN_UNROLL for (int r = 0; r < M; r++) {
-        const Vec<C> s = Vec<C>::broadcast(A + r * lda + x);
-        ATTN_UNROLL for (int j = 0; j < N; j++) a[r][j] = fma(s, b[j], a[r][j]);
+        const Vec<Real> factor = Vec<Real>::broadcast(left + r * left_ld + x);
+        ATTN_UNROLL for (int j = 0; j < N; j++) acc[r][j] = fma(factor, column[j], acc[r][j]);
       }
     }
   }
-  // a[r][j] += sum_x A[x * lda + r] * B[x * ldb + W j]: columns of A broadcast, contiguous in r
-  ATTN_INLINE void add_columns(const C* A, int64_t lda, const C* B, int64_t ldb, int64_t n) {
-    _Pragma("GCC unroll 2") for (int64_t x = 0; x < n; x++, B += ldb, A += lda) {
-      Vec<C> b[N];
-      ATTN_UNROLL for (int j = 0; j < N; j++) b[j] = load(B + Vec<C>::width * j);
+  // acc[r][j] += sum_x left[x * left_ld + r] * right[x * right_ld + width j]: columns of left broadcast, contiguous in
+  // r
+  ATTN_INLINE void add_columns(const Real* left, int64_t left_ld, const Real* right, int64_t right_ld, int64_t n) {
+    _Pragma("GCC unroll 2") for (int64_t x = 0; x < n; x++, right += right_ld, left += left_ld) {
+      Vec<Real> column[N];
+      ATTN_UNROLL for (int j = 0; j < N; j++) column[j] = load(right + Vec<Real>::width * j);
       ATTN_UNROLL for (int r = 0; r < M; r++) {
-        const Vec<C> s = Vec<C>::broadcast(A + r);
-        ATTN_UNROLL for (int j = 0; j < N; j++) a[r][j] = fma(s, b[j], a[r][j]);
+        const Vec<Real> factor = Vec<Real>::broadcast(left + r);
+        ATTN_UNROLL for (int j = 0; j < N; j++) acc[r][j] = fma(factor, column[j], acc[r][j]);
       }
     }
   }
 };
 
-// The same sums where B holds an inf or a NaN: a weight of exactly 0 hides it. a[r][.] += sum_x A[x*sx + r*sr] * B[x]
-template <class C>
-ATTN_NOINLINE void add_guarded(const C* A, int64_t sx, int64_t sr, int64_t rows, const C* B, int64_t ldb, int64_t n,
-                               int64_t cols, C* out, int64_t ldo) {
+// The same sums where the right side holds an inf or a NaN: a weight of exactly 0 hides it.
+// out[r][.] += sum_x left[x * sx + r * sr] * right[x]
+template <class Real>
+ATTN_NOINLINE void add_guarded(const Real* left, int64_t sx, int64_t sr, int64_t rows, const Real* right,
+                               int64_t right_ld, int64_t n, int64_t cols, Real* out, int64_t out_ld) {
   for (int64_t r = 0; r < rows; r++)
     for (int64_t x = 0; x < n; x++) {
-      const C w = A[x * sx + r * sr];
-      if (w == C(0)) continue;
-      for (int64_t d = 0; d < cols; d++) out[r * ldo + d] = fma(w, B[x * ldb + d], out[r * ldo + d]);
+      const Real weight = left[x * sx + r * sr];
+      if (weight == Real(0)) continue;
+      for (int64_t d = 0; d < cols; d++)
+        out[r * out_ld + d] = fma(weight, right[x * right_ld + d], out[r * out_ld + d]);
     }
 }
 
@@ -102,25 +107,25 @@ ATTN_INLINE void split_rows(int64_t n, F&& f) {
 
 // calls f(first column, Rows<vectors>) over cols (a multiple of the vector width), N vectors at a time. No single
 // vector is left over where two pairs do: a tile one vector wide loads a broadcast for every product.
-template <class C, int N, class F>
+template <class Real, int N, class F>
 ATTN_INLINE void split_columns(int64_t cols, F&& f) {
-  constexpr int W = Vec<C>::width;
+  constexpr int width = Vec<Real>::width;
   int64_t d = 0;
   while (d < cols) {
-    const int64_t left = (cols - d) / W;
+    const int64_t left = (cols - d) / width;
     if constexpr (N > 2) {
       if (left == N + 1 || (left == 2)) {
         f(d, Rows<2>{});
-        d += 2 * W;
+        d += 2 * width;
         continue;
       }
     }
     if (left >= N) {
       f(d, Rows<N>{});
-      d += N * W;
+      d += N * width;
     } else {
       f(d, Rows<1>{});
-      d += W;
+      d += width;
     }
   }
 }

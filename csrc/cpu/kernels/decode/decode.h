@@ -1,14 +1,15 @@
-// Attention of a few query rows over many keys, as decoding beside a cache needs it: bound by memory, so every key and
+// Attention of a few query rows over many keys, as decoding with a cache needs it: bound by memory, so every key and
 // every value is read once, in its stored dtype, for all rows that share its head.
 //
 // A chunk of keys gives an unnormalised output, the largest score and the sum of exponentials per row; `merge` joins
 // the chunks. Within a chunk, blocks of keys: scores as dot products with lanes over the head dimension (as many sums
-// as registers allow are reduced together), then P V with lanes over the value dimension. Lines are asked for ahead of
-// both products, at an even pace (decode/line_prefetch.h).
+// as registers allow are reduced together), then P V with lanes over the value dimension. Lines are prefetched for both
+// products at an even pace (decode/line_prefetch.h).
 #pragma once
 #include "cpu/kernels/common/common.h"
 #include "cpu/kernels/common/exp2.h"
 #include "cpu/kernels/common/log_sum.h"
+#include "cpu/kernels/common/scratch.h"
 #include "cpu/kernels/common/softcap.h"
 #include "decode/params.h"
 #include "decode_bias.h"
@@ -17,230 +18,277 @@
 namespace attnjourney {
 namespace {
 
-// Products in other instructions, for `rows` rows together: none.
-struct NoDot {
+// Products by pairs of bfloat16 numbers, for `rows` rows together: none.
+struct NoPairs {
   static constexpr bool on = false;
   static constexpr int rows = 0, lanes = 1;
 };
 
-template <class T, class Dot = NoDot>
+template <class T, class ByPairs = NoPairs>
 struct Decode {
   using Products = RowProducts<T>;
-  using C = Compute<T>;
-  using V = Vec<C>;
-  static constexpr int W = V::width;
+  using Real = Compute<T>;
+  using V = Vec<Real>;
+  static constexpr int width = V::width;
   static constexpr int max_rows = Products::max_rows;
-  static constexpr C lowest = sizeof(C) == 4 ? C(-3.4e38) : C(-1.79e308);
-  static constexpr C infinity = C(__builtin_inff());
+  static constexpr Real lowest = sizeof(Real) == 4 ? Real(-3.4e38) : Real(-1.79e308);
+  static constexpr Real infinity = Real(__builtin_inff());
 
   // rows of one pass, passes, and keys of one block
   struct Shape {
     int64_t rows, groups, keys, qd, vd;
-    ATTN_INLINE Shape(const DecodeParams& p, int64_t count) {
+    ATTN_INLINE Shape(const DecodeParams& params, int64_t count) {
       rows = count >= 5 ? 8 : count >= 3 ? 4 : count;
       groups = (count + rows - 1) / rows;
       // 16 KB of keys; where many passes read queries and outputs again for every block, what the second-level cache
       // holds
-      const int64_t row = p.head_dim * int64_t(sizeof(T));
+      const int64_t row = params.head_dim * int64_t(sizeof(T));
       keys = groups > 1 ? 64 : max_of(16, min_of(1024, 16384 / row / 16 * 16));
-      const int64_t lanes = Dot::on ? Dot::lanes : W;
-      qd = round_up(p.head_dim, lanes);
-      vd = round_up(p.v_head_dim, lanes);
+      const int64_t lanes = ByPairs::on ? ByPairs::lanes : width;
+      qd = round_up(params.head_dim, lanes);
+      vd = round_up(params.v_head_dim, lanes);
     }
     int64_t score_size() const { return keys * rows + Products::sums_at_once * 2; }
   };
-  static ATTN_INLINE bool biased(const DecodeParams& p) { return p.mask != MaskKind::none || p.alibi; }
-  // numbers of C
-  static int64_t space(const DecodeParams& p, int64_t count) {
-    const Shape s(p, count);
-    return s.groups * (s.rows * s.qd + s.score_size()) + s.rows * s.vd + (biased(p) ? s.score_size() : 0) +
-           (Dot::on ? s.score_size() / 2 : 0);
-  }
-  // one chunk's result: out [rows][vd], largest [rows], sum [rows], with Dot the sum of the rounded weights [rows]
-  static int64_t partial_size(const DecodeParams& p, int64_t count) {
-    const Shape s(p, count);
-    return round_up(s.groups * s.rows * (s.vd + 2 + Dot::on), 64 / int64_t(sizeof(C)));
+  static ATTN_INLINE bool biased(const DecodeParams& params) { return params.mask != MaskKind::none || params.alibi; }
+
+  struct Buffers {
+    Real* query;   // [group][rows][qd], times the factor; with pairs as it lies in memory
+    Real* scores;  // [group][score_size]: [key][rows], then the weights
+    Real* before;  // [rows][vd]: the output of one group before a block
+    Real* pairs;   // weights of one group as pairs, or none
+    Real* bias;    // [key][rows], or null
+    Buffers(const DecodeParams& params, const Shape& shape, Scratch& scratch)
+        : query(scratch.take<Real>(shape.groups * shape.rows * shape.qd)),
+          scores(scratch.take<Real>(shape.groups * shape.score_size())),
+          before(scratch.take<Real>(shape.rows * shape.vd)),
+          pairs(scratch.take<Real>(ByPairs::on ? shape.score_size() / 2 : 0)),
+          bias(biased(params) ? scratch.take<Real>(shape.score_size()) : nullptr) {}
+  };
+  static int64_t space(const DecodeParams& params, int64_t count) {
+    return scratch_bytes<Buffers>(params, Shape(params, count));
   }
 
-  // n a multiple of W
-  static ATTN_INLINE bool finite(const C* x, int64_t n) {
+  // One chunk's result.
+  struct Partial {
+    Real* output;   // [group][rows][vd]
+    Real* largest;  // [group][rows]: scores
+    Real* sum;      // ... of the exponentials
+    Real* rounded;  // ... of the rounded weights; with pairs only
+    Partial(const Shape& shape, Scratch& scratch) {
+      const int64_t rows = shape.groups * shape.rows;
+      output = scratch.take<Real>(rows * shape.vd);
+      largest = scratch.take<Real>(rows);
+      sum = scratch.take<Real>(rows);
+      rounded = scratch.take<Real>(ByPairs::on ? rows : 0);
+    }
+  };
+  static int64_t partial_size(const DecodeParams& params, int64_t count) {
+    return scratch_bytes<Partial>(Shape(params, count));
+  }
+
+  // n a multiple of width
+  static ATTN_INLINE bool finite(const Real* x, int64_t n) {
     V bad = V::zero();  // 0 x is 0 for a finite x, else NaN
-    for (int64_t i = 0; i < n; i += W) bad = fma(load(x + i), V::zero(), bad);
+    for (int64_t i = 0; i < n; i += width) bad = fma(load(x + i), V::zero(), bad);
     return finite_bits(bad);
   }
 
   template <int R>
-  static constexpr bool by_dot = Dot::on && R == Dot::rows;
+  static constexpr bool by_pairs = ByPairs::on && R == ByPairs::rows;
 
-  // Scores S[n][R] of keys k0 .. of the rows from `row` on -> weights; O, m, l brought to the new largest score. By Dot
-  // weights are rounded: `rounded` is their sum then, which goes with O, and l still what they were.
+  // R rows of one pass against a block of keys.
+  struct RowGroup {
+    int64_t first, count;                    // rows of the call; those past `count` only fill the registers
+    Real* scores;                            // [key][R], then the weights
+    const Real* bias;                        // [key][R], -inf where hidden; or null
+    Real *output, *largest, *sum, *rounded;  // of the chunk so far, see Partial
+  };
+
+  // Scores of a block -> weights; what the chunk holds is brought to the new largest score. By pairs weights are
+  // rounded: `rounded` is their sum then, which goes with the output, and `sum` still that of what they were.
   template <int R>
-  static ATTN_NOINLINE void softmax(const DecodeParams& p, int64_t row, int64_t count, int64_t k0, int64_t n,
-                                    bool border, C* S, const C* B, C* O, int64_t vd, C* m, C* l, C* rounded) {
-    constexpr int period = R > W ? R : W, NV = period / W;  // lane i of a period is row i % R
+  static ATTN_NOINLINE void softmax(const DecodeParams& params, const RowGroup& group, int64_t vd, int64_t k0,
+                                    int64_t n, bool border) {
+    constexpr int period = R > width ? R : width, vectors = period / width;  // lane i of a period is row i % R
     const int64_t total = n * R, end = round_up(total, period);
-    const auto fill_hidden = [&](C x) {
-      for (int64_t i = total; i < end; i++) S[i] = x;
+    Real* const scores = group.scores;
+    const Real* const bias = group.bias;
+    const auto fill_hidden = [&](Real x) {
+      for (int64_t i = total; i < end; i++) scores[i] = x;
       if (!border) return;
       for (int r = 0; r < R; r++) {
-        if (r >= count) continue;  // a row that only fills the registers
-        const int64_t t = (row + r) % p.q_len;
-        const VisibleKeys seen = p.keys.row(t).from(k0);
-        for (int64_t k = max_of(0, seen.prefix); k < min_of(n, seen.begin); k++) S[k * R + r] = x;
-        for (int64_t k = max_of(0, seen.end); k < n; k++) S[k * R + r] = x;
+        if (r >= group.count) continue;
+        const VisibleKeys seen = params.keys.row((group.first + r) % params.q_len).from(k0);
+        for (int64_t k = max_of(0, seen.prefix); k < min_of(n, seen.begin); k++) scores[k * R + r] = x;
+        for (int64_t k = max_of(0, seen.end); k < n; k++) scores[k * R + r] = x;
       }
     };
-    if (p.softcap > 0) cap_scores(S, int(end / W), C(p.softcap * log2_e));
-    if (B)
-      for (int64_t i = 0; i < end; i += W) {  // a NaN in a hidden key must not show
-        const V b = load(B + i), hidden = V::set(-infinity);
-        store(S + i, select(eq(b, hidden), hidden, load(S + i) + b));
+    const auto each_period = [&](auto&& f) {  // f(vector of a period, its place)
+      for (int64_t i = 0; i < end; i += period) ATTN_UNROLL for (int v = 0; v < vectors; v++) f(v, i + v * width);
+    };
+    if (params.softcap > 0) cap_scores(scores, int(end / width), Real(params.softcap * log2_e));
+    if (bias)
+      for (int64_t i = 0; i < end; i += width) {  // a NaN in a hidden key must not show
+        const V added = load(bias + i), hidden = V::set(-infinity);
+        store(scores + i, select(eq(added, hidden), hidden, load(scores + i) + added));
       }
     fill_hidden(-infinity);
-    V top[NV];
-    ATTN_UNROLL for (int v = 0; v < NV; v++) top[v] = V::set(lowest);
-    for (int64_t i = 0; i < end; i += period)
-      ATTN_UNROLL for (int v = 0; v < NV; v++) top[v] = max(load(S + i + v * W), top[v]);
-    C t[period], reference[period];
-    ATTN_UNROLL for (int v = 0; v < NV; v++) store(t + v * W, top[v]);
+    V lanes[vectors];
+    ATTN_UNROLL for (int v = 0; v < vectors; v++) lanes[v] = V::set(lowest);
+    each_period([&](int v, int64_t at) { lanes[v] = max(load(scores + at), lanes[v]); });
+    Real of_lane[period], reference[period];
+    ATTN_UNROLL for (int v = 0; v < vectors; v++) store(of_lane + v * width, lanes[v]);
     for (int r = 0; r < R; r++) {
-      C x = m[r];
-      for (int i = r; i < period; i += R) x = t[i] > x ? t[i] : x;
-      if (x > m[r]) {
-        const C shrink = sizeof(C) == 4 ? C(__builtin_exp2f(float(m[r] - x))) : C(__builtin_exp2(double(m[r] - x)));
-        m[r] = x;
-        l[r] *= shrink;
-        if constexpr (by_dot<R>) rounded[r] *= shrink;
-        for (int64_t d = 0; d < vd; d += W) store(O + r * vd + d, load(O + r * vd + d) * V::set(shrink));
+      Real top = group.largest[r];
+      for (int i = r; i < period; i += R) top = of_lane[i] > top ? of_lane[i] : top;
+      if (top > group.largest[r]) {
+        const Real shrink = exp2_of(group.largest[r] - top);
+        group.largest[r] = top;
+        group.sum[r] *= shrink;
+        if constexpr (by_pairs<R>) group.rounded[r] *= shrink;
+        Real* const output = group.output + r * vd;
+        for (int64_t d = 0; d < vd; d += width) store(output + d, load(output + d) * V::set(shrink));
       }
-      for (int i = r; i < period; i += R) reference[i] = x;
+      for (int i = r; i < period; i += R) reference[i] = top;
     }
-    for (int64_t i = 0; i < end; i += period)
-      ATTN_UNROLL for (int v = 0; v < NV; v++)
-          store(S + i + v * W, exp2(load(S + i + v * W) - load(reference + v * W)));
-    fill_hidden(C(0));  // exp2 of a hidden score is not 0
-    if (B)
-      for (int64_t i = 0; i < end; i += W)
-        store(S + i, select(eq(load(B + i), V::set(-infinity)), V::zero(), load(S + i)));
-    const auto add_all = [&](C* total, auto&& weight) {
-      ATTN_UNROLL for (int v = 0; v < NV; v++) top[v] = V::zero();
-      for (int64_t i = 0; i < end; i += period)
-        ATTN_UNROLL for (int v = 0; v < NV; v++) top[v] = top[v] + weight(S + i + v * W);
-      ATTN_UNROLL for (int v = 0; v < NV; v++) store(t + v * W, top[v]);
-      for (int i = 0; i < period; i++) total[i % R] += t[i];
+    each_period([&](int v, int64_t at) { store(scores + at, exp2(load(scores + at) - load(reference + v * width))); });
+    fill_hidden(Real(0));  // exp2 of a hidden score is not 0
+    if (bias)
+      for (int64_t i = 0; i < end; i += width)
+        store(scores + i, select(eq(load(bias + i), V::set(-infinity)), V::zero(), load(scores + i)));
+    const auto add_all = [&](Real* sums, auto&& weight) {
+      ATTN_UNROLL for (int v = 0; v < vectors; v++) lanes[v] = V::zero();
+      each_period([&](int v, int64_t at) { lanes[v] = lanes[v] + weight(scores + at); });
+      ATTN_UNROLL for (int v = 0; v < vectors; v++) store(of_lane + v * width, lanes[v]);
+      for (int i = 0; i < period; i++) sums[i % R] += of_lane[i];
     };
-    add_all(l, [](const C* x) { return load(x); });
-    if constexpr (by_dot<R>)
-      add_all(rounded, [](C* x) {
-        const V y = Dot::rounded(load(x));
-        store(x, y);
-        return y;
+    add_all(group.sum, [](const Real* x) { return load(x); });
+    if constexpr (by_pairs<R>)
+      add_all(group.rounded, [](Real* x) {
+        const V weight = ByPairs::rounded(load(x));
+        store(x, weight);
+        return weight;
       });
   }
+  static ATTN_INLINE Real exp2_of(Real x) {
+    return sizeof(Real) == 4 ? Real(__builtin_exp2f(float(x))) : Real(__builtin_exp2(double(x)));
+  }
 
-  // of R rows, times the factor: float, where products are by pairs as they lie in memory
   template <int R>
-  static void copy_queries(const DecodeParams& p, const DecodeRows& rows, const Shape& s, C factor, C* q) {
-    T* const pairs = reinterpret_cast<T*>(q);
-    for (int64_t i = 0; i < s.groups * R; i++) {
+  static ATTN_NOINLINE void copy_queries(const DecodeParams& params, const DecodeRows& rows, const Shape& shape,
+                                         Real factor, Real* query) {
+    T* const pairs = reinterpret_cast<T*>(query);
+    for (int64_t i = 0; i < shape.groups * R; i++) {
       int64_t d = 0;
       if (i < rows.count) {
         const int64_t at = rows.first + i;
-        const T* x = static_cast<const T*>(rows.query) + at / p.q_len * p.q_head + at % p.q_len * p.q_row;
-        for (; d < p.head_dim; d++)
-          if constexpr (by_dot<R>)
-            pairs[i * s.qd + d] = x[d];
+        const T* const row =
+            static_cast<const T*>(rows.query) + at / params.q_len * params.q_head + at % params.q_len * params.q_row;
+        for (; d < params.head_dim; d++)
+          if constexpr (by_pairs<R>)
+            pairs[i * shape.qd + d] = row[d];
           else
-            q[i * s.qd + d] = load_one(x + d) * factor;
+            query[i * shape.qd + d] = load_one(row + d) * factor;
       }
-      for (; d < s.qd; d++)
-        if constexpr (by_dot<R>)
-          pairs[i * s.qd + d] = T{};
+      for (; d < shape.qd; d++)
+        if constexpr (by_pairs<R>)
+          pairs[i * shape.qd + d] = T{};
         else
-          q[i * s.qd + d] = C(0);
+          query[i * shape.qd + d] = Real(0);
     }
   }
 
-  static LinesAhead lines_ahead(const DecodeParams& p, const Shape& s, const DecodeRun* runs, const BlockWalk& walk) {
+  static LinePrefetch line_prefetch(const DecodeParams& params, const Shape& s, const DecodeRun* runs,
+                                    const BlockWalk& walk) {
     constexpr int64_t size = sizeof(T);
     const T* const key = static_cast<const T*>(runs->key);
     const T* const value = static_cast<const T*>(runs->value);
-    const bool inside = value >= key && value + p.v_head_dim <= key + p.head_dim && p.v_row == p.k_row;
-    const int64_t key_bytes = p.head_dim * size, value_bytes = inside ? 0 : p.v_head_dim * size;
+    const bool inside =
+        value >= key && value + params.v_head_dim <= key + params.head_dim && params.v_row == params.k_row;
+    const int64_t key_bytes = params.head_dim * size, value_bytes = inside ? 0 : params.v_head_dim * size;
     const int64_t bytes = key_bytes + value_bytes, v_passes = s.rows > Products::pv_rows ? 2 : 1;
-    const int64_t units = s.groups * max_of(1, p.head_dim / W + p.v_head_dim / W * v_passes);  // for one key
-    LinesAhead ahead(runs, walk, key_bytes, p.k_row * size, value_bytes, p.v_row * size);
+    const int64_t units =
+        s.groups * max_of(1, params.head_dim / width + params.v_head_dim / width * v_passes);  // for one key
+    LinePrefetch prefetch(runs, walk, key_bytes, params.k_row * size, value_bytes, params.v_row * size);
     // several passes: the next block while this one is worked on. One: few rows run ahead by themselves
-    ahead.start(bytes, units, s.groups > 1 ? s.keys * bytes : s.rows > 2 ? 16384 : 8192);
-    return ahead;
+    prefetch.start(bytes, units, s.groups > 1 ? s.keys * bytes : s.rows > 2 ? 16384 : 8192);
+    return prefetch;
   }
 
   template <int R>
-  static void run_chunk(const DecodeParams& p, const DecodeRows& rows, const DecodeRun* runs, int64_t n_runs,
-                        C* partial, C* space) {
-    const Shape s(p, rows.count);
-    C *const q = space, *const S = q + s.groups * R * s.qd;
-    C *const O = partial, *const m = O + s.groups * R * s.vd, *const l = m + s.groups * R,
-             *const rounded = l + s.groups * R;
-    C* const before = S + s.groups * s.score_size();  // one group's O
-    C* const pairs = before + R * s.vd;               // one group's weights for Dot
-    C* const B = biased(p) ? pairs + (Dot::on ? s.score_size() / 2 : 0) : nullptr;
-    const C factor = query_factor<C>(p);
-    copy_queries<R>(p, rows, s, factor, q);
-    for (int64_t i = 0; i < s.groups * R; i++) {
-      m[i] = lowest;
-      l[i] = 0;
-      if (Dot::on) rounded[i] = 0;
+  static void run_chunk(const DecodeParams& params, const DecodeRows& rows, const DecodeRun* runs, int64_t n_runs,
+                        void* partial_, void* space) {
+    const Shape shape(params, rows.count);
+    const Buffers buffers = buffers_in<Buffers>(space, params, shape);
+    const Partial partial = buffers_in<Partial>(partial_, shape);
+    const int64_t all_rows = shape.groups * R, query_size = R * shape.qd, output_size = R * shape.vd;
+    const Real factor = query_factor<Real>(params);
+    copy_queries<R>(params, rows, shape, factor, buffers.query);
+    for (int64_t i = 0; i < all_rows; i++) {
+      partial.largest[i] = lowest;
+      partial.sum[i] = 0;
+      if (ByPairs::on) partial.rounded[i] = 0;
     }
-    memset(O, 0, sizeof(C) * size_t(s.groups * R * s.vd));
+    memset(partial.output, 0, sizeof(Real) * size_t(all_rows * shape.vd));
     if (n_runs == 0) return;
-    const VisibleKeys all = p.keys.all(0, p.q_len - 1);
+    const VisibleKeys all = params.keys.all(0, params.q_len - 1);
     bool unseen[decode_row_block / max_rows];  // groups of which the mask hides every key of the block
-    BlockWalk walk(runs, n_runs, s.keys);
-    LinesAhead ahead = lines_ahead(p, s, runs, walk);
-    const auto of_keys = [&](const DecodeRun& run, int64_t k) { return static_cast<const T*>(run.key) + k * p.k_row; };
-    const auto of_values = [&](const DecodeRun& run, int64_t k) {
-      return static_cast<const T*>(run.value) + k * p.v_row;
+    BlockWalk walk(runs, n_runs, shape.keys);
+    LinePrefetch prefetch = line_prefetch(params, shape, runs, walk);
+    const auto of_keys = [&](const DecodeRun& run, int64_t k) {
+      return static_cast<const T*>(run.key) + k * params.k_row;
     };
-    for (DecodeBlock b; walk.next(b);) {
-      const int64_t n = b.count;
-      const bool border = !all.one_holds(b.first, b.first + n);
+    const auto of_values = [&](const DecodeRun& run, int64_t k) {
+      return static_cast<const T*>(run.value) + k * params.v_row;
+    };
+    for (DecodeBlock block; walk.next(block);) {
+      const int64_t n = block.count;
+      const bool border = !all.one_holds(block.first, block.first + n);
       bool hides = border;
-      for (int64_t g = 0; g < s.groups; g++) {
-        C* w = S + g * s.score_size();
+      for (int64_t g = 0; g < shape.groups; g++) {
+        Real *const scores = buffers.scores + g * shape.score_size(), *const query = buffers.query + g * query_size;
         const int64_t row = rows.first + g * R, count = rows.count - g * R;
-        const MaskBlock mask = DecodeBias<T, R>::block(p, rows, row, count, b.first, n, B);
+        const MaskBlock mask = DecodeBias<T, R>::block(params, rows, row, count, block.first, n, buffers.bias);
         unseen[g] = mask == MaskBlock::all_hidden;
         if (unseen[g]) continue;
         hides |= mask == MaskBlock::some_hidden;
-        BlockWalk::pieces(runs, b, [&](const DecodeRun& run, int64_t k, int64_t count, int64_t done) {
-          if constexpr (by_dot<R>)
-            Dot::scores(reinterpret_cast<const T*>(q) + g * R * s.qd, s.qd, of_keys(run, k), p.k_row, p.head_dim, count,
-                        factor, w + done * R, ahead);
+        BlockWalk::pieces(runs, block, [&](const DecodeRun& run, int64_t k, int64_t count, int64_t done) {
+          if constexpr (by_pairs<R>)
+            ByPairs::scores(reinterpret_cast<const T*>(buffers.query) + g * query_size, shape.qd, of_keys(run, k),
+                            params.k_row, params.head_dim, count, factor, scores + done * R, prefetch);
           else
-            Products::template scores<R>(q + g * R * s.qd, s.qd, of_keys(run, k), p.k_row, p.head_dim, count,
-                                         w + done * R, ahead);
+            Products::template scores<R>(query, shape.qd, of_keys(run, k), params.k_row, params.head_dim, count,
+                                         scores + done * R, prefetch);
         });
-        softmax<R>(p, row, count, b.first, n, border, w, has_block(mask) ? B : nullptr, O + g * R * s.vd, s.vd,
-                   m + g * R, l + g * R, rounded + g * R);
+        const RowGroup group{.first = row,
+                             .count = count,
+                             .scores = scores,
+                             .bias = has_block(mask) ? buffers.bias : nullptr,
+                             .output = partial.output + g * output_size,
+                             .largest = partial.largest + g * R,
+                             .sum = partial.sum + g * R,
+                             .rounded = partial.rounded + g * R};
+        softmax<R>(params, group, shape.vd, block.first, n, border);
       }
-      for (int64_t g = 0; g < s.groups; g++) {
+      for (int64_t g = 0; g < shape.groups; g++) {
         if (unseen[g]) continue;
-        const C* w = S + g * s.score_size();
-        C* o = O + g * R * s.vd;
-        if (hides) memcpy(before, o, sizeof(C) * size_t(R * s.vd));
-        BlockWalk::pieces(runs, b, [&](const DecodeRun& run, int64_t k, int64_t count, int64_t done) {
-          if constexpr (by_dot<R>)
-            Dot::weighted_values(w + done * R, count, of_values(run, k), p.v_row, p.v_head_dim, o, s.vd, pairs, ahead);
+        const Real* const weights = buffers.scores + g * shape.score_size();
+        Real* const output = partial.output + g * output_size;
+        if (hides) memcpy(buffers.before, output, sizeof(Real) * size_t(output_size));
+        BlockWalk::pieces(runs, block, [&](const DecodeRun& run, int64_t k, int64_t count, int64_t done) {
+          if constexpr (by_pairs<R>)
+            ByPairs::weighted_values(weights + done * R, count, of_values(run, k), params.v_row, params.v_head_dim,
+                                     output, shape.vd, buffers.pairs, prefetch);
           else
-            Products::template weighted_values<R>(w + done * R, count, of_values(run, k), p.v_row, p.v_head_dim, o,
-                                                  s.vd, ahead);
+            Products::template weighted_values<R>(weights + done * R, count, of_values(run, k), params.v_row,
+                                                  params.v_head_dim, output, shape.vd, prefetch);
         });
-        if (hides && !finite(o, R * s.vd)) {
-          memcpy(o, before, sizeof(C) * size_t(R * s.vd));
-          BlockWalk::pieces(runs, b, [&](const DecodeRun& run, int64_t k, int64_t count, int64_t done) {
-            Products::weighted_values_guarded(w + done * R, R, count, of_values(run, k), p.v_row, p.v_head_dim, o,
-                                              s.vd);
+        if (hides && !finite(output, output_size)) {
+          memcpy(output, buffers.before, sizeof(Real) * size_t(output_size));
+          BlockWalk::pieces(runs, block, [&](const DecodeRun& run, int64_t k, int64_t count, int64_t done) {
+            Products::weighted_values_guarded(weights + done * R, R, count, of_values(run, k), params.v_row,
+                                              params.v_head_dim, output, shape.vd);
           });
         }
       }
@@ -248,55 +296,52 @@ struct Decode {
   }
 
   // rows against the keys of the runs; all of them lie within what any row may see
-  static void chunk(const DecodeParams& p, const DecodeRows& rows, const DecodeRun* runs, int64_t n_runs, void* partial,
-                    void* space) {
-    C *const o = static_cast<C*>(partial), *const w = static_cast<C*>(space);
-    switch (Shape(p, rows.count).rows) {
+  static void chunk(const DecodeParams& params, const DecodeRows& rows, const DecodeRun* runs, int64_t n_runs,
+                    void* partial, void* space) {
+    switch (Shape(params, rows.count).rows) {
       case 1:
-        return run_chunk<1>(p, rows, runs, n_runs, o, w);
+        return run_chunk<1>(params, rows, runs, n_runs, partial, space);
       case 2:
-        return run_chunk<2>(p, rows, runs, n_runs, o, w);
+        return run_chunk<2>(params, rows, runs, n_runs, partial, space);
       case 4:
-        return run_chunk<4>(p, rows, runs, n_runs, o, w);
+        return run_chunk<4>(params, rows, runs, n_runs, partial, space);
       default:
-        return run_chunk<8>(p, rows, runs, n_runs, o, w);
+        return run_chunk<8>(params, rows, runs, n_runs, partial, space);
     }
   }
 
   // partials of `chunks` chunks, partial_size apart, in the order of the keys -> out, lse; the first one is overwritten
-  static void merge(const DecodeParams& p, const DecodeRows& rows, void* partials, int64_t chunks) {
-    const Shape s(p, rows.count);
-    const int64_t size = partial_size(p, rows.count), all_rows = s.groups * s.rows;
-    const bool by_pairs = Dot::on && s.rows == Dot::rows;
-    C* const first = static_cast<C*>(partials);
+  static void merge(const DecodeParams& params, const DecodeRows& rows, void* partials, int64_t chunks) {
+    const Shape shape(params, rows.count);
+    const bool rounds = ByPairs::on && shape.rows == ByPairs::rows;
+    const int64_t stride = partial_size(params, rows.count) / int64_t(sizeof(Real));
+    const Partial first = buffers_in<Partial>(partials, shape);
     for (int64_t i = 0; i < rows.count; i++) {
-      const C* largest = first + all_rows * s.vd + i;
-      const C* sums_of = largest + all_rows;
-      const C* rounded = by_pairs ? sums_of + all_rows : sums_of;
-      C top = lowest, sum = 0, divisor = 0;
-      for (int64_t c = 0; c < chunks; c++) top = largest[c * size] > top ? largest[c * size] : top;
-      C* o = first + i * s.vd;
+      const Real *const largest = first.largest + i, *const sums = first.sum + i;
+      const Real* const rounded = rounds ? first.rounded + i : sums;
+      Real* const output = first.output + i * shape.vd;
+      Real top = lowest, sum = 0, divisor = 0;
+      for (int64_t c = 0; c < chunks; c++) top = largest[c * stride] > top ? largest[c * stride] : top;
       for (int64_t c = 0; c < chunks; c++) {
-        const C w = sizeof(C) == 4 ? C(__builtin_exp2f(float(largest[c * size] - top)))
-                                   : C(__builtin_exp2(double(largest[c * size] - top)));
-        sum += w * sums_of[c * size];
-        divisor += w * rounded[c * size];
-        for (int64_t d = 0; d < s.vd; d += W) {
-          const V x = load(o + c * size + d) * V::set(w);
-          store(o + d, c ? load(o + d) + x : x);
+        const Real factor = exp2_of(largest[c * stride] - top);
+        sum += factor * sums[c * stride];
+        divisor += factor * rounded[c * stride];
+        for (int64_t d = 0; d < shape.vd; d += width) {
+          const V part = load(output + c * stride + d) * V::set(factor);
+          store(output + d, c ? load(output + d) + part : part);
         }
       }
-      const double sink = rows.sinks ? rows.sinks[(rows.first + i) / p.q_len] : -__builtin_inf();
-      C inverse = divisor == C(0) ? C(0) : C(1) / divisor, lse = natural_lse(top, sum);
+      const double sink = rows.sinks ? rows.sinks[(rows.first + i) / params.q_len] : -__builtin_inf();
+      Real inverse = divisor == Real(0) ? Real(0) : Real(1) / divisor, lse = natural_lse(top, sum);
       if (sink != -__builtin_inf()) {
-        C unused;
+        Real unused;
         add_sink(sink, top, sum, unused, lse);
         add_sink(sink, top, divisor, inverse, unused);
       }
       const int64_t at = rows.first + i;
-      T* out = static_cast<T*>(rows.out) + at * p.v_head_dim;
-      for (int64_t d = 0; d < p.v_head_dim; d++) store_one(out + d, o[d] * inverse);
-      static_cast<C*>(rows.lse)[at] = lse;
+      T* const out = static_cast<T*>(rows.out) + at * params.v_head_dim;
+      for (int64_t d = 0; d < params.v_head_dim; d++) store_one(out + d, output[d] * inverse);
+      static_cast<Real*>(rows.lse)[at] = lse;
     }
   }
 };

@@ -2,6 +2,7 @@
 // results through W_UV in mla_decode. The two products of decode.h: x W is a weighted sum of W's rows, x W^T the dot
 // products with them.
 #pragma once
+#include "cpu/kernels/common/scratch.h"
 #include "decode/params.h"
 #include "row_products.h"
 
@@ -10,84 +11,98 @@ namespace {
 
 template <class T>
 struct HeadProduct {
-  using D = RowProducts<T>;
-  using C = Compute<T>;
+  using Products = RowProducts<T>;
+  using Real = Compute<T>;
 
-  static ATTN_INLINE int64_t row_block(const HeadProductParams& p) {  // rows of W in 16 KB
-    return max_of(8, 16384 / int64_t(sizeof(T)) / max_of(1, p.transposed ? p.inner : p.width));
+  static ATTN_INLINE int64_t row_block(const HeadProductParams& params) {  // rows of W in 16 KB
+    return max_of(8, 16384 / int64_t(sizeof(T)) / max_of(1, params.transposed ? params.inner : params.width));
   }
-  // numbers of C
-  static int64_t space(const HeadProductParams& p) {
-    const int64_t rows = round_up(p.rows, D::max_rows);
-    return rows * (D::padded(p.inner) + D::padded(p.width)) + row_block(p) * D::max_rows + 2 * D::sums_at_once;
+  struct Buffers {
+    Real* input;   // the rows: [group][inner][R], or [row][inner] against a transposed W
+    Real* output;  // [row][width], or of a transposed W one block: [row of W][R]
+    Buffers(const HeadProductParams& params, Scratch& scratch) {
+      const int64_t rows = round_up(params.rows, Products::max_rows);
+      input = scratch.take<Real>(rows * Products::padded(params.inner));
+      output =
+          scratch.take<Real>(params.transposed ? row_block(params) * Products::max_rows + 2 * Products::sums_at_once
+                                               : rows * Products::padded(params.width));
+    }
+  };
+  static int64_t space(const HeadProductParams& params) { return scratch_bytes<Buffers>(params); }
+
+  static ATTN_INLINE const T* x_row(const HeadProductParams& params, int64_t i) {
+    return static_cast<const T*>(params.x) + i / params.q_len * params.x_batch + i % params.q_len * params.x_row;
+  }
+  static ATTN_INLINE T* out_row(const HeadProductParams& params, int64_t i) {
+    return static_cast<T*>(params.out) + i / params.q_len * params.out_batch + i % params.q_len * params.out_row;
   }
 
-  static ATTN_INLINE const T* x_row(const HeadProductParams& p, int64_t i) {
-    return static_cast<const T*>(p.x) + i / p.q_len * p.x_batch + i % p.q_len * p.x_row;
-  }
-  static ATTN_INLINE T* out_row(const HeadProductParams& p, int64_t i) {
-    return static_cast<T*>(p.out) + i / p.q_len * p.out_batch + i % p.q_len * p.out_row;
-  }
-
-  static LinesAhead lines_ahead(const HeadProductParams& p, int64_t groups) {
-    const int64_t rows = p.transposed ? p.width : p.inner, width = p.transposed ? p.inner : p.width;
+  static LinePrefetch line_prefetch(const HeadProductParams& params, int64_t groups) {
+    const int64_t rows = params.transposed ? params.width : params.inner,
+                  width = params.transposed ? params.inner : params.width;
     constexpr int64_t size = sizeof(T);
-    LinesAhead ahead(p.w, rows, width * size, p.w_row * size);
-    ahead.start(width * size, groups * max_of(1, width / D::W), groups > 1 ? row_block(p) * width * size : 4096);
-    return ahead;
+    LinePrefetch prefetch(params.w, rows, width * size, params.w_row * size);
+    prefetch.start(width * size, groups * max_of(1, width / Products::width),
+                   groups > 1 ? row_block(params) * width * size : 4096);
+    return prefetch;
   }
 
   // W (inner, width)
   template <int R>
-  static void plain(const HeadProductParams& p, C* space) {
-    const int64_t groups = (p.rows + R - 1) / R, ldo = D::padded(p.width), block = row_block(p);
-    C *const P = space, *const O = P + groups * R * D::padded(p.inner);  // P [group][inner][R]
+  static void plain(const HeadProductParams& params, const Buffers& buffers) {
+    const int64_t groups = (params.rows + R - 1) / R, output_ld = Products::padded(params.width),
+                  block = row_block(params);
+    Real *const input = buffers.input, *const output = buffers.output;
     for (int64_t i = 0; i < groups * R; i++) {
-      C* y = P + i / R * p.inner * R + i % R;
-      for (int64_t k = 0; k < p.inner; k++) y[k * R] = i < p.rows ? load_one(x_row(p, i) + k) : C(0);
+      Real* column = input + i / R * params.inner * R + i % R;
+      for (int64_t k = 0; k < params.inner; k++)
+        column[k * R] = i < params.rows ? load_one(x_row(params, i) + k) : Real(0);
     }
-    memset(O, 0, sizeof(C) * size_t(groups * R * ldo));
-    LinesAhead ahead = lines_ahead(p, groups);
-    for (int64_t k = 0; k < p.inner; k += block) {
-      const int64_t n = min_of(block, p.inner - k);
-      const T* w = static_cast<const T*>(p.w) + k * p.w_row;
+    memset(output, 0, sizeof(Real) * size_t(groups * R * output_ld));
+    LinePrefetch prefetch = line_prefetch(params, groups);
+    for (int64_t k = 0; k < params.inner; k += block) {
+      const int64_t n = min_of(block, params.inner - k);
+      const T* rows = static_cast<const T*>(params.w) + k * params.w_row;
       for (int64_t g = 0; g < groups; g++)
-        D::template weighted_values<R>(P + (g * p.inner + k) * R, n, w, p.w_row, p.width, O + g * R * ldo, ldo, ahead);
+        Products::template weighted_values<R>(input + (g * params.inner + k) * R, n, rows, params.w_row, params.width,
+                                              output + g * R * output_ld, output_ld, prefetch);
     }
-    for (int64_t i = 0; i < p.rows; i++)
-      for (int64_t d = 0; d < p.width; d++) store_one(out_row(p, i) + d, O[i * ldo + d]);
+    for (int64_t i = 0; i < params.rows; i++)
+      for (int64_t d = 0; d < params.width; d++) store_one(out_row(params, i) + d, output[i * output_ld + d]);
   }
 
   // W (width, inner)
   template <int R>
-  static void transposed(const HeadProductParams& p, C* space) {
-    const int64_t groups = (p.rows + R - 1) / R, ldx = D::padded(p.inner), block = row_block(p);
-    C *const X = space, *const S = X + groups * R * ldx;
-    memset(X, 0, sizeof(C) * size_t(groups * R * ldx));
-    LinesAhead ahead = lines_ahead(p, groups);
-    for (int64_t i = 0; i < p.rows; i++)
-      for (int64_t d = 0; d < p.inner; d++) X[i * ldx + d] = load_one(x_row(p, i) + d);
-    for (int64_t k = 0; k < p.width; k += block) {
-      const int64_t n = min_of(block, p.width - k);
-      const T* w = static_cast<const T*>(p.w) + k * p.w_row;
+  static void transposed(const HeadProductParams& params, const Buffers& buffers) {
+    const int64_t groups = (params.rows + R - 1) / R, input_ld = Products::padded(params.inner),
+                  block = row_block(params);
+    Real *const input = buffers.input, *const scores = buffers.output;
+    memset(input, 0, sizeof(Real) * size_t(groups * R * input_ld));
+    LinePrefetch prefetch = line_prefetch(params, groups);
+    for (int64_t i = 0; i < params.rows; i++)
+      for (int64_t d = 0; d < params.inner; d++) input[i * input_ld + d] = load_one(x_row(params, i) + d);
+    for (int64_t k = 0; k < params.width; k += block) {
+      const int64_t n = min_of(block, params.width - k);
+      const T* rows = static_cast<const T*>(params.w) + k * params.w_row;
       for (int64_t g = 0; g < groups; g++) {
-        D::template scores<R>(X + g * R * ldx, ldx, w, p.w_row, p.inner, n, S, ahead);
-        for (int64_t r = 0; r < min_of(R, p.rows - g * R); r++)
-          for (int64_t j = 0; j < n; j++) store_one(out_row(p, g * R + r) + k + j, S[j * R + r]);
+        Products::template scores<R>(input + g * R * input_ld, input_ld, rows, params.w_row, params.inner, n, scores,
+                                     prefetch);
+        for (int64_t r = 0; r < min_of(R, params.rows - g * R); r++)
+          for (int64_t j = 0; j < n; j++) store_one(out_row(params, g * R + r) + k + j, scores[j * R + r]);
       }
     }
   }
 
   template <int R>
-  static void run_rows(const HeadProductParams& p, C* space) {
-    p.transposed ? transposed<R>(p, space) : plain<R>(p, space);
+  static void run_rows(const HeadProductParams& params, const Buffers& buffers) {
+    params.transposed ? transposed<R>(params, buffers) : plain<R>(params, buffers);
   }
-  static void run(const HeadProductParams& p, void* space) {
-    C* const s = static_cast<C*>(space);
-    p.rows >= 5   ? run_rows<8>(p, s)
-    : p.rows >= 3 ? run_rows<4>(p, s)
-    : p.rows == 2 ? run_rows<2>(p, s)
-                  : run_rows<1>(p, s);
+  static void run(const HeadProductParams& params, void* space) {
+    const Buffers buffers = buffers_in<Buffers>(space, params);
+    params.rows >= 5   ? run_rows<8>(params, buffers)
+    : params.rows >= 3 ? run_rows<4>(params, buffers)
+    : params.rows == 2 ? run_rows<2>(params, buffers)
+                       : run_rows<1>(params, buffers);
   }
 };
 

@@ -45,100 +45,100 @@ ATTN_INLINE void with_feature_map(FeatureMap map, F&& f) {
 }
 
 // factor * phi(x)
-template <FeatureMap F, class C>
+template <FeatureMap F, class Real>
 struct Feature {
-  C factor;
-  ATTN_INLINE Vec<C> operator()(Vec<C> x) const {
-    const Vec<C> zero = Vec<C>::zero();
+  Real factor;
+  ATTN_INLINE Vec<Real> operator()(Vec<Real> x) const {
+    const Vec<Real> zero = Vec<Real>::zero();
     if constexpr (F == FeatureMap::relu) x = max(zero, x);  // in this order a NaN stays
     if constexpr (F == FeatureMap::elu_plus_one)
-      x = select(ge(x, zero), x + Vec<C>::set(C(1)), exp_negative(min(zero, x)));
-    return x * Vec<C>::set(factor);
+      x = select(ge(x, zero), x + Vec<Real>::set(Real(1)), exp_negative(min(zero, x)));
+    return x * Vec<Real>::set(factor);
   }
-  ATTN_INLINE C operator()(C x) const { return one_of(*this, x); }
+  ATTN_INLINE Real operator()(Real x) const { return one_of(*this, x); }
 };
 
 // factor * phi'(x); at 0 that of the left, as torch has it
-template <FeatureMap F, class C>
+template <FeatureMap F, class Real>
 struct FeatureSlope {
-  C factor;
-  ATTN_INLINE Vec<C> operator()(Vec<C> x) const {
-    const Vec<C> zero = Vec<C>::zero(), one = Vec<C>::set(C(1));
-    Vec<C> y = one;
+  Real factor;
+  ATTN_INLINE Vec<Real> operator()(Vec<Real> x) const {
+    const Vec<Real> zero = Vec<Real>::zero(), one = Vec<Real>::set(Real(1));
+    Vec<Real> y = one;
     if constexpr (F == FeatureMap::relu) y = select(ge(zero, x), zero, one);
     if constexpr (F == FeatureMap::elu_plus_one) y = select(ge(x, zero), one, exp_negative(min(zero, x)));
-    return y * Vec<C>::set(factor);
+    return y * Vec<Real>::set(factor);
   }
-  ATTN_INLINE C operator()(C x) const { return one_of(*this, x); }
+  ATTN_INLINE Real operator()(Real x) const { return one_of(*this, x); }
 };
 
 // phi' from phi itself, without another exponential: the bits of FeatureSlope with factor 1
-template <FeatureMap F, class C>
+template <FeatureMap F, class Real>
 struct SlopeOfFeature {
-  ATTN_INLINE Vec<C> operator()(Vec<C> phi) const {
-    const Vec<C> zero = Vec<C>::zero(), one = Vec<C>::set(C(1));
+  ATTN_INLINE Vec<Real> operator()(Vec<Real> phi) const {
+    const Vec<Real> zero = Vec<Real>::zero(), one = Vec<Real>::set(Real(1));
     if constexpr (F == FeatureMap::relu) return select(ge(zero, phi), zero, one);
     if constexpr (F == FeatureMap::elu_plus_one) return select(ge(phi, one), one, phi);
     return one;
   }
-  ATTN_INLINE C operator()(C x) const { return one_of(*this, x); }
+  ATTN_INLINE Real operator()(Real x) const { return one_of(*this, x); }
 };
 
 // a function of vectors for a single number, with the same bits
-template <class F, class C>
-ATTN_INLINE C one_of(const F& f, C x) {
-  alignas(64) C y[Vec<C>::width];
-  store(y, f(Vec<C>::set(x)));
+template <class F, class Real>
+ATTN_INLINE Real one_of(const F& f, Real x) {
+  alignas(64) Real y[Vec<Real>::width];
+  store(y, f(Vec<Real>::set(x)));
   return y[0];
 }
 
-// Rows of X through f, columns cols .. padded set to 0, blocked rows all 0 and not read; tells whether every result is
+// Rows through f, columns cols .. padded set to 0, blocked rows all 0 and not read; tells whether every result is
 // finite.
 template <class T, class F>
-ATTN_NOINLINE bool map_rows(const T* X, int64_t ld, int64_t rows, int64_t cols, F f, const uint8_t* blocked,
-                            Compute<T>* Y, int64_t ldy, int64_t padded) {
-  using C = Compute<T>;
-  constexpr int W = Vec<C>::width;
-  Finite<C> finite;
+ATTN_NOINLINE bool map_rows(const T* from, int64_t ld, int64_t rows, int64_t cols, F f, const uint8_t* blocked,
+                            Compute<T>* to, int64_t to_ld, int64_t padded) {
+  using Real = Compute<T>;
+  constexpr int width = Vec<Real>::width;
+  Finite<Real> finite;
   for (int64_t k = 0; k < rows; k++) {
-    const T* x = X + k * ld;
-    C* y = Y + k * ldy;
+    const T* row = from + k * ld;
+    Real* out = to + k * to_ld;
     if (blocked && blocked[k]) {
-      memset(y, 0, size_t(padded) * sizeof(C));
+      memset(out, 0, size_t(padded) * sizeof(Real));
       continue;
     }
     int64_t d = 0;
-    for (; d + W <= cols; d += W) {
-      const Vec<C> v = f(load(x + d));
-      finite.see(v);
-      store(y + d, v);
+    for (; d + width <= cols; d += width) {
+      const Vec<Real> numbers = f(load(row + d));
+      finite.see(numbers);
+      store(out + d, numbers);
     }
     for (; d < cols; d++) {
-      y[d] = f(C(load_one(x + d)));
-      finite.see(y[d]);
+      out[d] = f(Real(load_one(row + d)));
+      finite.see(out[d]);
     }
-    for (; d < padded; d++) y[d] = C(0);
+    for (; d < padded; d++) out[d] = Real(0);
   }
   return finite.all();
 }
 
-// Y = G * slope(X) row by row, 0 in blocked rows: a gradient carried back through a feature map. Y: a tensor
-template <class X_, class T, class F>
-ATTN_NOINLINE void scale_by_slope(const Compute<T>* G, int64_t ldg, const X_* X, int64_t ldx, int64_t rows,
-                                  int64_t cols, F slope, const uint8_t* blocked, T* Y) {
-  using C = Compute<T>;
-  constexpr int W = Vec<C>::width;
+// to = grad * slope(from) row by row, 0 in blocked rows: a gradient carried back through a feature map. to: a tensor
+template <class From, class T, class F>
+ATTN_NOINLINE void scale_by_slope(const Compute<T>* grad, int64_t grad_ld, const From* from, int64_t from_ld,
+                                  int64_t rows, int64_t cols, F slope, const uint8_t* blocked, T* to) {
+  using Real = Compute<T>;
+  constexpr int width = Vec<Real>::width;
   for (int64_t k = 0; k < rows; k++) {
-    const C* g = G + k * ldg;
-    const X_* x = X + k * ldx;
-    T* y = Y + k * cols;
+    const Real* grad_row = grad + k * grad_ld;
+    const From* row = from + k * from_ld;
+    T* out = to + k * cols;
     if (blocked && blocked[k]) {
-      memset(static_cast<void*>(y), 0, size_t(cols) * sizeof(T));
+      memset(static_cast<void*>(out), 0, size_t(cols) * sizeof(T));
       continue;
     }
     int64_t d = 0;
-    for (; d + W <= cols; d += W) store(y + d, load(g + d) * slope(load(x + d)));
-    for (; d < cols; d++) store_one(y + d, g[d] * slope(C(load_one(x + d))));
+    for (; d + width <= cols; d += width) store(out + d, load(grad_row + d) * slope(load(row + d)));
+    for (; d < cols; d++) store_one(out + d, grad_row[d] * slope(Real(load_one(row + d))));
   }
 }
 

@@ -6,33 +6,31 @@
 namespace attnjourney {
 namespace {
 
-template <class C, auto F>
+template <class Real, auto F>
 void linear_sum(const LinearParams& p, const LinearHead& h, int64_t first, int64_t count, void* block, void* space) {
-  F(p, h, first, count, static_cast<C*>(block), static_cast<C*>(space));
+  F(p, h, first, count, static_cast<Real*>(block), space);
 }
-template <class C, auto F>
+template <class Real, auto F>
 void linear_sweep(const LinearParams& p, const LinearHead& h, int64_t first, int64_t count, void* running, void* also,
                   void* space) {
-  F(p, h, first, count, static_cast<C*>(running), static_cast<C*>(also), static_cast<C*>(space));
+  F(p, h, first, count, static_cast<Real*>(running), static_cast<Real*>(also), space);
 }
 
-template <class T, class Products = PlainProducts>
+template <class T, class Products = ChunkProducts>
 constexpr LinearKernels linear_kernels() {
-  using C = Compute<T>;
+  using Real = Compute<T>;
   using F = LinearForward<T>;
   using B = LinearBackward<T, Products>;
   return {
-      F::chunk,
-      Vec<C>::width,
-      [](const LinearParams& p) {
-        return max_of(typename F::Space(p).total, typename B::Space(p).total) * int64_t(sizeof(C));
-      },
-      linear_sum<C, F::sum_keys>,
-      linear_sweep<C, F::run>,
-      linear_sum<C, B::sum_keys>,
-      linear_sweep<C, B::query_sweep>,
-      linear_sum<C, B::sum_queries>,
-      linear_sweep<C, B::key_sweep>,
+      .chunk = F::chunk,
+      .lanes = Vec<Real>::width,
+      .space = [](const LinearParams& params) { return max_of(F::space(params), B::space(params)); },
+      .sum_keys = linear_sum<Real, F::sum_keys>,
+      .forward = linear_sweep<Real, F::run>,
+      .sum_keys_transposed = linear_sum<Real, B::sum_keys>,
+      .backward_query = linear_sweep<Real, B::query_sweep>,
+      .sum_queries = linear_sum<Real, B::sum_queries>,
+      .backward_key = linear_sweep<Real, B::key_sweep>,
   };
 }
 

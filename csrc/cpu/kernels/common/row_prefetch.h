@@ -1,12 +1,12 @@
-// The rows that the next chunk or tile will read or write, asked for a few at a time between the register tiles of this
-// one: the hardware's prefetcher stops at every page, and rows of a chunk, or of a mask's block, are shorter.
+// The rows that the next chunk or tile will read or write, prefetched a few at a time between the register tiles of
+// this one: the hardware's prefetcher stops at every page, and rows of a chunk, or of a mask's block, are shorter.
 #pragma once
 #include "common.h"
 
 namespace attnjourney {
 namespace {
 
-class Ahead {
+class RowPrefetch {
  public:
   // rows of `cols` numbers, the first of them at x
   template <class T>

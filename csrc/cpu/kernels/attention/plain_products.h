@@ -1,0 +1,314 @@
+// The forward's products as they are written, in the precision of the arithmetic.
+//
+// S^T = K Q^T with lanes over queries: K is broadcast in place, Q^T lies packed in panels with scale * log2(e) folded
+// in, so maximum, exponential and sum are vertical. O = P V with lanes over v_head_dim; the last block normalises and
+// stores. Row groups of P stop where their keys end.
+#pragma once
+#include "cpu/kernels/common/dropout_tile.h"
+#include "cpu/kernels/common/exp2.h"
+#include "cpu/kernels/common/pack.h"
+#include "cpu/kernels/common/scratch.h"
+#include "cpu/kernels/common/softcap.h"
+#include "forward_tile.h"
+
+namespace attnjourney {
+namespace {
+
+// A query tile against one key block, with the softmax epilogue on the accumulators of each register tile.
+template <class Real>
+struct ScoreTile {
+  static constexpr int width = Vec<Real>::width;
+  static constexpr int rows = Tuning::rows, vectors = Tuning::vectors;  // of a register tile
+  static constexpr int64_t panel = vectors * width;                     // queries
+  static constexpr int64_t tile = Tuning::forward_panels * panel;       // queries
+
+  const Real* query;      // panels [head_dim][panel]
+  const Real* reference;  // [tile], log2 units, negated
+  Real* weights;          // [key][tile]
+  Vec<Real>*top, *total;  // [tile / width]: running maximum relative to the reference, running sum
+  int64_t head_dim, vectors_used;
+  const KeyRanges* keys;
+  int64_t first_row;
+  Real cap;  // softcap in log2 units, 0 for none
+  Alibi<Real> alibi;
+  RowPrefetch* prefetch;  // of the mask
+
+  // M keys against N vectors of a panel, from vector v on
+  template <Hidden H, int M, int N>
+  ATTN_INLINE void register_tile(const Real* K, int64_t key_ld, int64_t panel_index, int64_t v, int64_t key,
+                                 int64_t k) const {
+    Tile<Real, M, N> scores;
+    scores.clear();
+    scores.add_rows(K, key_ld, query + panel_index * panel * head_dim + v * width, panel, head_dim);
+    if (cap != Real(0)) [[unlikely]]
+      scores.through([&](Real* x) { cap_scores(x, M * N, cap); });
+    softmax<H>(scores, panel_index * panel + v * width, key, k);
+  }
+
+  template <Hidden H, int M, int N>
+  ATTN_INLINE void softmax(const Tile<Real, M, N>& scores, int64_t lane0, int64_t key, int64_t k) const {
+    Real* const P = weights + k * tile + lane0;
+    LaneRange<Real> range[M];
+    if constexpr (H == Hidden::by_range)
+      for (int r = 0; r < M; r++) range[r] = lane_range<Real>(*keys, first_row + lane0, key + r);
+    const Vec<Real> hidden = Vec<Real>::set(-Real(__builtin_inff()));
+    ATTN_UNROLL for (int j = 0; j < N; j++) {
+      Vec<Real> row_max = top[lane0 / width + j], row_sum = total[lane0 / width + j];
+      const Vec<Real> shift = load(reference + lane0 + width * j);
+      const Vec<Real> lane = Vec<Real>::iota() + Vec<Real>::set(Real(width * j));
+      Vec<Real> distance = alibi.distance(lane, lane0, k);
+      ATTN_UNROLL for (int r = 0; r < M; r++, distance = distance - Vec<Real>::set(Real(1))) {
+        // after the product: starting from it would round every sum at its size
+        Vec<Real> score = scores.acc[r][j] + shift;
+        Vec<Real> weight;
+        if constexpr (H == Hidden::by_bias) {
+          const Vec<Real> bias = load(P + r * tile + width * j);
+          const auto gone = eq(bias, hidden);
+          score = select(gone, hidden, score + bias);
+          weight = select(gone, Vec<Real>::zero(), exp2(score));
+        } else if constexpr (H == Hidden::by_range) {
+          const auto visible = range[r].visible(lane);
+          if (alibi.on) score = alibi.add(score, distance);
+          score = select(visible, score, hidden);
+          weight = select(visible, exp2(score, least_of_rising<Real>), Vec<Real>::zero());
+        } else {
+          if constexpr (H == Hidden::by_sum) score = score + load(P + r * tile + width * j);
+          if constexpr (H == Hidden::by_alibi) score = alibi.add(score, distance);
+          weight = H == Hidden::by_alibi ? exp2(score, least_of_rising<Real>) : exp2(score);
+        }
+        row_max = max(row_max, score);
+        row_sum = row_sum + weight;
+        store(P + r * tile + width * j, weight);
+      }
+      top[lane0 / width + j] = row_max;
+      total[lane0 / width + j] = row_sum;
+    }
+  }
+
+  // M keys against all panels
+  template <Hidden H, int M>
+  ATTN_NOINLINE void against_panels(const Real* K, int64_t key_ld, int64_t key, int64_t k) const {
+    int64_t whole = 0;
+    for (; (whole + 1) * vectors <= vectors_used; whole++) register_tile<H, M, vectors>(K, key_ld, whole, 0, key, k);
+    const int64_t left = vectors_used - whole * vectors;
+    if constexpr (vectors > 1)
+      if (left > 0)
+        with_rows<vectors - 1>(left, [&](auto n) { register_tile<H, M, n.count>(K, key_ld, whole, 0, key, k); });
+  }
+
+  // M keys against n vectors of one panel, from vector v on
+  template <Hidden H, int M>
+  ATTN_NOINLINE void against_vectors(const Real* K, int64_t key_ld, int64_t panel_index, int64_t v, int64_t n,
+                                     int64_t key, int64_t k) const {
+    with_rows<vectors>(n, [&](auto n_) { register_tile<H, M, n_.count>(K, key_ld, panel_index, v, key, k); });
+  }
+
+  // keys [begin, end) of the block, all of them seen by every row of the tile (or hidden by the bias block)
+  template <Hidden H>
+  ATTN_INLINE void inner(const Real* K, int64_t key_ld, int64_t k0, int64_t begin, int64_t end) const {
+    split_rows<rows>(end - begin, [&](int64_t k, auto m) {
+      against_panels<H, m.count>(K + (begin + k) * key_ld, key_ld, k0 + begin + k, begin + k);
+      if constexpr (H == Hidden::by_bias || H == Hidden::by_sum) prefetch->step();
+    });
+  }
+
+  // keys [begin, end) of the block, seen by some rows only: vectors of rows that see none of a group are skipped
+  ATTN_NOINLINE void border(const Real* K, int64_t key_ld, int64_t k0, int64_t begin, int64_t end, int64_t rows_used,
+                            bool bias) const {
+    for (int64_t k = begin; k < end; k += rows) {
+      const int64_t m = min_of(rows, end - k);
+      for (int64_t panel_index = 0; panel_index * vectors < vectors_used; panel_index++) {
+        const int64_t lane0 = panel_index * panel;
+        const SeenLanes lanes =
+            seen_lanes<width>(*keys, first_row + lane0, min_of(rows_used - lane0, panel), k0 + k, m);
+        for (int64_t r = 0; r < m; r++) {
+          Real* const P = weights + (k + r) * tile + lane0;
+          for (int64_t j = 0; j < lanes.begin; j++) store(P + width * j, Vec<Real>::zero());
+          for (int64_t j = lanes.end; j < vectors; j++) store(P + width * j, Vec<Real>::zero());
+        }
+        if (lanes.begin >= lanes.end) continue;
+        const Hidden hidden = bias           ? Hidden::by_bias
+                              : !lanes.whole ? Hidden::by_range
+                              : alibi.on     ? Hidden::by_alibi
+                                             : Hidden::no;
+        with_rows<rows>(
+            m, [&](auto m_) { border_group<m_.count>(hidden, K + k * key_ld, key_ld, panel_index, lanes, k0 + k, k); });
+      }
+    }
+  }
+  template <int M>
+  ATTN_INLINE void border_group(Hidden hidden, const Real* K, int64_t key_ld, int64_t panel_index,
+                                const SeenLanes& lanes, int64_t key, int64_t k) const {
+    const int64_t v = lanes.begin, n = lanes.end - lanes.begin;
+    if (hidden == Hidden::by_bias)
+      against_vectors<Hidden::by_bias, M>(K, key_ld, panel_index, v, n, key, k);
+    else if (hidden == Hidden::by_alibi)
+      against_vectors<Hidden::by_alibi, M>(K, key_ld, panel_index, v, n, key, k);
+    else if (hidden == Hidden::no)
+      against_vectors<Hidden::no, M>(K, key_ld, panel_index, v, n, key, k);
+    else
+      against_vectors<Hidden::by_range, M>(K, key_ld, panel_index, v, n, key, k);
+  }
+};
+
+template <class T>
+class PlainProducts {
+  using Real = Compute<T>;
+  static constexpr int width = Vec<Real>::width;
+  static constexpr int64_t panel = ScoreTile<Real>::panel;
+  static constexpr bool same_dtype = sizeof(T) == sizeof(Real);
+
+ public:
+  using Out = Real;
+  static constexpr int64_t tile = ScoreTile<Real>::tile, key_block = Tuning::forward_keys;
+  static constexpr bool rounds = false, bias_is_overwritten = true;
+  static constexpr Real weight_unit = 1;
+
+  struct Buffers {
+    int64_t key_ld, value_ld;
+    Real* query;          // panels [head_dim][panel] of each tile
+    Real* weights;        // [key_block][tile]
+    Real *keys, *values;  // [key_block][ld], copies
+    Buffers(const AttentionParams& params, int64_t tiles, Scratch& scratch)
+        : key_ld(round_up(params.head_dim, 64 / int64_t(sizeof(Real)))),
+          value_ld(round_up(params.v_head_dim, 64 / int64_t(sizeof(Real)))),
+          query(scratch.take<Real>(tiles * tile * params.head_dim)),
+          weights(scratch.take<Real>(key_block * tile)),
+          keys(scratch.take<Real>(key_block * key_ld)),
+          values(scratch.take<Real>(key_block * value_ld)) {}
+  };
+
+  Real* const bias;  // where the weights will be
+
+  PlainProducts(const AttentionParams& params, const HeadPointers& head, const Buffers& buffers)
+      : bias(buffers.weights), params_(params), head_(head), buffers_(buffers) {}
+
+  static ATTN_INLINE bool writes_rows(const AttentionParams& params) {
+    return same_dtype && params.v_head_dim % width == 0;
+  }
+  static ATTN_INLINE TileKeys whole_units(const TileKeys& seen) { return seen; }
+  static ATTN_INLINE bool reaches_past(const TileKeys&) { return false; }
+
+  ATTN_INLINE void pack_query(const QueryTile& rows) const {
+    pack_transposed(static_cast<const T*>(head_.query) + rows.first * params_.q_row, params_.q_row, rows.count,
+                    params_.head_dim, Times<Real>{query_factor<Real>(params_)}, query_of(rows), panel,
+                    panel * params_.head_dim, panel);
+  }
+
+  ATTN_INLINE void load_block(int64_t k0, int64_t block) {
+    const T* const keys = static_cast<const T*>(head_.key) + k0 * params_.k_row;
+    const T* const values = static_cast<const T*>(head_.value) + k0 * params_.v_row;
+    // dense rows are read in place; rows far apart collide in the cache, 16-bit ones are converted
+    const auto dense = [](int64_t row) { return same_dtype && row * int64_t(sizeof(T)) < 1024; };
+    k0_ = k0;
+    block_ = block;
+    keys_ = buffers_.keys;
+    key_ld_ = buffers_.key_ld;
+    values_ = buffers_.values;
+    value_ld_ = buffers_.value_ld;
+    values_finite_ = true;
+    values_checked_ = false;
+    if (dense(params_.k_row)) {
+      keys_ = reinterpret_cast<const Real*>(keys);
+      key_ld_ = params_.k_row;
+    } else if (block) {
+      pack_rows(keys, params_.k_row, block, params_.head_dim, buffers_.keys, key_ld_, params_.head_dim);
+    }
+    if (dense(params_.v_row) && params_.v_head_dim % width == 0) {
+      values_ = reinterpret_cast<const Real*>(values);
+      value_ld_ = params_.v_row;
+    } else if (block) {
+      values_finite_ = pack_rows(values, params_.v_row, block, params_.v_head_dim, buffers_.values, value_ld_,
+                                 round_up(params_.v_head_dim, width));
+      values_checked_ = true;
+    }
+  }
+
+  ATTN_INLINE void weights(const QueryTile& rows, const RunningRows<Real>& running, const TileKeys& seen,
+                           MaskBlock masked, RowPrefetch& prefetch) {
+    for (int64_t j = 0; j < rows.vectors_used; j++) {
+      top_[j] = load_vector(running.top, j) + load_vector(running.reference, j);
+      total_[j] = load_vector(running.total, j);
+    }
+    const ScoreTile<Real> scores{.query = query_of(rows),
+                                 .reference = running.reference,
+                                 .weights = buffers_.weights,
+                                 .top = top_,
+                                 .total = total_,
+                                 .head_dim = params_.head_dim,
+                                 .vectors_used = rows.vectors_used,
+                                 .keys = &params_.keys,
+                                 .first_row = rows.first,
+                                 .cap = Real(params_.softcap * log2_e),
+                                 .alibi = alibi_of<Real>(params_, head_, rows.first, k0_, masked),
+                                 .prefetch = &prefetch};
+    const bool bias = has_block(masked);
+    scores.border(keys_, key_ld_, k0_, seen.begin, seen.all_begin, rows.count, bias);
+    with_hidden(inside(masked), [&](auto hidden) {
+      scores.template inner<hidden.value>(keys_, key_ld_, k0_, seen.all_begin, seen.all_end);
+    });
+    scores.border(keys_, key_ld_, k0_, seen.all_end, seen.end, rows.count, bias);
+  }
+  ATTN_INLINE Vec<Real> top(int64_t j) const { return top_[j]; }
+  ATTN_INLINE void save_running(const QueryTile& rows, const RunningRows<Real>& running) const {
+    for (int64_t j = 0; j < rows.vectors_used; j++) {
+      store(running.top + j * width, top_[j] - load_vector(running.reference, j));
+      store(running.total + j * width, total_[j]);
+    }
+  }
+
+  ATTN_INLINE void drop(const QueryTile& rows, const TileKeys& seen) const {
+    drop_tile(params_.dropout, head_.index, rows.first, rows.count, k0_, seen.begin, seen.end, false, buffers_.weights,
+              tile);
+  }
+  // looked at where it matters first
+  ATTN_INLINE bool values_finite() {
+    if (!values_checked_) {
+      values_checked_ = true;
+      values_finite_ = all_finite(values_, value_ld_, block_, params_.v_head_dim);
+    }
+    return values_finite_;
+  }
+  ATTN_INLINE void add_values(const QueryTile& rows, const TileKeys& seen, const OutputTile<Real, Real>& output,
+                              RowPrefetch& prefetch) const {
+    each_row_group(params_.keys, rows, k0_, block_, seen, [&](int64_t r, auto m, const KeyRange& keys) {
+      value_rows<m.count>(buffers_.weights + keys.begin * tile, max_of(0, keys.end - keys.begin), output, value_ld_,
+                          values_ + keys.begin * value_ld_, r);
+      prefetch.step();
+    });
+  }
+  // the same where a value is an inf or a NaN: a weight of exactly 0 hides it
+  ATTN_INLINE void add_values_guarded(const QueryTile& rows, const TileKeys& seen,
+                                      const OutputTile<Real, Real>& output) const {
+    add_guarded(buffers_.weights + seen.begin * tile, tile, 1, rows.count, values_ + seen.begin * value_ld_, value_ld_,
+                seen.end - seen.begin, params_.v_head_dim, output.sums, output.ld);
+  }
+
+ private:
+  Real* query_of(const QueryTile& rows) const { return buffers_.query + rows.index * tile * params_.head_dim; }
+  static ATTN_INLINE Vec<Real> load_vector(const Real* x, int64_t j) { return load(x + j * width); }
+
+  // rows r .. of the tile; weights and values from the first key on
+  template <int M>
+  static ATTN_NOINLINE void value_rows(const Real* weights, int64_t keys, const OutputTile<Real, Real>& output,
+                                       int64_t value_ld, const Real* values, int64_t r) {
+    split_columns<Real, Tuning::vectors>(output.columns, [&](int64_t d, auto n) {
+      Tile<Real, M, n.count> sums;
+      sums.clear();
+      sums.add_columns(weights + r, tile, values + d, value_ld, keys);
+      output.put(sums, r, d);
+    });
+  }
+
+  const AttentionParams& params_;
+  const HeadPointers& head_;
+  const Buffers& buffers_;
+  Vec<Real> top_[tile / width], total_[tile / width];  // of a tile: maxima relative to the references, sums
+  // the key block
+  int64_t k0_ = 0, block_ = 0, key_ld_ = 0, value_ld_ = 0;
+  const Real *keys_ = nullptr, *values_ = nullptr;
+  bool values_checked_ = false, values_finite_ = true;
+};
+
+}  // namespace
+}  // namespace attnjourney
