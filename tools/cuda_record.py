@@ -25,7 +25,7 @@ PASSES = ("backward_query", "backward_key_value", "fp16x2_query")
 SHARED = {
     "fp16x2_backward": "{}",
     "fp16x2_planes": "Fp16x2Size<{}>",
-    "sm90_fp16x2_forward": "typename Sm90Fp16x2Forward<{}>::S",
+    "sm90_fp16x2_forward": "typename Sm90Fp16x2Forward<{}>::Shape",
 }
 
 

@@ -81,8 +81,8 @@ SM90_FORWARD = [
     (
         "8 columns never written",
         "sm90/forward_output.cuh",
-        "for (int j = 0; j < S::kDv / 8; j++)\n        *reint",
-        "for (int j = 1; j < S::kDv / 8; j++)\n        *reint",
+        "for (int j = 0; j < Shape::kDv / 8; j++)\n        *reint",
+        "for (int j = 1; j < Shape::kDv / 8; j++)\n        *reint",
     ),
     ("mask off by one", "sm90/forward_softmax.cuh", "(i & 1) >= (i & 2", "(i & 1) > (i & 2"),
     (
@@ -100,8 +100,8 @@ SM90_FORWARD = [
     (
         "transaction count too small",
         "sm90/forward_producer.cuh",
-        "(barriers.v_full + 8 * stage, S::kValueBytes)",
-        "(barriers.v_full + 8 * stage, S::kValueBytes - 128)",
+        "(barriers.v_full + 8 * stage, Shape::kValueBytes)",
+        "(barriers.v_full + 8 * stage, Shape::kValueBytes - 128)",
     ),
     (
         "the counter stays as it is",
@@ -143,15 +143,15 @@ SM90_BACKWARD = [
         "ptx::mbarrier_wait(memory.do_full + 8 * ds, dop);",
         "ptx::mbarrier_wait(memory.do_full + 8 * ds, 0);",
     ),
-    ("one dS tile instead of two", "sm90/backward.cuh", "memory.ds + (it & 1) * S::kScoreBytes", "memory.ds"),
+    ("one dS tile instead of two", "sm90/backward.cuh", "memory.ds + (it & 1) * Shape::kScoreBytes", "memory.ds"),
     ("mask off by one", "sm90/backward.cuh", "if (x < begin ||", "if (x + 1 < begin ||"),
     ("K and V used before they landed", "sm90/backward.cuh", "ptx::mbarrier_wait(memory.kv_full, 0);", ""),
     ("rows without a key not marked", "common/backward_passes.cuh", "lse == -INFINITY ? INFINITY", "false ? INFINITY"),
     (
         "transaction count without the statistics",
         "sm90/backward.cuh",
-        "(bar, S::kQueryBytes + S::kRows * 4)",
-        "(bar, S::kQueryBytes)",
+        "(bar, Shape::kQueryBytes + Shape::kRows * 4)",
+        "(bar, Shape::kQueryBytes)",
     ),
     (
         "stage released while others still read it",
@@ -162,8 +162,8 @@ SM90_BACKWARD = [
     (
         "halves of dS exchanged in dQ",
         "sm90/backward.cuh",
-        "group * (S::kKeyPanel / 16) : 0",
-        "(group ^ 1) * (S::kKeyPanel / 16) : 0",
+        "group * (Shape::kKeyPanel / 16) : 0",
+        "(group ^ 1) * (Shape::kKeyPanel / 16) : 0",
     ),
 ]
 SM90_BACKWARD += [
@@ -411,7 +411,7 @@ OFFSETS = [
     ("the pass before is forgotten", "common/packed_offsets.cuh", "    x = max(x, most);\n", ""),
 ]
 NAN_SM90_FORWARD = [
-    ("no look at the values", "sm90/forward.cuh", "if (!S::kRanged || !hides) return false;", "return false;"),
+    ("no look at the values", "sm90/forward.cuh", "if (!Shape::kRanged || !hides) return false;", "return false;"),
     ("a value looked at before it landed", "sm90/forward.cuh", "@value_landed", ""),
     (
         "a quarter of the tile looked at",

@@ -31,7 +31,7 @@ BACKWARD = [  # found by values, or as races
     (
         "a mask's tile read before it landed",
         _KERNEL,
-        "if (maps.mask_tiles) ptx::mbarrier_wait(memory.mask_full",
+        "if (maps.mask_tiles)\n        ptx::mbarrier_wait(memory.mask_full",
         "if (false) ptx::mbarrier_wait(memory.mask_full",
     ),
     (

@@ -56,7 +56,7 @@ PLAIN = [  # without a floating mask
     ("distances of the other alignment", SCORES, "row + slot.offset - key", "row - key"),
     ("sinks beside scores that are not scaled", SCORES, "options.slopes || options.sinks ||", "options.slopes ||"),
     ("kept weights not scaled", OUTPUT, "inverse * task.scores.keep_scale", "inverse"),
-    ("rows of the next sequence are written", OUTPUT, "S::kOptions ? slot.rows : task.q_len", "task.q_len"),
+    ("rows of the next sequence are written", OUTPUT, "Shape::kOptions ? slot.rows : task.q_len", "task.q_len"),
     (
         "lse of the first sequence",
         OUTPUT,
@@ -71,7 +71,7 @@ BIAS = [  # with one
         "return !ptx::any((large & 0x80008000u) != 0);",
         "return true;",
     ),
-    ("what a bias hides is not looked at", FORWARD, "      if (S::kBias)\n", "      if (false)\n"),
+    ("what a bias hides is not looked at", FORWARD, "      if (Shape::kBias)\n", "      if (false)\n"),
     (
         "second half of a float32 bias is the first",
         SCORES,

@@ -7,7 +7,7 @@
 
 using namespace attnjourney;
 using Kernel = Sm90Fp16x2Forward<DIM>;
-using S = Kernel::S;
+using S = Kernel::Shape;
 
 int main(int argc, char** argv) {
   return driver::run(argc, argv, [](const driver::Arguments& a) {

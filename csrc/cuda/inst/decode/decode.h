@@ -26,8 +26,9 @@ template <class T>
 DecodeTiling decode_tiling(int head_dim, int v_head_dim, int rows, bool chunked) {
   if constexpr (sizeof(T) == 2)
     if (chunked)
-      return with_decode_mma<T>(head_dim, v_head_dim, rows,
-                                [&]<class K>() { return DecodeTiling{K::kRows, K::kKeys, K::kSmemBytes, K::kBlocks}; });
+      return with_decode_mma<T>(head_dim, v_head_dim, rows, [&]<class Kernel>() {
+        return DecodeTiling{Kernel::kRows, Kernel::kKeys, Kernel::kSmemBytes, Kernel::kBlocks};
+      });
   using Shape = DecodeFmaShape<T>;
   return {Shape::kRows, Shape::kKeys, Shape(head_dim, v_head_dim).bytes(), DecodeFma<T>::kBlocks};
 }
@@ -39,9 +40,9 @@ void launch_sm80_decode(const DecodeTask& task, bool chunked, cudaStream_t strea
   bool done = false;
   if constexpr (sizeof(T) == 2)
     if (chunked) {
-      with_decode_mma<T>(task.head_dim, task.v_head_dim, task.rows, [&]<class K>() {
-        static_assert(fits(K::kSmemBytes, true));
-        launch_kernel(decode_mma<K>, blocks, K::kThreads, K::kSmemBytes, stream, task);
+      with_decode_mma<T>(task.head_dim, task.v_head_dim, task.rows, [&]<class Kernel>() {
+        static_assert(fits(Kernel::kSmemBytes, true));
+        launch_kernel(decode_mma<Kernel>, blocks, Kernel::kThreads, Kernel::kSmemBytes, stream, task);
       });
       done = true;
     }

@@ -20,24 +20,28 @@ void launch_latent(Kernel kernel, const DecodeTask& task, int threads, int smem_
                   merge_smem<Compute<T>>(task.splits, task.v_head_dim), stream, task, tile_rows);
 }
 
-template <class K>
-constexpr CudaDecode latent_mma_decode{
-    [](int, int, int, bool) { return DecodeTiling{K::kRows, K::kKeys, K::kSmemBytes, K::kBlocks, kRoundKeys}; },
-    [](const DecodeTask& task, bool, cudaStream_t stream) {
-      launch_latent<typename K::T>(latent_mma<K>, task, K::kThreads, K::kSmemBytes, K::kRows, stream);
-    }};
+template <class Kernel>
+constexpr CudaDecode latent_mma_decode{[](int, int, int, bool) {
+                                         return DecodeTiling{Kernel::kRows, Kernel::kKeys, Kernel::kSmemBytes,
+                                                             Kernel::kBlocks, kRoundKeys};
+                                       },
+                                       [](const DecodeTask& task, bool, cudaStream_t stream) {
+                                         launch_latent<typename Kernel::T>(latent_mma<Kernel>, task, Kernel::kThreads,
+                                                                           Kernel::kSmemBytes, Kernel::kRows, stream);
+                                       }};
 
 template <class T>
-constexpr CudaDecode latent_fma_decode{
-    [](int head_dim, int, int, bool) {
-      using K = LatentFma<T>;
-      return DecodeTiling{K::kRows, K::kKeys, K::smem_bytes(head_dim), K::kBlocks, kRoundKeys};
-    },
-    [](const DecodeTask& task, bool, cudaStream_t stream) {
-      using K = LatentFma<T>;
-      static_assert(fits(K::smem_bytes(kLatentDim), true));
-      launch_latent<T>(latent_fma<K>, task, K::kThreads, K::smem_bytes(task.head_dim), K::kRows, stream);
-    }};
+constexpr CudaDecode latent_fma_decode{[](int head_dim, int, int, bool) {
+                                         using Kernel = LatentFma<T>;
+                                         return DecodeTiling{Kernel::kRows, Kernel::kKeys, Kernel::smem_bytes(head_dim),
+                                                             Kernel::kBlocks, kRoundKeys};
+                                       },
+                                       [](const DecodeTask& task, bool, cudaStream_t stream) {
+                                         using Kernel = LatentFma<T>;
+                                         static_assert(fits(Kernel::smem_bytes(kLatentDim), true));
+                                         launch_latent<T>(latent_fma<Kernel>, task, Kernel::kThreads,
+                                                          Kernel::smem_bytes(task.head_dim), Kernel::kRows, stream);
+                                       }};
 
 template <class T>
 constexpr LatentDecode latent_decode = [] {

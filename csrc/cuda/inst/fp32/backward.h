@@ -10,26 +10,26 @@
 
 namespace attnjourney {
 
-template <class K>
-void launch_fp32_backward_of(const BackwardTaskOf<typename K::Real>& task, cudaStream_t stream) {
-  using Real = typename K::Real;
+template <class Kernel>
+void launch_fp32_backward_of(const BackwardTaskOf<typename Kernel::Real>& task, cudaStream_t stream) {
+  using Real = typename Kernel::Real;
   const int items = task.cu_q ? 1 : task.batch;
   const int64_t rows = int64_t{items} * task.q_heads * task.rows;
   const auto pass = [&](auto kernel, int64_t threads) {
-    launch_kernel(kernel, (threads + kFp32PassThreads - 1) / kFp32PassThreads, kFp32PassThreads, 0, stream, task, K::kD,
-                  rows);
+    launch_kernel(kernel, (threads + kFp32PassThreads - 1) / kFp32PassThreads, kFp32PassThreads, 0, stream, task,
+                  Kernel::kD, rows);
   };
   pass(fp32_prepare<Real>, 32 * rows);
   if (task.grad_query || task.grad_key || task.grad_value || task.slope_sum)
-    launch_kernel(fp32_backward<K>, int64_t{task.key_tiles} * task.kv_heads * items, K::kThreads, K::kSmemBytes, stream,
-                  task);
-  if (task.grad_query) pass(fp32_query<Real>, rows * (K::kD / kFp32Lanes<Real>));
+    launch_kernel(fp32_backward<Kernel>, int64_t{task.key_tiles} * task.kv_heads * items, Kernel::kThreads,
+                  Kernel::kSmemBytes, stream, task);
+  if (task.grad_query) pass(fp32_query<Real>, rows * (Kernel::kD / kFp32Lanes<Real>));
 }
 
-template <class K>
+template <class Kernel>
 constexpr bool has_planned_tiles(bool small) {
-  return K::kRows == fp32_rows(K::kD, sizeof(typename K::Real), small) &&
-         K::kKeys == fp32_keys(K::kD, sizeof(typename K::Real));
+  return Kernel::kRows == fp32_rows(Kernel::kD, sizeof(typename Kernel::Real), small) &&
+         Kernel::kKeys == fp32_keys(Kernel::kD, sizeof(typename Kernel::Real));
 }
 
 template <class Real>

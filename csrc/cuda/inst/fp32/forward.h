@@ -9,9 +9,9 @@ namespace attnjourney {
 
 template <class Real>
 void launch_fp32_forward(ForwardTaskOf<Real> task, const Device& device, cudaStream_t stream) {
-  const auto go = [&]<class K>() {
-    plan_forward(task, K::kRows, sizeof(Real));
-    launch_kernel(fp32_forward<K>, task.total, K::kThreads, K::kSmemBytes, stream, task);
+  const auto go = [&]<class Kernel>() {
+    plan_forward(task, Kernel::kRows, sizeof(Real));
+    launch_kernel(fp32_forward<Kernel>, task.total, Kernel::kThreads, Kernel::kSmemBytes, stream, task);
   };
   with_size(backward_size(task.head_dim, task.v_head_dim), [&]<int D>() {
     using Usual = Fp32ForwardOf<Real, D>;

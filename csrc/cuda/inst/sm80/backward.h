@@ -8,11 +8,12 @@ namespace attnjourney {
 template <class T, bool Deterministic>
 void launch_sm80_backward(const BackwardTask& task, bool ranged, cudaStream_t stream) {
   with_size(backward_size(task.head_dim, task.v_head_dim), [&]<int D>() {
-    using K = Sm80Backward<T, D, backward_rows(D), backward_keys(D, false, false), Deterministic>;
-    static_assert(fits(K::kSmemBytes, false));
-    launch_backward<K>(task, stream, [&] {
-      launch_kernel(ranged ? sm80_backward<K, true> : sm80_backward<K, false>,
-                    int64_t{task.key_tiles} * task.kv_heads * task.batch, K::kThreads, K::kSmemBytes, stream, task);
+    using Kernel = Sm80Backward<T, D, backward_rows(D), backward_keys(D, false, false), Deterministic>;
+    static_assert(fits(Kernel::kSmemBytes, false));
+    launch_backward<Kernel>(task, stream, [&] {
+      launch_kernel(ranged ? sm80_backward<Kernel, true> : sm80_backward<Kernel, false>,
+                    int64_t{task.key_tiles} * task.kv_heads * task.batch, Kernel::kThreads, Kernel::kSmemBytes, stream,
+                    task);
     });
   });
 }

@@ -21,10 +21,10 @@ void with_sm80_forward(HeadSize size, F&& f) {
 
 template <class T>
 void launch_sm80_forward(ForwardTask task, bool ranged, cudaStream_t stream) {
-  with_sm80_forward<T, false>(forward_size(task.head_dim, task.v_head_dim), [&]<class K>() {
-    plan_forward(task, K::kRows);
-    launch_kernel(ranged ? sm80_forward<K, true> : sm80_forward<K, false>, task.total, K::kThreads, K::kSmemBytes,
-                  stream, task);
+  with_sm80_forward<T, false>(forward_size(task.head_dim, task.v_head_dim), [&]<class Kernel>() {
+    plan_forward(task, Kernel::kRows);
+    launch_kernel(ranged ? sm80_forward<Kernel, true> : sm80_forward<Kernel, false>, task.total, Kernel::kThreads,
+                  Kernel::kSmemBytes, stream, task);
   });
 }
 

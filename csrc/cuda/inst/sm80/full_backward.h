@@ -40,11 +40,12 @@ void launch_option_gradients(const BackwardTask& task, cudaStream_t stream) {
 
 template <class T>
 void launch_sm80_full_backward(const BackwardTask& task, const Device& device, cudaStream_t stream) {
-  const auto go = [&]<class K>() {
-    launch_backward<K>(task, stream, [&] {
+  const auto go = [&]<class Kernel>() {
+    launch_backward<Kernel>(task, stream, [&] {
       if (task.grad_query || task.grad_key || task.grad_value || task.slope_sum)
-        launch_kernel(sm80_backward<K, true>, int64_t{task.key_tiles} * task.kv_heads * (task.cu_q ? 1 : task.batch),
-                      K::kThreads, K::kSmemBytes, stream, task);
+        launch_kernel(sm80_backward<Kernel, true>,
+                      int64_t{task.key_tiles} * task.kv_heads * (task.cu_q ? 1 : task.batch), Kernel::kThreads,
+                      Kernel::kSmemBytes, stream, task);
       launch_option_gradients<T>(task, stream);
     });
   };

@@ -6,9 +6,9 @@
 
 namespace attnjourney {
 
-template <class S>
+template <class Shape>
 Sm90BackwardMaps sm90_backward_maps(const BackwardTask& task) {
-  constexpr bool bf16 = ptx::is_bf16<typename S::T>;
+  constexpr bool bf16 = ptx::is_bf16<typename Shape::T>;
   const int batch = task.cu_q ? 1 : task.batch;
   const auto query = [&](int rows) {
     return tensor_map(task.query, task.query_strides, batch, task.q_heads, task.q_len, task.head_dim, rows, bf16);
@@ -23,10 +23,10 @@ Sm90BackwardMaps sm90_backward_maps(const BackwardTask& task) {
     return tensor_map(task.grad_out, task.grad_out_strides, batch, task.q_heads, task.q_len, task.v_head_dim, rows,
                       bf16);
   };
-  return {.query = query(S::kRows),
-          .key = key(S::kKeys),
-          .value = value(S::kKeys),
-          .grad_out = grad_out(S::kRows),
+  return {.query = query(Shape::kRows),
+          .key = key(Shape::kKeys),
+          .value = value(Shape::kKeys),
+          .grad_out = grad_out(Shape::kRows),
           .query8 = query(8),
           .key8 = key(8),
           .value8 = value(8),
@@ -39,13 +39,13 @@ Sm90BackwardMaps sm90_backward_maps(const BackwardTask& task) {
 
 template <class T>
 void launch_sm90_backward(const BackwardTask& task, bool ranged, cudaStream_t stream) {
-  const auto go = [&]<class S>() {
-    launch_backward<S>(task, stream, [&] {
+  const auto go = [&]<class Shape>() {
+    launch_backward<Shape>(task, stream, [&] {
       if (task.key_tiles == 0) return;
-      const Sm90BackwardMaps maps = sm90_backward_maps<S>(task);
-      launch_kernel(ranged ? sm90_backward<S, true> : sm90_backward<S, false>,
+      const Sm90BackwardMaps maps = sm90_backward_maps<Shape>(task);
+      launch_kernel(ranged ? sm90_backward<Shape, true> : sm90_backward<Shape, false>,
                     int64_t{task.key_tiles} * (task.key_value_sum ? task.q_heads : task.kv_heads) * task.batch,
-                    S::kThreads, S::kSmemBytes, stream, maps, task);
+                    Shape::kThreads, Shape::kSmemBytes, stream, maps, task);
     });
   };
   const auto pick = [&]<bool Deterministic>() {

@@ -8,19 +8,20 @@ namespace attnjourney {
 
 template <class T>
 void launch_sm90_forward(ForwardTask task, bool ranged, const Device& device, cudaStream_t stream) {
-  const auto go = [&]<class S>() {
+  const auto go = [&]<class Shape>() {
     constexpr bool bf16 = ptx::is_bf16<T>;
-    plan_forward(task, S::kRows);
+    plan_forward(task, Shape::kRows);
     const int kv_heads = task.q_heads / task.group;
     const Sm90ForwardMaps maps{
         tensor_map(task.query, task.query_strides, task.batch, task.q_heads, task.q_len, task.head_dim, 64, bf16),
-        tensor_map(task.key, task.key_strides, task.batch, kv_heads, task.kv_len, task.head_dim, S::kKeys, bf16),
-        tensor_map(task.value, task.value_strides, task.batch, kv_heads, task.kv_len, task.v_head_dim, S::kKeys, bf16),
+        tensor_map(task.key, task.key_strides, task.batch, kv_heads, task.kv_len, task.head_dim, Shape::kKeys, bf16),
+        tensor_map(task.value, task.value_strides, task.batch, kv_heads, task.kv_len, task.v_head_dim, Shape::kKeys,
+                   bf16),
         tensor_map(task.out, task.out_strides, task.batch, task.q_heads, task.q_len, task.v_head_dim, 16, bf16),
         tensor_map(task.value, task.value_strides, task.batch, kv_heads, task.kv_len, task.v_head_dim, 8, bf16),
         tensor_map(task.value, task.value_strides, task.batch, kv_heads, task.kv_len, task.v_head_dim, 1, bf16)};
-    launch_kernel(sm90_forward<S>, task.total < device.multiprocessors ? task.total : device.multiprocessors,
-                  S::kThreads, S::kSmemBytes, stream, maps, task);
+    launch_kernel(sm90_forward<Shape>, task.total < device.multiprocessors ? task.total : device.multiprocessors,
+                  Shape::kThreads, Shape::kSmemBytes, stream, maps, task);
   };
   // dtype, Dqk, Dv, warpgroups, keys, stages, Q stages, ranged, ping-pong, early, store
   const auto pick = [&]<bool Ranged>() {

@@ -8,22 +8,22 @@ namespace {
 
 template <int D>
 void launch_fp16x2_forward(ForwardTask task, const Fp16x2Planes& w, const Device& device, cudaStream_t stream) {
-  using S = typename Sm90Fp16x2Forward<D>::S;
+  using Shape = typename Sm90Fp16x2Forward<D>::Shape;
   const int64_t queries = int64_t{task.q_heads} * w.query_tiles, keys = int64_t{w.kv_heads} * w.key_tiles;
   launch_kernel(fp16x2_planes<D>, task.batch * (queries + 2 * keys), Fp16x2Size<D>::kThreads, Fp16x2Size<D>::kSmemBytes,
                 stream, task, w);
-  plan_forward(task, S::kRows, 4);
+  plan_forward(task, Shape::kRows, 4);
   const auto map = [&](const void* plane, int heads, int length, int rows) {
     const Strides dense{int64_t{heads} * length * 2 * D, int64_t{length} * 2 * D, 2 * D};
     return tensor_map(plane, dense, task.batch, heads, length, 2 * D, rows, false);
   };
   Sm90ForwardMaps maps{};
   maps.query = map(w.query, task.q_heads, task.q_len, 64);
-  maps.key = map(w.key, w.kv_heads, task.kv_len, S::kKeys),
-  maps.value = map(w.value, w.kv_heads, task.kv_len, S::kKeys);
+  maps.key = map(w.key, w.kv_heads, task.kv_len, Shape::kKeys),
+  maps.value = map(w.value, w.kv_heads, task.kv_len, Shape::kKeys);
   maps.value8 = map(w.value, w.kv_heads, task.kv_len, 8), maps.value1 = map(w.value, w.kv_heads, task.kv_len, 1);
   launch_kernel(sm90_fp16x2_forward<D>, task.total < device.multiprocessors ? task.total : device.multiprocessors,
-                S::kThreads, S::kSmemBytes, stream, maps, task, w);
+                Shape::kThreads, Shape::kSmemBytes, stream, maps, task, w);
 }
 
 }  // namespace

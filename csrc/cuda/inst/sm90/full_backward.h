@@ -9,20 +9,21 @@ namespace attnjourney {
 // option_gradients(): what comes after the kernel, see launch.h
 template <class T, class OptionGradients>
 void launch_sm90_full_backward(const BackwardTask& task, cudaStream_t stream, OptionGradients&& option_gradients) {
-  const auto go = [&]<class S>() {
-    launch_backward<S>(task, stream, [&] {
+  const auto go = [&]<class Shape>() {
+    launch_backward<Shape>(task, stream, [&] {
       const Scores& s = task.scores;
       const int64_t item = single_batch_stride(s, s.mask_batch);
-      Sm90FullBackwardMaps maps{sm90_backward_maps<S>(task), {}, mask_in_tiles(task), item > 0};
+      Sm90FullBackwardMaps maps{sm90_backward_maps<Shape>(task), {}, mask_in_tiles(task), item > 0};
       if (maps.mask_tiles)
-        maps.mask = tensor_map(s.mask, {item, s.mask_head, s.mask_row}, item > 0 ? task.batch : 1,
-                               s.mask_head > 0 ? task.q_heads : 1, task.q_len, task.kv_len, S::kRows, ptx::is_bf16<T>);
+        maps.mask =
+            tensor_map(s.mask, {item, s.mask_head, s.mask_row}, item > 0 ? task.batch : 1,
+                       s.mask_head > 0 ? task.q_heads : 1, task.q_len, task.kv_len, Shape::kRows, ptx::is_bf16<T>);
       if (task.key_tiles > 0 &&
           (task.grad_query || task.grad_key || task.grad_value || task.slope_sum || task.mask_gradient.own))
-        launch_kernel(sm90_full_backward<S>,
+        launch_kernel(sm90_full_backward<Shape>,
                       int64_t{task.key_tiles} * (task.key_value_sum ? task.q_heads : task.kv_heads) *
                           (task.cu_q ? 1 : task.batch),
-                      S::kThreads, S::kSmemBytes, stream, maps, task);
+                      Shape::kThreads, Shape::kSmemBytes, stream, maps, task);
       option_gradients();
     });
   };

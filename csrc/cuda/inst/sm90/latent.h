@@ -11,8 +11,8 @@ constexpr CudaDecode sm90_latent_decode{
       return DecodeTiling{Sm90Latent<T>::kRows, Sm90Latent<T>::kKeys, Sm90Latent<T>::kSmemBytes, 1, kRoundKeys};
     },
     [](const DecodeTask& task, bool, cudaStream_t stream) {
-      using K = Sm90Latent<T>;
-      launch_latent<T>(sm90_latent<K>, task, K::kThreads, K::kSmemBytes, K::kRows, stream);
+      using Kernel = Sm90Latent<T>;
+      launch_latent<T>(sm90_latent<Kernel>, task, Kernel::kThreads, Kernel::kSmemBytes, Kernel::kRows, stream);
     }};
 
 }  // namespace attnjourney

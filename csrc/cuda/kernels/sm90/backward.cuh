@@ -12,21 +12,21 @@
 
 namespace attnjourney {
 
-template <class S, bool Ranged>
+template <class Shape, bool Ranged>
 struct Sm90BackwardConsumer {
-  using T = typename S::T;
-  static constexpr int kD = S::kD, kRows = S::kRows;
+  using T = typename Shape::T;
+  static constexpr int kD = Shape::kD, kRows = Shape::kRows;
   // statistics read before the wait that they are used after, as far as registers allow
-  static constexpr bool kEarlyLse = kD == 128 || !S::kDeterministic || !Ranged, kEarlyDelta = kD == 128;
-  using Queries = BackwardQueries<kRows, S::kKeys, Ranged>;
+  static constexpr bool kEarlyLse = kD == 128 || !Shape::kDeterministic || !Ranged, kEarlyDelta = kD == 128;
+  using Queries = BackwardQueries<kRows, Shape::kKeys, Ranged>;
   using Fragments = uint32_t[kRows / 16][4];
   using Scores = float[kRows / 2];
   using Stats = float4[kRows / 16];
-  using Guard = Sm90BackwardGuard<S>;
+  using Guard = Sm90BackwardGuard<Shape>;
 
   const BackwardTask& task;
   const BackwardTile& where;
-  const Sm90BackwardMemory<S>& memory;
+  const Sm90BackwardMemory<Shape>& memory;
   unsigned char* const smem;
   const int group, tid, warp, lane;  // group 0 or 1: 64 keys each
   const int n0, key;                 // this thread's keys: key, key + 8
@@ -35,7 +35,7 @@ struct Sm90BackwardConsumer {
   bool bad_keys = false;  // there are such: see Guard
 
   __device__ __forceinline__ Sm90BackwardConsumer(const BackwardTask& task_, const BackwardTile& where_,
-                                                  const Sm90BackwardMemory<S>& memory_, unsigned char* smem_,
+                                                  const Sm90BackwardMemory<Shape>& memory_, unsigned char* smem_,
                                                   int group_)
       : task(task_),
         where(where_),
@@ -45,7 +45,7 @@ struct Sm90BackwardConsumer {
         tid(threadIdx.x % 128),
         warp(ptx::uniform(tid / 32)),
         lane(tid % 32),
-        n0(where.key_tile * S::kKeys),
+        n0(where.key_tile * Shape::kKeys),
         key(n0 + group * 64 + warp * 16 + lane / 4) {}
 
   // d = A B over K in 16s; a(kk), b(kk) give the descriptors.
@@ -58,24 +58,24 @@ struct Sm90BackwardConsumer {
   }
   // d = (64 keys of `keys`) (a stage of `queries`)^T
   __device__ __forceinline__ void issue_scores(Scores& d, uint32_t keys, uint32_t queries, int stage) {
-    const uint32_t a = S::code(keys) + group * 512, b = S::code(queries) + stage * (S::kQueryBytes / 16);
+    const uint32_t a = Shape::code(keys) + group * 512, b = Shape::code(queries) + stage * (Shape::kQueryBytes / 16);
     gemm<kRows, 0, 0, kD>(
-        d, [&](int kk) { return S::desc(a, kk / 4 * S::kKeyPanel + kk % 4 * 32); },
-        [&](int kk) { return S::desc(b, kk / 4 * S::kQueryPanel + kk % 4 * 32); });
+        d, [&](int kk) { return Shape::desc(a, kk / 4 * Shape::kKeyPanel + kk % 4 * 32); },
+        [&](int kk) { return Shape::desc(b, kk / 4 * Shape::kQueryPanel + kk % 4 * 32); });
   }
   // d += A (a stage of `queries`)
   __device__ __forceinline__ void issue_sum(float (&d)[kD / 2], const Fragments& a, uint32_t queries, int stage) {
-    const uint32_t b = S::code(queries, S::kQueryPanel) + stage * (S::kQueryBytes / 16);
+    const uint32_t b = Shape::code(queries, Shape::kQueryPanel) + stage * (Shape::kQueryBytes / 16);
 #pragma unroll
-    for (int kk = 0; kk < kRows / 16; kk++) ptx::wgmma_rs<T, kD, 1>(d, a[kk], S::desc(b, kk * 2048), true);
+    for (int kk = 0; kk < kRows / 16; kk++) ptx::wgmma_rs<T, kD, 1>(d, a[kk], Shape::desc(b, kk * 2048), true);
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ void issue_dq(float (&dq)[32], uint32_t ds_tile) {
     ptx::wgmma_fence();
-    const uint32_t a = S::code(ds_tile) + (kD == 128 ? 0 : group * (S::kScorePanel / 16));
-    const uint32_t b = S::code(memory.k) + (kD == 128 ? group * (S::kKeyPanel / 16) : 0);
-    gemm<64, 1, 1, S::kKeys>(
-        dq, [&](int kk) { return S::desc(a, kk * 2048); }, [&](int kk) { return S::desc(b, kk * 2048); });
+    const uint32_t a = Shape::code(ds_tile) + (kD == 128 ? 0 : group * (Shape::kScorePanel / 16));
+    const uint32_t b = Shape::code(memory.k) + (kD == 128 ? group * (Shape::kKeyPanel / 16) : 0);
+    gemm<64, 1, 1, Shape::kKeys>(
+        dq, [&](int kk) { return Shape::desc(a, kk * 2048); }, [&](int kk) { return Shape::desc(b, kk * 2048); });
   }
 
   __device__ __forceinline__ void release(uint32_t bar) {
@@ -138,12 +138,12 @@ struct Sm90BackwardConsumer {
     }
 #pragma unroll
     for (int kk = 0; kk < kRows / 16; kk++)
-      ptx::stmatrix_x4(S::chunk_at(ds_tile, S::kScorePanel, group * 64 + warp * 16 + lane % 16, kk * 2 + lane / 16),
-                       df[kk]);
+      ptx::stmatrix_x4(
+          Shape::chunk_at(ds_tile, Shape::kScorePanel, group * 64 + warp * 16 + lane % 16, kk * 2 + lane / 16), df[kk]);
     ptx::fence_proxy_async();
   }
   __device__ __forceinline__ void store_dq(const float (&dq)[32], int tile) {
-    if (S::kDeterministic) {
+    if (Shape::kDeterministic) {
       float4* stage = reinterpret_cast<float4*>(smem + (memory.dq - memory.k) + group * 16384) + tid;
 #pragma unroll
       for (int j = 0; j < 8; j++) stage[j * 128] = float4{dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]};
@@ -175,7 +175,7 @@ struct Sm90BackwardConsumer {
     }
     for (int it = 0; it < total; it++) {
       const int this_qs = qs, this_ds = ds;
-      const uint32_t ds_tile = memory.ds + (it & 1) * S::kScoreBytes;
+      const uint32_t ds_tile = memory.ds + (it & 1) * Shape::kScoreBytes;
       const int tile = (where.batch * task.q_heads + at.head) * at.tiles + at.tile;
       Fragments df;
       float dp[kRows / 2], dq[32];
@@ -195,8 +195,8 @@ struct Sm90BackwardConsumer {
       gradient(df, dp, delta, ds_tile, pf, at);
       ptx::bar_arrive(4 + 2 * (it & 1) + group, 256);  // two pairs: the warpgroups may drift apart until the wait below
       if (it + 1 < total) {  // else S is recomputed: a branch around wgmma would cost the overlap
-        if (++qs == S::kQueryStages) qs = 0, qp ^= 1;
-        if (++ds == S::kOutStages) ds = 0, dop ^= 1;
+        if (++qs == Shape::kQueryStages) qs = 0, qp ^= 1;
+        if (++ds == Shape::kOutStages) ds = 0, dop ^= 1;
         at.next();
       }
       ptx::mbarrier_wait(memory.q_full + 8 * qs, qp);
@@ -215,19 +215,19 @@ struct Sm90BackwardConsumer {
       softmax(pf, lse, at);
       ptx::wgmma_wait<0>();
       ptx::keep(dq);
-      if (S::kDeterministic && it > 0) ptx::bar_sync(8 + group, 160);
+      if (Shape::kDeterministic && it > 0) ptx::bar_sync(8 + group, 160);
       store_dq(dq, tile);
     }
     ptx::wgmma_wait<0>();
     ptx::keep(dk);
     ptx::keep(dv);
-    if (S::kDeterministic && total > 0) ptx::bar_sync(8 + group, 160);
+    if (Shape::kDeterministic && total > 0) ptx::bar_sync(8 + group, 160);
     if (task.key_value_sum)
       add();
     else
       write(0, task.kv_len);
-    if (!S::kDeterministic && task.query_blocks)
-      finish_queries<S>(task, where, reinterpret_cast<uint32_t*>(smem + (memory.votes - memory.k)));
+    if (!Shape::kDeterministic && task.query_blocks)
+      finish_queries<Shape>(task, where, reinterpret_cast<uint32_t*>(smem + (memory.votes - memory.k)));
   }
 
   // to the sums of a group of query heads
@@ -235,7 +235,7 @@ struct Sm90BackwardConsumer {
     const int64_t tile = (int64_t(where.batch) * task.kv_heads + where.head_k) * task.key_tiles + where.key_tile;
     float* to_k = task.key_value_sum + (tile * 2 + group) * (64 * kD) + tid * 4;
     to_k = ptx::opaque(to_k);
-    float* to_v = to_k + int64_t(task.batch) * task.kv_heads * task.key_tiles * (S::kKeys * kD);
+    float* to_v = to_k + int64_t(task.batch) * task.kv_heads * task.key_tiles * (Shape::kKeys * kD);
     to_v = ptx::opaque(to_v);
 #pragma unroll
     for (int j = 0; j < kD / 8; j++) {
@@ -249,7 +249,7 @@ struct Sm90BackwardConsumer {
     ptx::bar_sync(1, 256);
 #pragma unroll
     for (int kk = 0; kk < kD / 16; kk++) {
-      const uint32_t at = S::chunk_at(0, S::kKeyPanel, group * 64 + warp * 16 + lane % 16, kk * 2 + lane / 16);
+      const uint32_t at = Shape::chunk_at(0, Shape::kKeyPanel, group * 64 + warp * 16 + lane % 16, kk * 2 + lane / 16);
       uint32_t a[4], b[4];
 #pragma unroll
       for (int q = 0; q < 4; q++) {
@@ -268,27 +268,27 @@ struct Sm90BackwardConsumer {
 #pragma unroll 4
     for (int i = 0; i < kD / 16; i++) {
       const int c = i * 32 + lane, row = group * 64 + warp * 16 + c / (kD / 8), chunk = c % (kD / 8);
-      const unsigned char* from = smem + S::chunk_at(0, S::kKeyPanel, row, chunk);
+      const unsigned char* from = smem + Shape::chunk_at(0, Shape::kKeyPanel, row, chunk);
       if (n0 + row >= k_rows) continue;
       if (task.grad_key && chunk * 8 < task.head_dim)
         *reinterpret_cast<uint4*>(out_k + (n0 + row) * task.grad_key_strides.row + chunk * 8) =
             *reinterpret_cast<const uint4*>(from);
       if (task.grad_value && chunk * 8 < task.v_head_dim)
         *reinterpret_cast<uint4*>(out_v + (n0 + row) * task.grad_value_strides.row + chunk * 8) =
-            *reinterpret_cast<const uint4*>(from + S::kKeyBytes);
+            *reinterpret_cast<const uint4*>(from + Shape::kKeyBytes);
     }
   }
 };
 
-template <class S>
+template <class Shape>
 struct Sm90Backward {
   template <bool Ranged>
   static __device__ __forceinline__ void run(const Sm90BackwardMaps& maps, const BackwardTask& task) {
     unsigned char* smem = ptx::dynamic_smem();
-    const Sm90BackwardMemory<S> memory(ptx::smem_addr(smem));
+    const Sm90BackwardMemory<Shape> memory(ptx::smem_addr(smem));
     const BackwardTile where(task, blockIdx.x);
     const Sequence sequence = sequence_of(task, where.batch);
-    const BackwardQueries<S::kRows, S::kKeys, Ranged> at(task, where, sequence);
+    const BackwardQueries<Shape::kRows, Shape::kKeys, Ranged> at(task, where, sequence);
     const int total = at.per_head() * where.heads;
     if (threadIdx.x == 0) memory.init();
     __syncthreads();
@@ -296,42 +296,43 @@ struct Sm90Backward {
     if (role == 0) {
       ptx::setmaxnreg_dec<24>();
       if (threadIdx.x == 0 && total > 0) feed(maps, task, where, sequence, at, total, memory);
-      if (S::kDeterministic && (threadIdx.x / 32 == 1 || threadIdx.x / 32 == 2))
+      if (Shape::kDeterministic && (threadIdx.x / 32 == 1 || threadIdx.x / 32 == 2))
         add_in_turn(task, where, sequence, at, total, memory, threadIdx.x / 32 - 1);
     } else {
       ptx::setmaxnreg_inc<240>();
-      Sm90BackwardConsumer<S, Ranged>(task, where, memory, smem, role - 1).run(at, total);
+      Sm90BackwardConsumer<Shape, Ranged>(task, where, memory, smem, role - 1).run(at, total);
     }
   }
 
   template <class Queries>
   static __device__ __forceinline__ void feed(const Sm90BackwardMaps& maps, const BackwardTask& task,
                                               const BackwardTile& where, const Sequence& sequence, Queries at,
-                                              int total, const Sm90BackwardMemory<S>& memory) {
-    const int n0 = where.key_tile * S::kKeys, batch = where.batch;
-    ptx::mbarrier_arrive_expect_tx(memory.kv_full, 2 * S::kKeyBytes);
+                                              int total, const Sm90BackwardMemory<Shape>& memory) {
+    const int n0 = where.key_tile * Shape::kKeys, batch = where.batch;
+    ptx::mbarrier_arrive_expect_tx(memory.kv_full, 2 * Shape::kKeyBytes);
     const int k_len = sequence.keys.key_length;
-    tma_load_rows<S::kKeys, S::kPanels>(memory.k, maps.key, maps.key8, maps.key1, n0, k_len, task.kv_len, where.head_k,
-                                        batch, memory.kv_full);
-    tma_load_rows<S::kKeys, S::kPanels>(memory.v, maps.value, maps.value8, maps.value1, n0, k_len, task.kv_len,
-                                        where.head_k, batch, memory.kv_full);
+    tma_load_rows<Shape::kKeys, Shape::kPanels>(memory.k, maps.key, maps.key8, maps.key1, n0, k_len, task.kv_len,
+                                                where.head_k, batch, memory.kv_full);
+    tma_load_rows<Shape::kKeys, Shape::kPanels>(memory.v, maps.value, maps.value8, maps.value1, n0, k_len, task.kv_len,
+                                                where.head_k, batch, memory.kv_full);
     const auto load = [&](const ptx::TensorMap& map, const ptx::TensorMap& eight, const ptx::TensorMap& one,
                           uint32_t tile, const float* from, uint32_t stats, uint32_t bar) {
-      const int row = at.tile * S::kRows;
-      ptx::mbarrier_arrive_expect_tx(bar, S::kQueryBytes + S::kRows * 4);
-      tma_load_rows<S::kRows, S::kPanels>(tile, map, eight, one, row, sequence.q_len, task.q_len, at.head, batch, bar);
-      ptx::bulk_load(stats, from + (int64_t(batch) * task.q_heads + at.head) * task.rows + row, S::kRows * 4, bar);
+      const int row = at.tile * Shape::kRows;
+      ptx::mbarrier_arrive_expect_tx(bar, Shape::kQueryBytes + Shape::kRows * 4);
+      tma_load_rows<Shape::kRows, Shape::kPanels>(tile, map, eight, one, row, sequence.q_len, task.q_len, at.head,
+                                                  batch, bar);
+      ptx::bulk_load(stats, from + (int64_t(batch) * task.q_heads + at.head) * task.rows + row, Shape::kRows * 4, bar);
     };
     int qs = 0, qp = 1, ds = 0, dop = 1;
     for (int it = 0; it < total; it++) {
       ptx::mbarrier_wait(memory.q_empty + 8 * qs, qp);
-      load(maps.query, maps.query8, maps.query1, memory.q + qs * S::kQueryBytes, task.lse2,
-           memory.lse + qs * S::kRows * 4, memory.q_full + 8 * qs);
+      load(maps.query, maps.query8, maps.query1, memory.q + qs * Shape::kQueryBytes, task.lse2,
+           memory.lse + qs * Shape::kRows * 4, memory.q_full + 8 * qs);
       ptx::mbarrier_wait(memory.do_empty + 8 * ds, dop);
-      load(maps.grad_out, maps.grad_out8, maps.grad_out1, memory.d_out + ds * S::kQueryBytes, task.delta,
-           memory.delta + ds * S::kRows * 4, memory.do_full + 8 * ds);
-      if (++qs == S::kQueryStages) qs = 0, qp ^= 1;
-      if (++ds == S::kOutStages) ds = 0, dop ^= 1;
+      load(maps.grad_out, maps.grad_out8, maps.grad_out1, memory.d_out + ds * Shape::kQueryBytes, task.delta,
+           memory.delta + ds * Shape::kRows * 4, memory.do_full + 8 * ds);
+      if (++qs == Shape::kQueryStages) qs = 0, qp ^= 1;
+      if (++ds == Shape::kOutStages) ds = 0, dop ^= 1;
       at.next();
     }
   }
@@ -340,14 +341,15 @@ struct Sm90Backward {
   template <class Queries>
   static __device__ __forceinline__ void add_in_turn(const BackwardTask& task, const BackwardTile& where,
                                                      const Sequence& sequence, Queries at, int total,
-                                                     const Sm90BackwardMemory<S>& memory, int half) {
+                                                     const Sm90BackwardMemory<Shape>& memory, int half) {
     for (int it = 0; it < total; it++) {
       const int64_t tile = (int64_t(where.batch) * task.q_heads + at.head) * at.tiles + at.tile;
       const int turn = at.turn(where, sequence);
       ptx::bar_sync(2 + half, 160);  // written
       if (threadIdx.x % 32 == 0) {
         ptx::turn_wait(task.turn + 2 * tile + half, turn);
-        ptx::bulk_reduce_add(task.query_sum + tile * (S::kRows * S::kD) + half * 4096, memory.dq + half * 16384, 16384);
+        ptx::bulk_reduce_add(task.query_sum + tile * (Shape::kRows * Shape::kD) + half * 4096, memory.dq + half * 16384,
+                             16384);
         ptx::bulk_commit();
         ptx::bulk_wait_read<0>();
       }

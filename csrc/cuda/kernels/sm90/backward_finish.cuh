@@ -10,7 +10,7 @@ namespace attnjourney {
 
 // The 256 threads of the consumers, whose additions to the sums have been issued. vote: a word of shared memory that
 // is no longer used; barrier 1 is free.
-template <class S>
+template <class Shape>
 __device__ __forceinline__ void finish_queries(const BackwardTask& task, const BackwardTile& where, uint32_t* vote) {
   const int tid = static_cast<int>(threadIdx.x) - 128;
   for (int h = 0; h < where.heads; h++) {
@@ -23,15 +23,15 @@ __device__ __forceinline__ void finish_queries(const BackwardTask& task, const B
     }
     ptx::bar_sync(1, 256);
     if (*vote != static_cast<uint32_t>(task.key_tiles) - 1) continue;
-    const float* sums = task.query_sum + int64_t(pair) * task.rows * S::kD;
+    const float* sums = task.query_sum + int64_t(pair) * task.rows * Shape::kD;
 #pragma unroll 4
-    for (int i = tid; i < (task.q_len + 7) / 8 * S::kD; i += 256) {
-      const PassPiece<S::kD> at(i);
+    for (int i = tid; i < (task.q_len + 7) / 8 * Shape::kD; i += 256) {
+      const PassPiece<Shape::kD> at(i);
       if (at.row >= task.q_len || at.chunk * 8 >= task.head_dim) continue;
       float x[8];
-      S::load_query(x, sums + at.row / S::kRows * (S::kRows * S::kD), at.row % S::kRows, at.chunk);
-      write_scaled<typename S::T>(task.grad_query, task.grad_query_strides, where.batch, head, at.row, at.chunk, x,
-                                  task.scale);
+      Shape::load_query(x, sums + at.row / Shape::kRows * (Shape::kRows * Shape::kD), at.row % Shape::kRows, at.chunk);
+      write_scaled<typename Shape::T>(task.grad_query, task.grad_query_strides, where.batch, head, at.row, at.chunk, x,
+                                      task.scale);
     }
   }
 }

@@ -9,10 +9,10 @@
 namespace attnjourney {
 
 // S: rows and bytes of a tile, or of a part of it that counts as a tile
-template <class S, class Memory = Sm90BackwardMemory<S>>
+template <class Shape, class Memory = Sm90BackwardMemory<Shape>>
 struct Sm90BackwardGuard {
-  using T = typename S::T;
-  static constexpr int kD = S::kD, kRows = S::kRows;
+  using T = typename Shape::T;
+  static constexpr int kD = Shape::kD, kRows = Shape::kRows;
 
   // of the two warpgroups; opaque, or what is computed from it would be held through the loop
   static __device__ __forceinline__ int thread() { return static_cast<int>(ptx::opaque(threadIdx.x)) - 128; }
@@ -59,7 +59,7 @@ struct Sm90BackwardGuard {
   // Once, before K is used: are there such keys?
   static __device__ __forceinline__ bool clean_keys(const Memory& memory, unsigned char* smem) {
     const bool here =
-        clean_rows<S::kKeys, S::kKeyPanel>(smem, reinterpret_cast<uint32_t*>(smem + (memory.keys - memory.k)));
+        clean_rows<Shape::kKeys, Shape::kKeyPanel>(smem, reinterpret_cast<uint32_t*>(smem + (memory.keys - memory.k)));
     return vote(here, memory, smem);
   }
   // The answer of clean_keys, read again.
@@ -81,16 +81,16 @@ struct Sm90BackwardGuard {
   // of an iteration, where it has several.
   static __device__ __forceinline__ void clean_queries(uint32_t (&pf)[kRows / 16][4], const Memory& memory,
                                                        unsigned char* smem, int q_stage, int out_stage, int part = 0) {
-    unsigned char *query = smem + (memory.q - memory.k) + q_stage * S::kQueryBytes,
-                  *out = smem + (memory.d_out - memory.k) + out_stage * S::kQueryBytes;
-    const uint32_t bad = not_finite_in<T, S::kQueryBytes>(query) | not_finite_in<T, S::kQueryBytes>(out);
+    unsigned char *query = smem + (memory.q - memory.k) + q_stage * Shape::kQueryBytes,
+                  *out = smem + (memory.d_out - memory.k) + out_stage * Shape::kQueryBytes;
+    const uint32_t bad = not_finite_in<T, Shape::kQueryBytes>(query) | not_finite_in<T, Shape::kQueryBytes>(out);
     uint32_t* votes = reinterpret_cast<uint32_t*>(smem + (memory.votes - memory.k)) + 8 + 8 * part + thread() / 128 * 4;
     int turn = 0;  // one for each part will do: there is a barrier of the warpgroup in every iteration
     if (!group_any(bad != 0, votes, turn, 10 + thread() / 128)) return;
     ptx::bar_sync(1, 256);  // @both_looked: and are done with the scores of this tile
     uint32_t* marks = reinterpret_cast<uint32_t*>(smem + (memory.rows - memory.k));
-    clean(query, thread() * (S::kQueryBytes / 16 / 256), S::kQueryBytes / 16 / 256);
-    clean_rows<kRows, S::kQueryPanel>(out, marks);
+    clean(query, thread() * (Shape::kQueryBytes / 16 / 256), Shape::kQueryBytes / 16 / 256);
+    clean_rows<kRows, Shape::kQueryPanel>(out, marks);
     ptx::fence_proxy_async();
     ptx::bar_sync(1, 256);
 #pragma unroll

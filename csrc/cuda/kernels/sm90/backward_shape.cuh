@@ -53,7 +53,7 @@ struct Sm90BackwardShape {
 };
 
 // Addresses in shared memory; k is its start.
-template <class S>
+template <class Shape>
 struct Sm90BackwardMemory {
   uint32_t k, v, q, d_out, ds, dq, lse, delta;
   uint32_t kv_full, q_full, q_empty, do_full, do_empty;  // mbarriers
@@ -62,28 +62,28 @@ struct Sm90BackwardMemory {
   // score_tiles: of dS; more: bytes after them for others
   explicit __device__ __forceinline__ Sm90BackwardMemory(uint32_t base, int score_tiles = 2, int more = 0)
       : k(base),
-        v(k + S::kKeyBytes),
-        q(v + S::kKeyBytes),
-        d_out(q + S::kQueryStages * S::kQueryBytes),
-        ds(d_out + S::kOutStages * S::kQueryBytes),
-        dq(ds + score_tiles * S::kScoreBytes + more),
-        lse(dq + S::kSumBytes),
-        delta(lse + S::kQueryStages * S::kRows * 4),
-        kv_full(delta + S::kOutStages * S::kRows * 4),
+        v(k + Shape::kKeyBytes),
+        q(v + Shape::kKeyBytes),
+        d_out(q + Shape::kQueryStages * Shape::kQueryBytes),
+        ds(d_out + Shape::kOutStages * Shape::kQueryBytes),
+        dq(ds + score_tiles * Shape::kScoreBytes + more),
+        lse(dq + Shape::kSumBytes),
+        delta(lse + Shape::kQueryStages * Shape::kRows * 4),
+        kv_full(delta + Shape::kOutStages * Shape::kRows * 4),
         q_full(kv_full + 8),
-        q_empty(q_full + 8 * S::kQueryStages),
-        do_full(q_empty + 8 * S::kQueryStages),
-        do_empty(do_full + 8 * S::kOutStages),
-        votes(do_empty + 8 * S::kOutStages),
+        q_empty(q_full + 8 * Shape::kQueryStages),
+        do_full(q_empty + 8 * Shape::kQueryStages),
+        do_empty(do_full + 8 * Shape::kOutStages),
+        votes(do_empty + 8 * Shape::kOutStages),
         keys(votes + 64),
         rows(keys + 512) {}
   __device__ __forceinline__ void init() const {
     ptx::mbarrier_init(kv_full, 1);
-    for (int i = 0; i < S::kQueryStages; i++) {
+    for (int i = 0; i < Shape::kQueryStages; i++) {
       ptx::mbarrier_init(q_full + 8 * i, 1);
       ptx::mbarrier_init(q_empty + 8 * i, 8);
     }
-    for (int i = 0; i < S::kOutStages; i++) {
+    for (int i = 0; i < Shape::kOutStages; i++) {
       ptx::mbarrier_init(do_full + 8 * i, 1);
       ptx::mbarrier_init(do_empty + 8 * i, 8);
     }

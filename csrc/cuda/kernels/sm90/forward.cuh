@@ -12,14 +12,14 @@
 namespace attnjourney {
 
 // One thread of a consumer warpgroup.
-template <class S>
+template <class Shape>
 struct Sm90ForwardConsumer {
-  using T = typename S::T;
+  using T = typename Shape::T;
   using Slot = Sm90ForwardSlot;
-  using Barriers = Sm90ForwardBarriers<S>;
-  using Output = Sm90ForwardOutput<S>;
-  using Guard = Sm90ForwardGuard<S>;
-  using Products = Sm90ForwardProducts<S>;
+  using Barriers = Sm90ForwardBarriers<Shape>;
+  using Output = Sm90ForwardOutput<Shape>;
+  using Guard = Sm90ForwardGuard<Shape>;
+  using Products = Sm90ForwardProducts<Shape>;
 
   const uint32_t smem;
   unsigned char* const base;
@@ -30,9 +30,9 @@ struct Sm90ForwardConsumer {
   const int group, lane, own_row;  // own_row: of the tile; the thread has own_row + 8, too
   const uint32_t zero;             // 0, unknown to ptxas, which would put `early` where the weights are still read
 
-  float out[S::kDv / 2], scores[S::kKeys / 2];
-  uint32_t weights[S::kKeys / 16][4];  // of key tile `count`
-  Sm90ForwardSoftmax<S> soft;
+  float out[Shape::kDv / 2], scores[Shape::kKeys / 2];
+  uint32_t weights[Shape::kKeys / 16][4];  // of key tile `count`
+  Sm90ForwardSoftmax<Shape> soft;
   int round = 0;       // tiles so far
   int count = 0;       // key tiles so far
   int key_tile = 0;    // the number of the one whose scores were last computed
@@ -46,7 +46,7 @@ struct Sm90ForwardConsumer {
       : smem(smem_),
         base(base_),
         barriers(barriers_),
-        slots(reinterpret_cast<const Slot*>(base_ + S::kSlotsAt)),
+        slots(reinterpret_cast<const Slot*>(base_ + Shape::kSlotsAt)),
         out_map(out_map_),
         task(task_),
         group(ptx::uniform(threadIdx.x / 128) - 1),
@@ -62,30 +62,36 @@ struct Sm90ForwardConsumer {
     if (lane == 0) ptx::mbarrier_arrive(bar);
   }
   __device__ __forceinline__ void token_wait() const {
-    if (S::kPingPong) ptx::bar_sync(1 + group, 256);
+    if (Shape::kPingPong) ptx::bar_sync(1 + group, 256);
   }
   __device__ __forceinline__ void token_pass() const {
-    if (S::kPingPong) ptx::bar_arrive(1 + (group + 1 == S::kGroups ? 0 : group + 1), 256);
+    if (Shape::kPingPong) ptx::bar_arrive(1 + (group + 1 == Shape::kGroups ? 0 : group + 1), 256);
   }
   __device__ __forceinline__ void wait_k(int number) const {
-    ptx::mbarrier_wait(barriers.k_full + 8 * (number % S::kStages), number / S::kStages & 1);
+    ptx::mbarrier_wait(barriers.k_full + 8 * (number % Shape::kStages), number / Shape::kStages & 1);
   }
   __device__ __forceinline__ void wait_v(int number) const {
-    ptx::mbarrier_wait(barriers.v_full + 8 * (number % S::kStages), number / S::kStages & 1);
+    ptx::mbarrier_wait(barriers.v_full + 8 * (number % Shape::kStages), number / Shape::kStages & 1);
   }
-  __device__ __forceinline__ void release_k(int number) const { release(barriers.k_empty + 8 * (number % S::kStages)); }
-  __device__ __forceinline__ void release_v(int number) const { release(barriers.v_empty + 8 * (number % S::kStages)); }
+  __device__ __forceinline__ void release_k(int number) const {
+    release(barriers.k_empty + 8 * (number % Shape::kStages));
+  }
+  __device__ __forceinline__ void release_v(int number) const {
+    release(barriers.v_empty + 8 * (number % Shape::kStages));
+  }
 
   // ---- the tile of rows ----
 
   // where registers are few, what follows from `round` is not held
-  __device__ __forceinline__ int rounds() const { return S::kTight ? int(ptx::opaque(round)) : round; }
-  __device__ __forceinline__ int query_stage() const { return group * S::kQueryStages + rounds() % S::kQueryStages; }
+  __device__ __forceinline__ int rounds() const { return Shape::kTight ? int(ptx::opaque(round)) : round; }
+  __device__ __forceinline__ int query_stage() const {
+    return group * Shape::kQueryStages + rounds() % Shape::kQueryStages;
+  }
   __device__ __forceinline__ const Slot& slot(int before = 0) const {
     return slots[group * 4 + (rounds() - before) % 4];
   }
   __device__ __forceinline__ int peek() {  // where the next tile starts; less than 0: there is none
-    ptx::mbarrier_wait(barriers.q_full + 8 * query_stage(), round / S::kQueryStages & 1);
+    ptx::mbarrier_wait(barriers.q_full + 8 * query_stage(), round / Shape::kQueryStages & 1);
     next = *reinterpret_cast<const int2*>(&slot());
     return ptx::uniform(next.x);
   }
@@ -100,43 +106,44 @@ struct Sm90ForwardConsumer {
   }
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int e = 0; e < S::kDv / 2; e++) out[e] = 0.f;
+    for (int e = 0; e < Shape::kDv / 2; e++) out[e] = 0.f;
   }
 
   // ---- one key tile ----
 
   __device__ __forceinline__ uint32_t value_of(int number) const {
-    return smem + S::kValueAt + number % S::kStages * S::kValueBytes;
+    return smem + Shape::kValueAt + number % Shape::kStages * Shape::kValueBytes;
   }
   __device__ __forceinline__ void issue_scores(int number) {
-    Products::scores(scores, smem + query_stage() * S::kQueryBytes,
-                     smem + S::kKeyAt + number % S::kStages * S::kKeyBytes);
+    Products::scores(scores, smem + query_stage() * Shape::kQueryBytes,
+                     smem + Shape::kKeyAt + number % Shape::kStages * Shape::kKeyBytes);
   }
   __device__ __forceinline__ void issue_output(int number) { Products::output(out, weights, value_of(number)); }
   __device__ __forceinline__ void pack() {
 #pragma unroll
-    for (int kk = 0; kk < S::kKeys / 16; kk++)
+    for (int kk = 0; kk < Shape::kKeys / 16; kk++)
 #pragma unroll
       for (int q = 0; q < 4; q++)
-        weights[kk][q] = 2 * kk + q / 2 < S::kEarly ? soft.early[4 * kk + q] ^ zero
-                                                    : ptx::pack2<T>(scores[8 * kk + 2 * q], scores[8 * kk + 2 * q + 1]);
+        weights[kk][q] = 2 * kk + q / 2 < Shape::kEarly
+                             ? soft.early[4 * kk + q] ^ zero
+                             : ptx::pack2<T>(scores[8 * kk + 2 * q], scores[8 * kk + 2 * q + 1]);
   }
   __device__ __forceinline__ void rescale() {
 #pragma unroll
-    for (int e = 0; e < S::kDv / 2; e++) out[e] *= soft.alpha[e >> 1 & 1];
+    for (int e = 0; e < Shape::kDv / 2; e++) out[e] *= soft.alpha[e >> 1 & 1];
   }
   __device__ __forceinline__ bool softmax() {
     if (hides) {
       const Slot& own = slot();
-      soft.hide(scores, task, own.sequence(task), own.row + own_row, key_tile * S::kKeys + 2 * (lane % 4));
+      soft.hide(scores, task, own.sequence(task), own.row + own_row, key_tile * Shape::kKeys + 2 * (lane % 4));
     }
     return soft.run(scores, task.scale_log2);
   }
   // under the products: does the key tile hide anything, and which one follows?
   __device__ __forceinline__ void find_next() {
     next_tile = key_tile - 1;
-    hides = key_tile >= task.kv_len / S::kKeys;
-    if constexpr (S::kRanged) {
+    hides = key_tile >= task.kv_len / Shape::kKeys;
+    if constexpr (Shape::kRanged) {
       const typename Slot::TileRange tiles = slot().tiles;
       if (key_tile == tiles.begin) next_tile = ptx::uniform(tiles.prefix) - 1;
       hides = key_tile < tiles.whole_begin || key_tile >= tiles.whole_end;
@@ -180,22 +187,23 @@ struct Sm90ForwardConsumer {
 
   // Where a tile hides something and a value is not finite, O += P V is left to mma.sync (forward_guard.cuh).
   __device__ __forceinline__ bool needs_fallback() {
-    if (!S::kRanged || !hides) return false;
+    if (!Shape::kRanged || !hides) return false;
     wait_v(count);  // @value_landed
-    return !Guard::finite(base + S::kValueAt + count % S::kStages * S::kValueBytes, base + S::kFlagsAt, turn);
+    return !Guard::finite(base + Shape::kValueAt + count % Shape::kStages * Shape::kValueBytes, base + Shape::kFlagsAt,
+                          turn);
   }
   __device__ __forceinline__ void guarded_output() {
     Guard::product(out, weights, value_of(count));
-    if constexpr (S::kTight) {  // or they would be held besides what the product needs
+    if constexpr (Shape::kTight) {  // or they would be held besides what the product needs
 #pragma unroll
-      for (int e = 0; e < S::kKeys / 2; e++) scores[e] = 0.f;
+      for (int e = 0; e < Shape::kKeys / 2; e++) scores[e] = 0.f;
     }
     __syncwarp();
     release_v(count);  // @value_released
   }
 
   __device__ __forceinline__ void run() {
-    if (S::kPingPong && group == S::kGroups - 1) ptx::bar_arrive(1, 256);
+    if (Shape::kPingPong && group == Shape::kGroups - 1) ptx::bar_arrive(1, 256);
     int start = peek();
     for (bool started = false;;) {
       if (!started) {
@@ -240,27 +248,27 @@ struct Sm90ForwardConsumer {
       }
       if (started) pack();
       count++;
-      if (S::kStore)
+      if (Shape::kStore)
         Output::store(out, last_max, last_sum, own_row, lane, smem, base, slot(1), out_map, task);
       else
         Output::write(out, last_max, last_sum, task.scale_log2, own_row, lane % 4, slot(1), task);
       clear();
     }
-    if (S::kStore && lane == 0) ptx::bulk_wait_read<0>();
+    if (Shape::kStore && lane == 0) ptx::bulk_wait_read<0>();
   }
 };
 
-template <class S>
+template <class Shape>
 struct Sm90Forward {
   static __device__ __forceinline__ void run(const Sm90ForwardMaps& maps, const ForwardTask& task) {
-    using Barriers = Sm90ForwardBarriers<S>;
-    sm90_forward_roles<S>(
+    using Barriers = Sm90ForwardBarriers<Shape>;
+    sm90_forward_roles<Shape>(
         [&](uint32_t smem, unsigned char* base, const Barriers& barriers) {
-          auto* const slots = reinterpret_cast<Sm90ForwardSlot*>(base + S::kSlotsAt);
-          Sm90ForwardProducer<S>{{smem, barriers, maps, task}, slots}.run();
+          auto* const slots = reinterpret_cast<Sm90ForwardSlot*>(base + Shape::kSlotsAt);
+          Sm90ForwardProducer<Shape>{{smem, barriers, maps, task}, slots}.run();
         },
         [&](uint32_t smem, unsigned char* base, const Barriers& barriers) {
-          Sm90ForwardConsumer<S>(smem, base, barriers, maps.out, task).run();
+          Sm90ForwardConsumer<Shape>(smem, base, barriers, maps.out, task).run();
         });
   }
 };

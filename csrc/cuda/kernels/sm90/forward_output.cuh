@@ -6,32 +6,33 @@
 
 namespace attnjourney {
 
-template <class S>
+template <class Shape>
 struct Sm90ForwardOutput {
-  using T = typename S::T;
+  using T = typename Shape::T;
   using Slot = Sm90ForwardSlot;
 
   static __device__ __forceinline__ int rows_of(const Slot& slot, const ForwardTask& task) {
-    return S::kOptions ? slot.rows : task.q_len;
+    return Shape::kOptions ? slot.rows : task.q_len;
   }
   // What a row's output is multiplied by, 0 where it saw nothing; writes its lse. unit: of max, in log2 units
   static __device__ __forceinline__ float finish_row(float sum, float max, float unit, int row, int t, const Slot& slot,
                                                      const ForwardTask& task) {
     sum += ptx::shfl_xor(sum, 1);
     sum += ptx::shfl_xor(sum, 2);
-    const int64_t first = S::kOptions && task.cu_q ? int64_t(slot.head) * task.q_len + slot.q_begin
-                                                   : (int64_t(slot.batch) * task.q_heads + slot.head) * task.q_len;
+    const int64_t first = Shape::kOptions && task.cu_q ? int64_t(slot.head) * task.q_len + slot.q_begin
+                                                       : (int64_t(slot.batch) * task.q_heads + slot.head) * task.q_len;
     if (t == 0 && row < rows_of(slot, task))
       task.lse[first + row] = sum == 0.f ? -INFINITY : (max * unit + ptx::log2(sum)) * float(ln_2);
     const float inverse = sum == 0.f ? 0.f : 1.f / sum;
-    return S::kOptions && task.scores.seed ? inverse * task.scores.keep_scale : inverse;
+    return Shape::kOptions && task.scores.seed ? inverse * task.scores.keep_scale : inverse;
   }
 
   // through shared memory and one TMA store for each 64 columns
-  static __device__ __forceinline__ void store(float (&out)[S::kDv / 2], const float (&max)[2], const float (&sum)[2],
-                                               int row, int lane, uint32_t smem, unsigned char* base, const Slot& slot,
-                                               const ptx::TensorMap& map, const ForwardTask& task) {
-    const int g = lane / 4, t = lane % 4, at = S::kOutAt + row / 16 * (16 * S::kDv * 2);
+  static __device__ __forceinline__ void store(float (&out)[Shape::kDv / 2], const float (&max)[2],
+                                               const float (&sum)[2], int row, int lane, uint32_t smem,
+                                               unsigned char* base, const Slot& slot, const ptx::TensorMap& map,
+                                               const ForwardTask& task) {
+    const int g = lane / 4, t = lane % 4, at = Shape::kOutAt + row / 16 * (16 * Shape::kDv * 2);
     if (lane == 0) ptx::bulk_wait_read<0>();  // @output_stored: that of the last tile
     __syncwarp();
     const int word = at + g * 128 + (g << 4) + 4 * t;  // 128-byte rows, 16-byte chunks exchanged by the row's number
@@ -39,7 +40,7 @@ struct Sm90ForwardOutput {
     for (int h = 0; h < 2; h++) {
       const float inverse = finish_row(sum[h], max[h], task.scale_log2, slot.row + row + 8 * h, t, slot, task);
 #pragma unroll
-      for (int j = 0; j < S::kDv / 8; j++)
+      for (int j = 0; j < Shape::kDv / 8; j++)
         *reinterpret_cast<uint32_t*>(base + (word ^ (j % 8 << 4)) + h * 1024 + j / 8 * 2048) =
             ptx::pack2<T>(out[4 * j + 2 * h] * inverse, out[4 * j + 2 * h + 1] * inverse);
     }
@@ -47,7 +48,7 @@ struct Sm90ForwardOutput {
     __syncwarp();
     if (lane == 0) {
 #pragma unroll
-      for (int c = 0; c < S::kDv / 64; c++)
+      for (int c = 0; c < Shape::kDv / 64; c++)
         ptx::tma_store_4d(&map, smem + at + c * 2048, c * 64, slot.head, slot.row + row / 16 * 16, slot.batch);
       ptx::bulk_commit();
     }
@@ -55,19 +56,20 @@ struct Sm90ForwardOutput {
 
   static __device__ __forceinline__ T* row_of(const Slot& slot, int row, const ForwardTask& task) {
     return static_cast<T*>(task.out) + slot.batch * task.out_strides.batch + slot.head * task.out_strides.head +
-           (S::kOptions ? slot.q_begin + row : row) * task.out_strides.row;
+           (Shape::kOptions ? slot.q_begin + row : row) * task.out_strides.row;
   }
 
   // from registers: a 4 x 4 transpose among the four lanes of a row makes 16 bytes each
-  static __device__ __forceinline__ void write(float (&out)[S::kDv / 2], const float (&max)[2], const float (&sum)[2],
-                                               float unit, int row, int t, const Slot& slot, const ForwardTask& task) {
+  static __device__ __forceinline__ void write(float (&out)[Shape::kDv / 2], const float (&max)[2],
+                                               const float (&sum)[2], float unit, int row, int t, const Slot& slot,
+                                               const ForwardTask& task) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int r = slot.row + row + 8 * h;
       const float inverse = finish_row(sum[h], max[h], unit, r, t, slot, task);
       T* at = row_of(slot, r, task) + 8 * t;
 #pragma unroll
-      for (int j = 0; j < S::kDv / 8; j += 4) {
+      for (int j = 0; j < Shape::kDv / 8; j += 4) {
         uint32_t words[4];
 #pragma unroll
         for (int q = 0; q < 4; q++)

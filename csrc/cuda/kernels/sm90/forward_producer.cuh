@@ -5,44 +5,45 @@
 namespace attnjourney {
 
 // The copies of one block: what Sm90ForwardProducer and Sm90FullProducer share.
-template <class S>
+template <class Shape>
 struct Sm90ForwardLoads {
   const uint32_t smem;
-  const Sm90ForwardBarriers<S>& barriers;
+  const Sm90ForwardBarriers<Shape>& barriers;
   const Sm90ForwardMaps& maps;
   const ForwardTask& task;
   int k_count = 0;
 
   // 64 rows of Q; at: warpgroup * kQueryStages + stage
   __device__ __forceinline__ void load_q(int at, int head, int batch, int row) {
-    ptx::mbarrier_arrive_expect_tx(barriers.q_full + 8 * at, S::kQueryBytes);
+    ptx::mbarrier_arrive_expect_tx(barriers.q_full + 8 * at, Shape::kQueryBytes);
 #pragma unroll
-    for (int c = 0; c < S::kDqk / 64; c++)
-      ptx::tma_load_4d(smem + at * S::kQueryBytes + c * 64 * 128, &maps.query, c * 64, head, row, batch,
+    for (int c = 0; c < Shape::kDqk / 64; c++)
+      ptx::tma_load_4d(smem + at * Shape::kQueryBytes + c * 64 * 128, &maps.query, c * 64, head, row, batch,
                        barriers.q_full + 8 * at);
   }
   // the stage of the next K tile, free
   __device__ __forceinline__ int wait_k() {
-    const int stage = k_count % S::kStages;
-    ptx::mbarrier_wait(barriers.k_empty + 8 * stage, (k_count / S::kStages & 1) ^ 1);
+    const int stage = k_count % Shape::kStages;
+    ptx::mbarrier_wait(barriers.k_empty + 8 * stage, (k_count / Shape::kStages & 1) ^ 1);
     return stage;
   }
   __device__ __forceinline__ void load_k(int head, int batch, int row) { load_k(wait_k(), head, batch, row); }
   __device__ __forceinline__ void load_k(int stage, int head, int batch, int row) {
-    ptx::mbarrier_arrive_expect_tx(barriers.k_full + 8 * stage, S::kKeyBytes);
+    ptx::mbarrier_arrive_expect_tx(barriers.k_full + 8 * stage, Shape::kKeyBytes);
 #pragma unroll
-    for (int c = 0; c < S::kDqk / 64; c++)
-      ptx::tma_load_4d(smem + S::kKeyAt + stage * S::kKeyBytes + c * S::kKeys * 128, &maps.key, c * 64, head, row,
-                       batch, barriers.k_full + 8 * stage);
+    for (int c = 0; c < Shape::kDqk / 64; c++)
+      ptx::tma_load_4d(smem + Shape::kKeyAt + stage * Shape::kKeyBytes + c * Shape::kKeys * 128, &maps.key, c * 64,
+                       head, row, batch, barriers.k_full + 8 * stage);
     k_count++;
   }
   // count: V tiles before this one. They follow K's, so that K's number gives it. Rows from `end` on are zeros
   __device__ __forceinline__ void load_v(int count, int head, int batch, int row, int end) {
-    const int stage = count % S::kStages;
-    ptx::mbarrier_wait(barriers.v_empty + 8 * stage, (count / S::kStages & 1) ^ 1);
-    ptx::mbarrier_arrive_expect_tx(barriers.v_full + 8 * stage, S::kValueBytes);
-    tma_load_rows<S::kKeys, S::kDv / 64>(smem + S::kValueAt + stage * S::kValueBytes, maps.value, maps.value8,
-                                         maps.value1, row, end, task.kv_len, head, batch, barriers.v_full + 8 * stage);
+    const int stage = count % Shape::kStages;
+    ptx::mbarrier_wait(barriers.v_empty + 8 * stage, (count / Shape::kStages & 1) ^ 1);
+    ptx::mbarrier_arrive_expect_tx(barriers.v_full + 8 * stage, Shape::kValueBytes);
+    tma_load_rows<Shape::kKeys, Shape::kDv / 64>(smem + Shape::kValueAt + stage * Shape::kValueBytes, maps.value,
+                                                 maps.value8, maps.value1, row, end, task.kv_len, head, batch,
+                                                 barriers.v_full + 8 * stage);
   }
 
   // the tile of rows after tile i of all
@@ -58,18 +59,18 @@ struct Sm90ForwardLoads {
   }
 };
 
-template <class S>
-struct Sm90ForwardProducer : Sm90ForwardLoads<S> {
+template <class Shape>
+struct Sm90ForwardProducer : Sm90ForwardLoads<Shape> {
   using Slot = Sm90ForwardSlot;
-  using Loads = Sm90ForwardLoads<S>;
+  using Loads = Sm90ForwardLoads<Shape>;
   using Loads::barriers, Loads::task, Loads::k_count;
   Slot* const slots;
 
   __device__ __forceinline__ void load_k(int head, int batch, int key_tile) {
-    Loads::load_k(head, batch, key_tile * S::kKeys);
+    Loads::load_k(head, batch, key_tile * Shape::kKeys);
   }
   __device__ __forceinline__ void load_v(int count, int head, int batch, int key_tile, int end) {
-    Loads::load_v(count, head, batch, key_tile * S::kKeys, S::kRanged ? end : task.kv_len);
+    Loads::load_v(count, head, batch, key_tile * Shape::kKeys, Shape::kRanged ? end : task.kv_len);
   }
 
   // tile i of all; i = task.total and more: none
@@ -80,19 +81,19 @@ struct Sm90ForwardProducer : Sm90ForwardLoads<S> {
     KeyTiles tiles;
     __device__ __forceinline__ Decoded(const ForwardTask& task, int i)
         : more(i < task.total),
-          t(more ? forward_tile<S::kRows, S::kRanged>(task, i) : ForwardTile{0, 0, 0}),
+          t(more ? forward_tile<Shape::kRows, Shape::kRanged>(task, i) : ForwardTile{0, 0, 0}),
           sequence(sequence_of(task, t.batch)),
-          tiles(key_tiles_of<S::kKeys, S::kRanged>(task, sequence, t.row, t.row + S::kRows - 1)) {}
+          tiles(key_tiles_of<Shape::kKeys, Shape::kRanged>(task, sequence, t.row, t.row + Shape::kRows - 1)) {}
   };
 
   // warpgroup w's part of a tile: its slot, and its rows of Q
   __device__ __forceinline__ void feed_group(int group, int round, int i) {
     const Decoded decoded(task, i);
     const auto& [more, t, sequence, tiles] = decoded;
-    const int at = group * S::kQueryStages + round % S::kQueryStages;
-    ptx::mbarrier_wait(barriers.q_empty + 8 * at, (round / S::kQueryStages & 1) ^ 1);
+    const int at = group * Shape::kQueryStages + round % Shape::kQueryStages;
+    ptx::mbarrier_wait(barriers.q_empty + 8 * at, (round / Shape::kQueryStages & 1) ^ 1);
     const int row = t.row + 64 * group;
-    const KeyTiles own = key_tiles_of<S::kKeys, S::kRanged>(task, sequence, row, row + 63);
+    const KeyTiles own = key_tiles_of<Shape::kKeys, Shape::kRanged>(task, sequence, row, row + 63);
     Slot& slot = slots[group * 4 + round % 4];
     const int count = tiles.count();
     slot.first = own.count() ? own.end - 1 : tiles.first();
@@ -123,8 +124,8 @@ struct Sm90ForwardProducer : Sm90ForwardLoads<S> {
       const bool some = more && tiles.count();
       const int head_k = t.head / task.group;
       if (some) load_k(head_k, t.batch, tiles.end - 1);
-#pragma unroll(S::kGroups == 3 && S::kRanged ? 1 : S::kGroups)
-      for (int group = 0; group < S::kGroups; group++) feed_group(group, round, i);
+#pragma unroll(Shape::kGroups == 3 && Shape::kRanged ? 1 : Shape::kGroups)
+      for (int group = 0; group < Shape::kGroups; group++) feed_group(group, round, i);
       const Slot& now = slots[round % 4];  // what was found out once is read there: registers are few
       if (const Slot& slot = slots[(round + 3) % 4];
           round > 0 && slot.start > 0) {  // the last V tile of the round before

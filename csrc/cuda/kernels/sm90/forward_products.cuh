@@ -9,27 +9,27 @@ __device__ __forceinline__ uint64_t swizzled_operand(uint32_t addr, int panel) {
   return uint64_t(addr >> 4 | uint32_t(panel >> 4) << 16) | uint64_t(1u << 30 | 1024 >> 4) << 32;
 }
 
-template <class S>
+template <class Shape>
 struct Sm90ForwardProducts {
-  using T = typename S::T;
+  using T = typename Shape::T;
   // issues s = Q K^T
-  static __device__ __forceinline__ void scores(float (&scores_)[S::kKeys / 2], uint32_t query, uint32_t key) {
+  static __device__ __forceinline__ void scores(float (&scores_)[Shape::kKeys / 2], uint32_t query, uint32_t key) {
     const uint64_t q = swizzled_operand(query, 0), k = swizzled_operand(key, 0);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int kk = 0; kk < S::kDqk / 16; kk++)
-      ptx::wgmma_ss<T, S::kKeys, 0, 0>(scores_, q + kk / 4 * (64 * 128 / 16) + kk % 4 * 2,
-                                       k + kk / 4 * (S::kKeys * 128 / 16) + kk % 4 * 2, kk > 0);
+    for (int kk = 0; kk < Shape::kDqk / 16; kk++)
+      ptx::wgmma_ss<T, Shape::kKeys, 0, 0>(scores_, q + kk / 4 * (64 * 128 / 16) + kk % 4 * 2,
+                                           k + kk / 4 * (Shape::kKeys * 128 / 16) + kk % 4 * 2, kk > 0);
     ptx::wgmma_commit();
   }
   // issues o += P V
-  static __device__ __forceinline__ void output(float (&out)[S::kDv / 2], const uint32_t (&weights)[S::kKeys / 16][4],
-                                                uint32_t value) {
-    const uint64_t v = swizzled_operand(value, S::kKeys * 128);
+  static __device__ __forceinline__ void output(float (&out)[Shape::kDv / 2],
+                                                const uint32_t (&weights)[Shape::kKeys / 16][4], uint32_t value) {
+    const uint64_t v = swizzled_operand(value, Shape::kKeys * 128);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int kk = 0; kk < S::kKeys / 16; kk++)
-      ptx::wgmma_rs<T, S::kDv, 1>(out, weights[kk], v + kk * (16 * 128 / 16), true);
+    for (int kk = 0; kk < Shape::kKeys / 16; kk++)
+      ptx::wgmma_rs<T, Shape::kDv, 1>(out, weights[kk], v + kk * (16 * 128 / 16), true);
     ptx::wgmma_commit();
   }
 };

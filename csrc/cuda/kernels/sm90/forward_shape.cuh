@@ -55,44 +55,44 @@ struct __align__(16) Sm90ForwardSlot {
 };
 
 // Addresses of the mbarriers. Q is a ring of kQueryStages for each warpgroup: index group * kQueryStages + stage.
-template <class S>
+template <class Shape>
 struct Sm90ForwardBarriers {
   uint32_t q_full, q_empty, k_full, k_empty, v_full, v_empty;
   explicit __device__ __forceinline__ Sm90ForwardBarriers(uint32_t base)
       : q_full(base),
-        q_empty(base + 8 * S::kQueries),
-        k_full(base + 16 * S::kQueries),
-        k_empty(k_full + 8 * S::kStages),
-        v_full(k_full + 16 * S::kStages),
-        v_empty(k_full + 24 * S::kStages) {}
+        q_empty(base + 8 * Shape::kQueries),
+        k_full(base + 16 * Shape::kQueries),
+        k_empty(k_full + 8 * Shape::kStages),
+        v_full(k_full + 16 * Shape::kStages),
+        v_empty(k_full + 24 * Shape::kStages) {}
   __device__ __forceinline__ void init() const {
-    for (int i = 0; i < S::kQueries; i++) {
+    for (int i = 0; i < Shape::kQueries; i++) {
       ptx::mbarrier_init(q_full + 8 * i, 1);
       ptx::mbarrier_init(q_empty + 8 * i, 4);
     }
-    for (int i = 0; i < S::kStages; i++) {
+    for (int i = 0; i < Shape::kStages; i++) {
       ptx::mbarrier_init(k_full + 8 * i, 1);
-      ptx::mbarrier_init(k_empty + 8 * i, 4 * S::kGroups);
+      ptx::mbarrier_init(k_empty + 8 * i, 4 * Shape::kGroups);
       ptx::mbarrier_init(v_full + 8 * i, 1);
-      ptx::mbarrier_init(v_empty + 8 * i, 4 * S::kGroups);
+      ptx::mbarrier_init(v_empty + 8 * i, 4 * Shape::kGroups);
     }
     ptx::fence_mbarrier_init();
   }
 };
 
 // What the threads of a block do: one feeds the tiles, the consumer warpgroups work on them.
-template <class S, class Produce, class Consume>
+template <class Shape, class Produce, class Consume>
 __device__ __forceinline__ void sm90_forward_roles(Produce&& produce, Consume&& consume) {
   unsigned char* base = ptx::dynamic_smem();
   const uint32_t smem = ptx::smem_addr(base);
-  const Sm90ForwardBarriers<S> barriers(smem + S::kBarriersAt);
+  const Sm90ForwardBarriers<Shape> barriers(smem + Shape::kBarriersAt);
   if (threadIdx.x == 0) barriers.init();
   __syncthreads();
   if (threadIdx.x < 128) {
-    ptx::setmaxnreg_dec<S::kProducerRegisters>();
+    ptx::setmaxnreg_dec<Shape::kProducerRegisters>();
     if (threadIdx.x == 0) produce(smem, base, barriers);
   } else {
-    ptx::setmaxnreg_inc<S::kConsumerRegisters>();
+    ptx::setmaxnreg_inc<Shape::kConsumerRegisters>();
     consume(smem, base, barriers);
   }
 }

@@ -5,12 +5,12 @@
 
 namespace attnjourney {
 
-template <class S>
+template <class Shape>
 struct Sm90ForwardSoftmax {
-  using T = typename S::T;
+  using T = typename Shape::T;
   float max[2], sum[2];  // of the two rows: the reference of the exponentials, this thread's part of the sum
   float alpha[2];        // by how much the output so far shrinks when the reference moved
-  uint32_t early[2 * S::kEarly + 1];  // the probabilities of the first kEarly groups, packed
+  uint32_t early[2 * Shape::kEarly + 1];  // the probabilities of the first kEarly groups, packed
 
   __device__ __forceinline__ void start() {
     max[0] = max[1] = -INFINITY;
@@ -18,15 +18,15 @@ struct Sm90ForwardSoftmax {
   }
 
   // -inf for the keys that rows `row` and row + 8 do not see; key: that of scores[0]
-  static __device__ __forceinline__ void hide(float (&scores)[S::kKeys / 2], const ForwardTask& task,
+  static __device__ __forceinline__ void hide(float (&scores)[Shape::kKeys / 2], const ForwardTask& task,
                                               const Sequence& sequence, int row, int key) {
-    if constexpr (S::kRanged) {
+    if constexpr (Shape::kRanged) {
       if (task.keys.bounded_left()) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           const SeenKeys keys = row_keys_of(sequence, row + 8 * h).from(key);
 #pragma unroll
-          for (int j = 0; j < S::kKeys / 8; j++)
+          for (int j = 0; j < Shape::kKeys / 8; j++)
 #pragma unroll
             for (int e = 0; e < 2; e++)
               if (keys.hides(j * 8 + e)) scores[4 * j + 2 * h + e] = -INFINITY;
@@ -35,15 +35,15 @@ struct Sm90ForwardSoftmax {
       }
     }
     // the usual case: nothing but an end
-    const int end0 = (S::kRanged ? row_keys_of(sequence, row).end : task.kv_len) - key;
-    const int end8 = (S::kRanged ? row_keys_of(sequence, row + 8).end : task.kv_len) - key;
+    const int end0 = (Shape::kRanged ? row_keys_of(sequence, row).end : task.kv_len) - key;
+    const int end8 = (Shape::kRanged ? row_keys_of(sequence, row + 8).end : task.kv_len) - key;
 #pragma unroll
-    for (int i = 0; i < S::kKeys / 2; i++)
+    for (int i = 0; i < Shape::kKeys / 2; i++)
       if (i / 4 * 8 + (i & 1) >= (i & 2 ? end8 : end0)) scores[i] = -INFINITY;
   }
 
   // Scores to probabilities; returns whether the reference moved.
-  __device__ __forceinline__ bool run(float (&scores)[S::kKeys / 2], float scale) {
+  __device__ __forceinline__ bool run(float (&scores)[Shape::kKeys / 2], float scale) {
     // The exponentials of the first groups, against the reference so far: most often it stays.
     float part[4] = {0.f, 0.f, 0.f, 0.f};
     const auto head = [&] {
@@ -52,7 +52,7 @@ struct Sm90ForwardSoftmax {
         const float base = max[h] == -INFINITY ? 0.f : max[h] * scale;
         part[2 * h] = part[2 * h + 1] = 0.f;
 #pragma unroll
-        for (int j = 0; j < S::kEarly; j++) {
+        for (int j = 0; j < Shape::kEarly; j++) {
           const float x = ptx::exp2(scores[4 * j + 2 * h] * scale - base);
           const float y = ptx::exp2(scores[4 * j + 2 * h + 1] * scale - base);
           part[2 * h] += x;
@@ -61,13 +61,13 @@ struct Sm90ForwardSoftmax {
         }
       }
     };
-    if (S::kEarly) head();
+    if (Shape::kEarly) head();
     float top[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       float even = scores[2 * h], odd = scores[2 * h + 1];
 #pragma unroll
-      for (int j = 1; j < S::kKeys / 8; j++) {
+      for (int j = 1; j < Shape::kKeys / 8; j++) {
         even = fmaxf(even, scores[4 * j + 2 * h]);
         odd = fmaxf(odd, scores[4 * j + 2 * h + 1]);
       }
@@ -87,13 +87,13 @@ struct Sm90ForwardSoftmax {
         max[h] = to;
         sum[h] *= alpha[h];
       }
-      if (S::kEarly) head();
+      if (Shape::kEarly) head();
     }
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const float base = max[h] == -INFINITY ? 0.f : max[h] * scale;
 #pragma unroll
-      for (int j = S::kEarly; j < S::kKeys / 8; j++)
+      for (int j = Shape::kEarly; j < Shape::kKeys / 8; j++)
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           float& x = scores[4 * j + 2 * h + e];

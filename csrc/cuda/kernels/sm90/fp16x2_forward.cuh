@@ -18,10 +18,10 @@ namespace attnjourney {
 
 template <int D>
 struct Sm90Fp16x2Forward {
-  using S = Sm90ForwardShape<Half, 2 * D, 2 * D, 2, Fp16x2Size<D>::kRows, 2, D == 64 ? 2 : 1, true, true, 0, false>;
+  using Shape = Sm90ForwardShape<Half, 2 * D, 2 * D, 2, Fp16x2Size<D>::kRows, 2, D == 64 ? 2 : 1, true, true, 0, false>;
   using Slot = Sm90ForwardSlot;
-  using Barriers = Sm90ForwardBarriers<S>;
-  static constexpr int kKeys = S::kKeys, kSteps = kKeys / 16;
+  using Barriers = Sm90ForwardBarriers<Shape>;
+  static constexpr int kKeys = Shape::kKeys, kSteps = kKeys / 16;
   static constexpr int kSlices = D / 64, kParts = kKeys / 64;  // of a tile's columns and keys, with sums of their own
   static constexpr float kTop = 14.f;  // a row's largest weight is 2^14, so that low halves have bits
   using Weights = uint32_t[kSteps][4];
@@ -164,12 +164,12 @@ struct Sm90Fp16x2Forward {
     Weights high, low, shifted;
     int count = 0;  // key tiles so far
     for (int round = 0;; round++) {
-      const int query = group * S::kQueryStages + round % S::kQueryStages;
+      const int query = group * Shape::kQueryStages + round % Shape::kQueryStages;
       const auto release_q = [&] {
         __syncwarp();
         release(barriers.q_empty + 8 * query);
       };
-      ptx::mbarrier_wait(barriers.q_full + 8 * query, round / S::kQueryStages & 1);
+      ptx::mbarrier_wait(barriers.q_full + 8 * query, round / Shape::kQueryStages & 1);
       const Slot& slot = slots[group * 4 + round % 4];
       const int start = ptx::uniform(slot.start);
       if (start < 0) break;
@@ -187,7 +187,7 @@ struct Sm90Fp16x2Forward {
       for (int k = 1; k < start; k++, count++) {  // key tiles that only the other warpgroup sees
         token_wait();
         token_pass();
-        const int stage = 8 * (count % S::kStages), phase = count / S::kStages & 1;
+        const int stage = 8 * (count % Shape::kStages), phase = count / Shape::kStages & 1;
         ptx::mbarrier_wait(barriers.k_full + stage, phase);
         ptx::mbarrier_wait(barriers.v_full + stage, phase);
         __syncwarp();  // no lane may still be waiting when the next phase but one begins
@@ -199,10 +199,10 @@ struct Sm90Fp16x2Forward {
 #pragma unroll
       for (int e = 0; e < D / 2; e++) out[e] = 0.f;
       for (int n = ptx::uniform(slot.first), after; n >= 0; n = after, count++) {
-        const int stage = count % S::kStages, phase = count / S::kStages & 1;
+        const int stage = count % Shape::kStages, phase = count / Shape::kStages & 1;
         ptx::mbarrier_wait(barriers.k_full + 8 * stage, phase);
         token_wait();
-        scores(slices, smem + query * S::kQueryBytes, smem + S::kKeyAt + stage * S::kKeyBytes);
+        scores(slices, smem + query * Shape::kQueryBytes, smem + Shape::kKeyAt + stage * Shape::kKeyBytes);
         token_pass();
         const float4 scale = key_scale[n];
         after = n == slot.tiles.begin ? ptx::uniform(slot.tiles.prefix) - 1 : n - 1;
@@ -216,11 +216,11 @@ struct Sm90Fp16x2Forward {
 #pragma unroll
           for (int e = 0; e < kKeys / 2; e++) scores_[e] += slices[i][e];
         if (n < slot.tiles.whole_begin || n >= slot.tiles.whole_end)
-          Sm90ForwardSoftmax<S>::hide(scores_, task, slot.sequence(task), slot.row + r0, n * kKeys + 2 * t);
+          Sm90ForwardSoftmax<Shape>::hide(scores_, task, slot.sequence(task), slot.row + r0, n * kKeys + 2 * t);
         soft.run(scores_, query_scale * scale.x);
         split(scores_, high, low, shifted);
         ptx::mbarrier_wait(barriers.v_full + 8 * stage, phase);
-        output(sum, high, low, shifted, smem + S::kValueAt + stage * S::kValueBytes);
+        output(sum, high, low, shifted, smem + Shape::kValueAt + stage * Shape::kValueBytes);
         soft.alpha[0] *= unit * scale.y;
         soft.alpha[1] *= unit * scale.y;
         unit = scale.z;
@@ -242,19 +242,20 @@ struct Sm90Fp16x2Forward {
   static __device__ __forceinline__ void run(const Sm90ForwardMaps& maps, const ForwardTask& task,
                                              const Fp16x2Planes& planes) {
     if (*planes.needs_fallback) return;
-    sm90_forward_roles<S>(
+    sm90_forward_roles<Shape>(
         [&](uint32_t smem, unsigned char* base, const Barriers& barriers) {
-          Sm90ForwardProducer<S>{{smem, barriers, maps, task}, reinterpret_cast<Slot*>(base + S::kSlotsAt)}.run();
+          Sm90ForwardProducer<Shape>{{smem, barriers, maps, task}, reinterpret_cast<Slot*>(base + Shape::kSlotsAt)}
+              .run();
         },
         [&](uint32_t smem, unsigned char* base, const Barriers& barriers) {
-          consume(smem, barriers, reinterpret_cast<const Slot*>(base + S::kSlotsAt), task, planes);
+          consume(smem, barriers, reinterpret_cast<const Slot*>(base + Shape::kSlotsAt), task, planes);
         });
   }
 };
 
 // grid: at most the number of tiles of 128 rows; maps: of the planes, without one of the output
 template <int D>
-__global__ void __launch_bounds__(Sm90Fp16x2Forward<D>::S::kThreads, 1)
+__global__ void __launch_bounds__(Sm90Fp16x2Forward<D>::Shape::kThreads, 1)
     sm90_fp16x2_forward(const __grid_constant__ Sm90ForwardMaps maps, const __grid_constant__ ForwardTask task,
                         const __grid_constant__ Fp16x2Planes planes) {
   Sm90Fp16x2Forward<D>::run(maps, task, planes);

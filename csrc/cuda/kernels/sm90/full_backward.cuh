@@ -18,24 +18,24 @@
 
 namespace attnjourney {
 
-template <class S>
-struct Sm90FullConsumer : Sm90BackwardConsumer<S, true> {
-  using Base = Sm90BackwardConsumer<S, true>;
-  using T = typename S::T;
-  static constexpr int kD = S::kD, kRows = S::kRows;
-  using Work = typename S::Work;
-  using Guard = Sm90BackwardGuard<typename S::Part, Sm90FullBackwardMemory<S>>;
-  using Scores = Sm90FullBackwardScores<S>;
-  using Part = typename S::Part;
+template <class Shape>
+struct Sm90FullConsumer : Sm90BackwardConsumer<Shape, true> {
+  using Base = Sm90BackwardConsumer<Shape, true>;
+  using T = typename Shape::T;
+  static constexpr int kD = Shape::kD, kRows = Shape::kRows;
+  using Work = typename Shape::Work;
+  using Guard = Sm90BackwardGuard<typename Shape::Part, Sm90FullBackwardMemory<Shape>>;
+  using Scores = Sm90FullBackwardScores<Shape>;
+  using Part = typename Shape::Part;
   using Fragments = uint32_t[4][4];
   using Base::dk, Base::dv, Base::group, Base::n0, Base::task, Base::smem, Base::tid, Base::warp, Base::where;
 
   const Sm90FullBackwardMaps& maps;
-  const Sm90FullBackwardMemory<S>& memory;
+  const Sm90FullBackwardMemory<Shape>& memory;
   const Work& work;
 
   __device__ __forceinline__ Sm90FullConsumer(const Sm90FullBackwardMaps& maps_, const BackwardTask& task_,
-                                              const Work& work_, const Sm90FullBackwardMemory<S>& memory_,
+                                              const Work& work_, const Sm90FullBackwardMemory<Shape>& memory_,
                                               unsigned char* smem_, int group_)
       : Base(task_, work_.where, memory_, smem_, group_), maps(maps_), memory(memory_), work(work_) {}
 
@@ -63,29 +63,29 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<S, true> {
     return !tile.whole || task.scores.mask_kind > MaskElement::boolean || !whole(tile.tile * kRows);
   }
   // this thread's own, in shared memory
-  __device__ __forceinline__ float* own_mask(const Sm90FullBackwardMemory<S>& memory) const {
+  __device__ __forceinline__ float* own_mask(const Sm90FullBackwardMemory<Shape>& memory) const {
     return reinterpret_cast<float*>(smem + (memory.mask - memory.k) + group * 16384) + tid;
   }
-  __device__ __forceinline__ float& own_slope(const Sm90FullBackwardMemory<S>& memory) const {
+  __device__ __forceinline__ float& own_slope(const Sm90FullBackwardMemory<Shape>& memory) const {
     return reinterpret_cast<float*>(smem + (memory.slopes - memory.k))[8 + group * 128 + tid];
   }
 
   // The products with 64 rows of the tile, `part` of a stage counted in such.
   __device__ __forceinline__ void issue_part_scores(float (&d)[32], uint32_t keys, uint32_t queries, int part) {
-    const uint32_t a = S::code(keys) + group * 512, b = S::code(queries) + part * (Part::kQueryBytes / 16);
+    const uint32_t a = Shape::code(keys) + group * 512, b = Shape::code(queries) + part * (Part::kQueryBytes / 16);
     Base::template gemm<64, 0, 0, kD>(
-        d, [&](int kk) { return S::desc(a, kk / 4 * S::kKeyPanel + kk % 4 * 32); },
-        [&](int kk) { return S::desc(b, kk / 4 * Part::kQueryPanel + kk % 4 * 32); });
+        d, [&](int kk) { return Shape::desc(a, kk / 4 * Shape::kKeyPanel + kk % 4 * 32); },
+        [&](int kk) { return Shape::desc(b, kk / 4 * Part::kQueryPanel + kk % 4 * 32); });
   }
   __device__ __forceinline__ void issue_part_sum(float (&d)[kD / 2], const Fragments& a, uint32_t queries, int part) {
-    const uint32_t b = S::code(queries, Part::kQueryPanel) + part * (Part::kQueryBytes / 16);
+    const uint32_t b = Shape::code(queries, Part::kQueryPanel) + part * (Part::kQueryBytes / 16);
 #pragma unroll
-    for (int kk = 0; kk < 4; kk++) ptx::wgmma_rs<T, kD, 1>(d, a[kk], S::desc(b, kk * 2048), true);
+    for (int kk = 0; kk < 4; kk++) ptx::wgmma_rs<T, kD, 1>(d, a[kk], Shape::desc(b, kk * 2048), true);
     ptx::wgmma_commit();
   }
   // 16 rows from 16 kk on of the warp's dS
   __device__ __forceinline__ uint32_t ds_chunk(int kk) const {
-    return S::chunk_at(memory.ds, S::kScorePanel, group * 64 + warp * 16 + lane() % 16, kk * 2 + lane() / 16);
+    return Shape::chunk_at(memory.ds, Shape::kScorePanel, group * 64 + warp * 16 + lane() % 16, kk * 2 + lane() / 16);
   }
   // The warp's dS, turned, through its part of the mask's tile to the gradient of the mask.
   __device__ __forceinline__ void write_mask_gradient(uint32_t panel, int head, int m0) const {
@@ -124,13 +124,13 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<S, true> {
     if (group != 0 || tid != 0) return;
     sum = 0.f;
     for (int w = 0; w < 8; w++) sum += parts[w];
-    const int slot = where.key_tile +
-                     (task.cu_q ? first_packed_tile(task.cu_k, S::kKeys, where.batch) : where.batch * task.key_tiles);
+    const int slot = where.key_tile + (task.cu_q ? first_packed_tile(task.cu_k, Shape::kKeys, where.batch)
+                                                 : where.batch * task.key_tiles);
     task.slope_sum[int64_t(slot) * task.q_heads + head] = sum;
   }
 
   __device__ __forceinline__ void run() {
-    const TileRing<S> ring(memory, smem);
+    const TileRing<Shape> ring(memory, smem);
     if (ring.wait(0).exists()) {
       ptx::mbarrier_wait(memory.kv_full, 0);
       Guard::clean_keys(memory, smem);
@@ -139,17 +139,18 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<S, true> {
     uint32_t it = 0;
     for (; ring.wait(it).exists(); it++) {
       const RingTile& tile = ring.slot(it);
-      const auto panel_of = [&](const Sm90FullBackwardMemory<S>& memory, uint32_t it) {
-        return memory.mask + it % S::kMaskStages * S::kMaskBytes + group * S::kMaskPanel;
+      const auto panel_of = [&](const Sm90FullBackwardMemory<Shape>& memory, uint32_t it) {
+        return memory.mask + it % Shape::kMaskStages * Shape::kMaskBytes + group * Shape::kMaskPanel;
       };
-      const int stage = it % S::kQueryStages;
+      const int stage = it % Shape::kQueryStages;
       const auto statistics = [&](uint32_t of, int part) { return smem + (of - memory.k) + part * 256; };
-      ptx::mbarrier_wait(memory.q_full + 8 * stage, it / S::kQueryStages % 2);
-      ptx::mbarrier_wait(memory.do_full + 8 * stage, it / S::kQueryStages % 2);
-      if (maps.mask_tiles) ptx::mbarrier_wait(memory.mask_full + 8 * (it % S::kMaskStages), it / S::kMaskStages % 2);
+      ptx::mbarrier_wait(memory.q_full + 8 * stage, it / Shape::kQueryStages % 2);
+      ptx::mbarrier_wait(memory.do_full + 8 * stage, it / Shape::kQueryStages % 2);
+      if (maps.mask_tiles)
+        ptx::mbarrier_wait(memory.mask_full + 8 * (it % Shape::kMaskStages), it / Shape::kMaskStages % 2);
 #pragma unroll 1
       for (int row = 0; row < kRows; row += 64) {
-        const int part = stage * S::kParts + row / 64;
+        const int part = stage * Shape::kParts + row / 64;
         Fragments pf, df;
         float s[32], dp[32];
         ptx::wgmma_fence();
@@ -162,13 +163,13 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<S, true> {
         ptx::wgmma_wait<0>();
         ptx::keep(s);
         ptx::keep(dp);
-        const Sm90FullBackwardMemory<S> memory(
+        const Sm90FullBackwardMemory<Shape> memory(
             ptx::opaque(this->memory.k));  // from here on addresses are recomputed, not held
         if (Guard::found_keys(memory, smem)) Guard::poison_scores(s, memory, smem, key() - n0);
         scores.softmax(s, dp, pf, df, statistics(memory.lse, part) + lane() % 4 * 16, maps.mask_tiles,
                        panel_of(memory, it) + row * 128, own_mask(memory), own_slope(memory));
-        const int again = ptx::opaque(it) % S::kQueryStages * S::kParts + row / 64;
-        if (hides(TileRing<S>(memory, smem).slot(ptx::opaque(it))) &&
+        const int again = ptx::opaque(it) % Shape::kQueryStages * Shape::kParts + row / 64;
+        if (hides(TileRing<Shape>(memory, smem).slot(ptx::opaque(it))) &&
             suspect(statistics(memory.lse, again), statistics(memory.delta, again)))
           Guard::clean_queries(pf, memory, smem, again, again, row / 64);
         ptx::wgmma_fence();
@@ -183,20 +184,21 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<S, true> {
       ptx::fence_proxy_async();
       ptx::bar_arrive(4 + group, 256);
       ptx::bar_sync(4 + (group ^ 1), 256);
-      const Sm90FullBackwardMemory<S> memory(ptx::opaque(this->memory.k));
+      const Sm90FullBackwardMemory<Shape> memory(ptx::opaque(this->memory.k));
       const uint32_t now = ptx::opaque(it);
-      const RingTile &done = TileRing<S>(memory, smem).slot(now), &next = TileRing<S>(memory, smem).slot(now + 1);
+      const RingTile &done = TileRing<Shape>(memory, smem).slot(now),
+                     &next = TileRing<Shape>(memory, smem).slot(now + 1);
       float dq[32];
       Base::issue_dq(dq, memory.ds);
       if (task.mask_gradient.own) write_mask_gradient(panel_of(memory, now), done.head, done.tile * kRows);
-      if (maps.mask_tiles) Base::release(memory.mask_empty + 8 * (now % S::kMaskStages));
+      if (maps.mask_tiles) Base::release(memory.mask_empty + 8 * (now % Shape::kMaskStages));
       ring.wait(now + 1);
       ptx::wgmma_wait<0>();
       ptx::keep(dq);
-      Base::release(memory.q_empty + 8 * (now % S::kQueryStages));
-      Base::release(memory.do_empty + 8 * (now % S::kQueryStages));
+      Base::release(memory.q_empty + 8 * (now % Shape::kQueryStages));
+      Base::release(memory.do_empty + 8 * (now % Shape::kQueryStages));
       if (next.exists()) ptx::bar_arrive(6 + group, 256);
-      if (S::kDeterministic && now > 0) ptx::bar_sync(8 + group, 160);
+      if (Shape::kDeterministic && now > 0) ptx::bar_sync(8 + group, 160);
       Base::store_dq(dq, done.scratch);
       if (task.slope_sum && (!next.exists() || next.head != done.head)) add_slopes(done.head);
       Base::release(ring.empty(now));
@@ -207,7 +209,7 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<S, true> {
 #pragma unroll
       for (int i = 0; i < kD / 2; i++) dv[i] *= task.scores.keep_scale;
     }
-    if (S::kDeterministic && it > 0) ptx::bar_sync(8 + group, 160);
+    if (Shape::kDeterministic && it > 0) ptx::bar_sync(8 + group, 160);
     if (task.key_value_sum)
       Base::add();
     else
@@ -215,17 +217,18 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<S, true> {
   }
 };
 
-template <class S>
+template <class Shape>
 struct Sm90FullBackward {
-  using Work = typename S::Work;
-  static constexpr int kRows = S::kRows;
+  using Work = typename Shape::Work;
+  static constexpr int kRows = Shape::kRows;
 
   static __device__ __forceinline__ void run(const Sm90FullBackwardMaps& maps, const BackwardTask& task) {
     unsigned char* smem = ptx::dynamic_smem();
-    const Sm90FullBackwardMemory<S> memory(ptx::smem_addr(smem));
+    const Sm90FullBackwardMemory<Shape> memory(ptx::smem_addr(smem));
     Work& work = *reinterpret_cast<Work*>(smem + (memory.work - memory.k));
     if (threadIdx.x == 0) {
-      const BackwardTile where = task.cu_q ? BackwardTile(task, blockIdx.x, S::kKeys) : BackwardTile(task, blockIdx.x);
+      const BackwardTile where =
+          task.cu_q ? BackwardTile(task, blockIdx.x, Shape::kKeys) : BackwardTile(task, blockIdx.x);
       const Sequence sequence = sequence_of<true>(task, where.batch);
       work.where = where;
       work.sequence = sequence;
@@ -238,60 +241,61 @@ struct Sm90FullBackward {
       memory.init();
     }
     __syncthreads();
-    if (work.where.key_tile * S::kKeys >= work.sequence.k_rows) return;
+    if (work.where.key_tile * Shape::kKeys >= work.sequence.k_rows) return;
     const int role = ptx::uniform(threadIdx.x / 128);
     if (role == 0) {
       ptx::setmaxnreg_dec<40>();
       const int warp = ptx::uniform(threadIdx.x / 32);
-      if (warp == 3) Sm90Scheduler<S>::run(task, work, memory, smem);
+      if (warp == 3) Sm90Scheduler<Shape>::run(task, work, memory, smem);
       if (threadIdx.x == 0) feed(maps, task, work, memory, smem);
-      if (S::kDeterministic && (warp == 1 || warp == 2)) add_in_turn(task, work, memory, smem, warp - 1);
+      if (Shape::kDeterministic && (warp == 1 || warp == 2)) add_in_turn(task, work, memory, smem, warp - 1);
     } else {
       ptx::setmaxnreg_inc<232>();
-      Sm90FullConsumer<S>(maps, task, work, memory, smem, role - 1).run();
+      Sm90FullConsumer<Shape>(maps, task, work, memory, smem, role - 1).run();
     }
   }
 
   static __device__ __forceinline__ void feed(const Sm90FullBackwardMaps& all, const BackwardTask& task,
-                                              const Work& work, const Sm90FullBackwardMemory<S>& given,
+                                              const Work& work, const Sm90FullBackwardMemory<Shape>& given,
                                               unsigned char* smem) {
-    const TileRing<S> ring(given, smem);
+    const TileRing<Shape> ring(given, smem);
     if (!ring.wait(0).exists()) return;
     // maps of one tensor lie four apart; recomputed for each copy: twelve addresses would not fit into registers
     const auto map = [&](int tensor) { return ptx::opaque(&all.tensors.query) + tensor; };
     const auto load_keys = [&](uint32_t to, const ptx::TensorMap* t) {
-      tma_load_rows<S::kKeys, S::kPanels>(to, t[0], t[4], t[8], work.sequence.k_begin + work.where.key_tile * S::kKeys,
-                                          work.sequence.k_begin + work.sequence.keys.key_length, task.kv_len,
-                                          work.where.head_k, task.cu_q ? 0 : work.where.batch, given.kv_full);
+      tma_load_rows<Shape::kKeys, Shape::kPanels>(to, t[0], t[4], t[8],
+                                                  work.sequence.k_begin + work.where.key_tile * Shape::kKeys,
+                                                  work.sequence.k_begin + work.sequence.keys.key_length, task.kv_len,
+                                                  work.where.head_k, task.cu_q ? 0 : work.where.batch, given.kv_full);
     };
-    ptx::mbarrier_arrive_expect_tx(given.kv_full, 2 * S::kKeyBytes);
+    ptx::mbarrier_arrive_expect_tx(given.kv_full, 2 * Shape::kKeyBytes);
     load_keys(given.k, map(1));
     load_keys(given.v, map(2));
 #pragma unroll 1
     for (uint32_t it = 0; ring.wait(it).exists(); it++) {
       const RingTile& tile = ring.slot(it);
-      const Sm90FullBackwardMemory<S> memory(ptx::opaque(given.k));
+      const Sm90FullBackwardMemory<Shape> memory(ptx::opaque(given.k));
       const auto load = [&](uint32_t full, uint32_t empty, uint32_t to, const ptx::TensorMap* t, uint32_t stats,
                             const float* from) {
-        const uint32_t st = it % S::kQueryStages;
+        const uint32_t st = it % Shape::kQueryStages;
         full += 8 * st;
-        ptx::mbarrier_wait(empty + 8 * st, it / S::kQueryStages % 2 ^ 1);
-        ptx::mbarrier_arrive_expect_tx(full, S::kQueryBytes + kRows * 4);
+        ptx::mbarrier_wait(empty + 8 * st, it / Shape::kQueryStages % 2 ^ 1);
+        ptx::mbarrier_arrive_expect_tx(full, Shape::kQueryBytes + kRows * 4);
         ptx::bulk_load(stats + st * kRows * 4, from + int64_t{tile.scratch} * kRows, kRows * 4, full);
-        tma_load_rows<kRows, S::kPanels>(
-            to + st * S::kQueryBytes, t[0], t[4], t[8], work.sequence.q_begin + tile.tile * kRows,
+        tma_load_rows<kRows, Shape::kPanels>(
+            to + st * Shape::kQueryBytes, t[0], t[4], t[8], work.sequence.q_begin + tile.tile * kRows,
             work.sequence.q_begin + work.sequence.q_len, task.q_len, tile.head, task.cu_q ? 0 : work.where.batch, full);
       };
       load(memory.q_full, memory.q_empty, memory.q, map(0), memory.lse, task.lse2);
       load(memory.do_full, memory.do_empty, memory.d_out, map(3), memory.delta, task.delta);
       if (const Sm90FullBackwardMaps& maps = *ptx::opaque(&all); maps.mask_tiles) {
-        const uint32_t mask_st = it % S::kMaskStages, bar = memory.mask_full + 8 * mask_st;
-        ptx::mbarrier_wait(memory.mask_empty + 8 * mask_st, it / S::kMaskStages % 2 ^ 1);
-        ptx::mbarrier_arrive_expect_tx(bar, S::kMaskBytes);
+        const uint32_t mask_st = it % Shape::kMaskStages, bar = memory.mask_full + 8 * mask_st;
+        ptx::mbarrier_wait(memory.mask_empty + 8 * mask_st, it / Shape::kMaskStages % 2 ^ 1);
+        ptx::mbarrier_arrive_expect_tx(bar, Shape::kMaskBytes);
 #pragma unroll
         for (int c = 0; c < 2; c++)
-          ptx::tma_load_4d(memory.mask + mask_st * S::kMaskBytes + c * S::kMaskPanel, &maps.mask,
-                           work.where.key_tile * S::kKeys + c * 64, task.scores.mask_head ? tile.head : 0,
+          ptx::tma_load_4d(memory.mask + mask_st * Shape::kMaskBytes + c * Shape::kMaskPanel, &maps.mask,
+                           work.where.key_tile * Shape::kKeys + c * 64, task.scores.mask_head ? tile.head : 0,
                            tile.tile * kRows, maps.mask_batched ? work.where.batch : 0, bar);
       }
       ptx::mbarrier_arrive(ring.empty(it));
@@ -300,9 +304,9 @@ struct Sm90FullBackward {
 
   // Deterministic: as the plain kernel's; the turns of tiles that are left out are passed on.
   static __device__ __forceinline__ void add_in_turn(const BackwardTask& task, const Work& work,
-                                                     const Sm90FullBackwardMemory<S>& memory, unsigned char* smem,
+                                                     const Sm90FullBackwardMemory<Shape>& memory, unsigned char* smem,
                                                      int half) {
-    const TileRing<S> ring(memory, smem);
+    const TileRing<Shape> ring(memory, smem);
     const bool first_lane = threadIdx.x % 32 == 0;
     int number = 0;
     for (uint32_t it = 0;; it++, number++) {
@@ -318,7 +322,7 @@ struct Sm90FullBackward {
       ptx::bar_sync(2 + half, 160);  // written
       if (first_lane) {
         ptx::turn_wait(turn.at, turn.mine);
-        ptx::bulk_reduce_add(task.query_sum + int64_t{next.scratch} * (kRows * S::kD) + half * 4096,
+        ptx::bulk_reduce_add(task.query_sum + int64_t{next.scratch} * (kRows * Shape::kD) + half * 4096,
                              memory.dq + half * 16384, 16384);
         ptx::bulk_commit();
         ptx::bulk_wait_read<0>();

@@ -15,32 +15,32 @@ struct RingTile {
   __device__ __forceinline__ bool exists() const { return number >= 0; }
 };
 
-template <class S>
+template <class Shape>
 struct TileRing {
-  const Sm90FullBackwardMemory<S>& memory;
+  const Sm90FullBackwardMemory<Shape>& memory;
   unsigned char* const smem;
-  __device__ __forceinline__ TileRing(const Sm90FullBackwardMemory<S>& memory_, unsigned char* smem_)
+  __device__ __forceinline__ TileRing(const Sm90FullBackwardMemory<Shape>& memory_, unsigned char* smem_)
       : memory(memory_), smem(smem_) {}
   __device__ __forceinline__ RingTile& slot(uint32_t n) const {
-    return reinterpret_cast<RingTile*>(smem + (memory.ring - memory.k))[n % S::kRing];
+    return reinterpret_cast<RingTile*>(smem + (memory.ring - memory.k))[n % Shape::kRing];
   }
   // the n-th tile, by one thread
   __device__ __forceinline__ void push(uint32_t n, const RingTile& tile) const {
-    ptx::mbarrier_wait(memory.ring_empty + n % S::kRing * 8, n / S::kRing % 2 ^ 1);
+    ptx::mbarrier_wait(memory.ring_empty + n % Shape::kRing * 8, n / Shape::kRing % 2 ^ 1);
     slot(n) = tile;
-    ptx::mbarrier_arrive(memory.ring_full + n % S::kRing * 8);
+    ptx::mbarrier_arrive(memory.ring_full + n % Shape::kRing * 8);
   }
   // To be read until it is released, once by each warp that reads.
   __device__ __forceinline__ const RingTile& wait(uint32_t n) const {
-    ptx::mbarrier_wait(memory.ring_full + n % S::kRing * 8, n / S::kRing % 2);
+    ptx::mbarrier_wait(memory.ring_full + n % Shape::kRing * 8, n / Shape::kRing % 2);
     return slot(n);
   }
-  __device__ __forceinline__ uint32_t empty(uint32_t n) const { return memory.ring_empty + n % S::kRing * 8; }
+  __device__ __forceinline__ uint32_t empty(uint32_t n) const { return memory.ring_empty + n % Shape::kRing * 8; }
 };
 
-template <class S>
+template <class Shape>
 class Sm90Scheduler {
-  static constexpr int kRows = S::kRows;
+  static constexpr int kRows = Shape::kRows;
 
  public:
   // One tile of a boolean mask, the whole warp: what of it hides? 16 keys a lane, four rows at a time.
@@ -78,9 +78,9 @@ class Sm90Scheduler {
   static __device__ __forceinline__ bool ones(uint32_t x) { return !((x - 0x01010101u) & ~x & 0x80808080u); }
 
   // The whole warp.
-  static __device__ __forceinline__ void run(const BackwardTask& task, const typename S::Work& work,
-                                             const Sm90FullBackwardMemory<S>& memory, unsigned char* smem) {
-    const TileRing<S> ring(memory, smem);
+  static __device__ __forceinline__ void run(const BackwardTask& task, const typename Shape::Work& work,
+                                             const Sm90FullBackwardMemory<Shape>& memory, unsigned char* smem) {
+    const TileRing<Shape> ring(memory, smem);
     const int lane = threadIdx.x % 32, total = work.total();
     uint32_t count = 0;
     const auto push = [&](int number, bool whole) {
@@ -115,23 +115,23 @@ class Sm90Scheduler {
   }
 
  private:
-  static __device__ __forceinline__ int keys(const typename S::Work& work) {
-    return min(S::kKeys, work.sequence.k_rows - work.where.key_tile * S::kKeys);
+  static __device__ __forceinline__ int keys(const typename Shape::Work& work) {
+    return min(Shape::kKeys, work.sequence.k_rows - work.where.key_tile * Shape::kKeys);
   }
-  static __device__ __forceinline__ TileKind kind_of_mask(const BackwardTask& task, const typename S::Work& work,
+  static __device__ __forceinline__ TileKind kind_of_mask(const BackwardTask& task, const typename Shape::Work& work,
                                                           int i) {
     const Scores& options = task.scores;
     const auto at = work.queries.number(i, work.where.first_head);
     const HeadScores head(task, task.q_heads, work.where.batch, at.head, work.mask_batch);
-    const int m0 = at.tile * kRows, n0 = work.where.key_tile * S::kKeys;
+    const int m0 = at.tile * kRows, n0 = work.where.key_tile * Shape::kKeys;
     return kind_of(options, head.mask + m0 * options.mask_row + n0 * options.mask_col,
                    min(kRows, work.sequence.rows - m0), keys(work));
   }
-  static __device__ __forceinline__ TileKind kind_of_blocks(const BackwardTask& task, const typename S::Work& work,
+  static __device__ __forceinline__ TileKind kind_of_blocks(const BackwardTask& task, const typename Shape::Work& work,
                                                             int i) {
     const auto at = work.queries.number(i, work.where.first_head);
     const HeadScores head(task, task.q_heads, work.where.batch, at.head, work.mask_batch);
-    return head.blocks(task.scores).kind(at.tile * kRows, kRows, work.where.key_tile * S::kKeys, keys(work));
+    return head.blocks(task.scores).kind(at.tile * kRows, kRows, work.where.key_tile * Shape::kKeys, keys(work));
   }
 };
 

@@ -5,11 +5,11 @@
 
 namespace attnjourney {
 
-template <class S>
+template <class Shape>
 struct Sm90FullBackwardScores {
-  using T = typename S::T;
+  using T = typename Shape::T;
   using Fragment = KeyFragment<1, 8>;
-  static constexpr int kDelta = S::kQueryStages * S::kRows * 4;
+  static constexpr int kDelta = Shape::kQueryStages * Shape::kRows * 4;
 
   const BackwardTask& task;
   const HeadScores head;
@@ -18,8 +18,8 @@ struct Sm90FullBackwardScores {
   uint32_t seen, bits;
 
   // whole: the ranges hide nothing of the tile; mask_whole: nor does its mask
-  __device__ __forceinline__ Sm90FullBackwardScores(const BackwardTask& task_, const typename S::Work& work, int q_head,
-                                                    int row_, int key_, bool whole, bool mask_whole)
+  __device__ __forceinline__ Sm90FullBackwardScores(const BackwardTask& task_, const typename Shape::Work& work,
+                                                    int q_head, int row_, int key_, bool whole, bool mask_whole)
       : task(task_),
         head(task_, task_.q_heads, work.where.batch, q_head, work.mask_batch),
         sequence(work.sequence),

@@ -35,34 +35,34 @@ struct Sm90FullBackwardShape : Sm90BackwardShape<T_, D, Rows, Deterministic> {
   static_assert(kSmemBytes <= 227 * 1024);
 };
 
-template <class S>
-struct Sm90FullBackwardMemory : Sm90BackwardMemory<S> {
+template <class Shape>
+struct Sm90FullBackwardMemory : Sm90BackwardMemory<Shape> {
   uint32_t mask;  // [stage][panel][row][64 keys], swizzled
   uint32_t mask_full, mask_empty, ring_full, ring_empty, ring, slopes, work;
   explicit __device__ __forceinline__ Sm90FullBackwardMemory(uint32_t base)
-      : Sm90BackwardMemory<S>(base, 1, S::kMaskStages * S::kMaskBytes),
-        mask(this->dq - S::kMaskStages * S::kMaskBytes),
-        mask_full(this->do_empty + 8 * S::kOutStages),
-        mask_empty(mask_full + 8 * S::kMaskStages),
-        ring_full(mask_empty + 8 * S::kMaskStages),
-        ring_empty(ring_full + 8 * S::kRing),
-        ring(ring_empty + 8 * S::kRing),
-        slopes(ring + 20 * S::kRing) {
+      : Sm90BackwardMemory<Shape>(base, 1, Shape::kMaskStages * Shape::kMaskBytes),
+        mask(this->dq - Shape::kMaskStages * Shape::kMaskBytes),
+        mask_full(this->do_empty + 8 * Shape::kOutStages),
+        mask_empty(mask_full + 8 * Shape::kMaskStages),
+        ring_full(mask_empty + 8 * Shape::kMaskStages),
+        ring_empty(ring_full + 8 * Shape::kRing),
+        ring(ring_empty + 8 * Shape::kRing),
+        slopes(ring + 20 * Shape::kRing) {
     this->votes = (slopes + 32 + 1024 + 15) & ~15u;
     this->keys = this->votes + 96;
     this->rows = this->keys + 512;
     work = this->rows + 512;
   }
   __device__ __forceinline__ void init() const {
-    for (int i = 0; i < S::kMaskStages; i++) {
+    for (int i = 0; i < Shape::kMaskStages; i++) {
       ptx::mbarrier_init(mask_full + 8 * i, 1);
       ptx::mbarrier_init(mask_empty + 8 * i, 8);
     }
-    for (int i = 0; i < S::kRing; i++) {
+    for (int i = 0; i < Shape::kRing; i++) {
       ptx::mbarrier_init(ring_full + 8 * i, 1);
-      ptx::mbarrier_init(ring_empty + 8 * i, S::kReaders);
+      ptx::mbarrier_init(ring_empty + 8 * i, Shape::kReaders);
     }
-    Sm90BackwardMemory<S>::init();
+    Sm90BackwardMemory<Shape>::init();
   }
 };
 

@@ -17,16 +17,16 @@
 
 namespace attnjourney {
 
-template <class S>
+template <class Shape>
 struct Sm90FullForward {
-  using T = typename S::T;
+  using T = typename Shape::T;
   using Slot = Sm90FullSlot;
   using Tile = Sm90FullTile;
-  using Barriers = Sm90ForwardBarriers<S>;
-  using Output = Sm90ForwardOutput<S>;
-  using Guard = Sm90ForwardGuard<S>;
-  using Products = Sm90ForwardProducts<S>;
-  using Options = Sm90FullScores<S>;
+  using Barriers = Sm90ForwardBarriers<Shape>;
+  using Output = Sm90ForwardOutput<Shape>;
+  using Guard = Sm90ForwardGuard<Shape>;
+  using Products = Sm90ForwardProducts<Shape>;
+  using Options = Sm90FullScores<Shape>;
 
   static __device__ __forceinline__ void consume(uint32_t smem, unsigned char* base, const Barriers& barriers,
                                                  const Slot* slots, const Tile* stages, const ForwardTask& task) {
@@ -41,30 +41,30 @@ struct Sm90FullForward {
     const auto release = [&](uint32_t bar) {
       if (lane() == 0) ptx::mbarrier_arrive(bar);
     };
-    const auto stage = [](int count) { return count % S::kStages; };
+    const auto stage = [](int count) { return count % Shape::kStages; };
     const auto wait_k = [&](int count) {
-      ptx::mbarrier_wait(barriers.k_full + 8 * stage(count), count / S::kStages & 1);
+      ptx::mbarrier_wait(barriers.k_full + 8 * stage(count), count / Shape::kStages & 1);
     };
     const auto wait_v = [&](int count) {
-      ptx::mbarrier_wait(barriers.v_full + 8 * stage(count), count / S::kStages & 1);
+      ptx::mbarrier_wait(barriers.v_full + 8 * stage(count), count / Shape::kStages & 1);
     };
     const auto release_k = [&](int count) { release(barriers.k_empty + 8 * stage(count)); };
     const auto release_v = [&](int count) { release(barriers.v_empty + 8 * stage(count)); };
 
-    float out[S::kDv / 2], scores[S::kKeys / 2];
-    uint32_t weights[S::kKeys / 16][4];  // of key tile `tile_count`
-    Sm90ForwardSoftmax<S> soft;
+    float out[Shape::kDv / 2], scores[Shape::kKeys / 2];
+    uint32_t weights[Shape::kKeys / 16][4];  // of key tile `tile_count`
+    Sm90ForwardSoftmax<Shape> soft;
     int tile_count = 0;  // key tiles so far
     int turn = 0;        // of the flags
     for (int round = 0;; round++) {
-      const int query = group * S::kQueryStages + round % S::kQueryStages;
+      const int query = group * Shape::kQueryStages + round % Shape::kQueryStages;
       const Slot& slot = slots[group * 4 + round % 4];
-      ptx::mbarrier_wait(barriers.q_full + 8 * query, round / S::kQueryStages & 1);
+      ptx::mbarrier_wait(barriers.q_full + 8 * query, round / Shape::kQueryStages & 1);
       const int start = ptx::uniform(slot.start);
       if (start < 0) break;
       begin(soft, task, slot, slot.row + first_row(), lane() % 4);
 #pragma unroll
-      for (int e = 0; e < S::kDv / 2; e++) out[e] = 0.f;
+      for (int e = 0; e < Shape::kDv / 2; e++) out[e] = 0.f;
 
       Tile tile{0, 0};
       bool hides = false;
@@ -75,11 +75,11 @@ struct Sm90FullForward {
         return {ptx::uniform(next.number), ptx::uniform(next.flags)};
       };
       const auto qk = [&](int count) {
-        Products::scores(scores, ptx::opaque(smem + query * S::kQueryBytes),
-                         smem + S::kKeyAt + stage(count) * S::kKeyBytes);
+        Products::scores(scores, ptx::opaque(smem + query * Shape::kQueryBytes),
+                         smem + Shape::kKeyAt + stage(count) * Shape::kKeyBytes);
       };
       const auto pv = [&](int count) {
-        Products::output(out, weights, smem + S::kValueAt + stage(count) * S::kValueBytes);
+        Products::output(out, weights, smem + Shape::kValueAt + stage(count) * Shape::kValueBytes);
       };
       const auto prefetch = [&](Options& options) {
         options.prefetch(slot, tile.number, tile.kind(group), slot.row + first_row(), lane());
@@ -92,25 +92,25 @@ struct Sm90FullForward {
       };
       const auto pack = [&](bool moved) {
 #pragma unroll
-        for (int kk = 0; kk < S::kKeys / 16; kk++)
+        for (int kk = 0; kk < Shape::kKeys / 16; kk++)
 #pragma unroll
           for (int q = 0; q < 4; q++)
             weights[kk][q] = ptx::pack2<T>(scores[8 * kk + 2 * q], scores[8 * kk + 2 * q + 1]);
         if (moved) {
 #pragma unroll
-          for (int e = 0; e < S::kDv / 2; e++) out[e] *= soft.alpha[e >> 1 & 1];
+          for (int e = 0; e < Shape::kDv / 2; e++) out[e] *= soft.alpha[e >> 1 & 1];
         }
       };
       // Does the key tile hide something, and is a value not finite? Then its product is left to mma.sync
       // (forward_guard.cuh).
       const auto leaks = [&] {
         bool border = tile.kind(group) != TileKind::whole;
-        unsigned char* flags = base + S::kFlagsAt;
-        if (S::kBias)
+        unsigned char* flags = base + Shape::kFlagsAt;
+        if (Shape::kBias)
           border = group_any(hides, reinterpret_cast<uint32_t*>(flags) + 8 * group, turn, 4 + group) || border;
         if (!border) return false;
         wait_v(tile_count);
-        return !Guard::finite(base + S::kValueAt + stage(tile_count) * S::kValueBytes, flags, turn);
+        return !Guard::finite(base + Shape::kValueAt + stage(tile_count) * Shape::kValueBytes, flags, turn);
       };
 
       for (bool more = start > 0; more; tile_count++) {  // runs of tiles that this warpgroup sees
@@ -131,7 +131,7 @@ struct Sm90FullForward {
         release_k(tile_count);
         pack(softmax(first));
         bool needs_fallback = leaks();
-        while (S::kOverlap && !needs_fallback && !tile.last()) {
+        while (Shape::kOverlap && !needs_fallback && !tile.last()) {
           const Tile next = arrived(tile_count + 1);
           if (next.kind(group) == TileKind::hidden) break;
           tile = next;
@@ -153,7 +153,7 @@ struct Sm90FullForward {
         }
         wait_v(tile_count);
         if (needs_fallback) {
-          Guard::product(out, weights, smem + S::kValueAt + stage(tile_count) * S::kValueBytes);
+          Guard::product(out, weights, smem + Shape::kValueAt + stage(tile_count) * Shape::kValueBytes);
           __syncwarp();
         } else {
           pv(tile_count);
@@ -170,8 +170,8 @@ struct Sm90FullForward {
   }
 
   // the sums of two rows before any key: nothing, or their sink
-  static __device__ __forceinline__ void begin(Sm90ForwardSoftmax<S>& soft, const ForwardTask& task, const Slot& slot,
-                                               int row, int t) {
+  static __device__ __forceinline__ void begin(Sm90ForwardSoftmax<Shape>& soft, const ForwardTask& task,
+                                               const Slot& slot, int row, int t) {
     soft.start();
     soft.alpha[0] = soft.alpha[1] = 1.f;
     if (!task.scores.sinks) return;
@@ -186,17 +186,17 @@ struct Sm90FullForward {
 
   static __device__ __forceinline__ void run(const Sm90ForwardMaps& maps, const ForwardTask& task,
                                              const TileKinds& kinds) {
-    sm90_forward_roles<S>(
+    sm90_forward_roles<Shape>(
         [&](uint32_t smem, unsigned char* base, const Barriers& barriers) {
-          Sm90FullProducer<S>{{smem, barriers, maps, task},
-                              reinterpret_cast<Slot*>(base + S::kSlotsAt),
-                              reinterpret_cast<Tile*>(base + S::kTilesAt),
-                              kinds}
+          Sm90FullProducer<Shape>{{smem, barriers, maps, task},
+                                  reinterpret_cast<Slot*>(base + Shape::kSlotsAt),
+                                  reinterpret_cast<Tile*>(base + Shape::kTilesAt),
+                                  kinds}
               .run();
         },
         [&](uint32_t smem, unsigned char* base, const Barriers& barriers) {
-          consume(smem, base, barriers, reinterpret_cast<const Slot*>(base + S::kSlotsAt),
-                  reinterpret_cast<const Tile*>(base + S::kTilesAt), task);
+          consume(smem, base, barriers, reinterpret_cast<const Slot*>(base + Shape::kSlotsAt),
+                  reinterpret_cast<const Tile*>(base + Shape::kTilesAt), task);
         });
   }
 };

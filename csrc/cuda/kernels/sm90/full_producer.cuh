@@ -6,29 +6,29 @@
 
 namespace attnjourney {
 
-template <class S>
-struct Sm90FullProducer : Sm90ForwardLoads<S> {
+template <class Shape>
+struct Sm90FullProducer : Sm90ForwardLoads<Shape> {
   using Slot = Sm90FullSlot;
-  using Loads = Sm90ForwardLoads<S>;
+  using Loads = Sm90ForwardLoads<Shape>;
   using Loads::barriers, Loads::task, Loads::k_count;
   Slot* const slots;
   Sm90FullTile* const stages;
   const TileKinds& kinds;
 
   static __device__ __forceinline__ int query_at(int group, int round) {
-    return group * S::kQueryStages + round % S::kQueryStages;
+    return group * Shape::kQueryStages + round % Shape::kQueryStages;
   }
   // warpgroup w's slot of tile i of all, all but `start`, once it is free
   __device__ __forceinline__ void describe(int group, int round, int i) {
-    ptx::mbarrier_wait(barriers.q_empty + 8 * query_at(group, round), (round / S::kQueryStages & 1) ^ 1);
+    ptx::mbarrier_wait(barriers.q_empty + 8 * query_at(group, round), (round / Shape::kQueryStages & 1) ^ 1);
     Slot& slot = slots[group * 4 + round % 4];
-    const ForwardTile t = packed_tile<S::kRows>(task, i);
+    const ForwardTile t = packed_tile<Shape::kRows>(task, i);
     const Sequence sequence = sequence_of<true>(task, t.batch);
-    const KeyTiles tiles = key_tiles_of<S::kKeys, true>(task, sequence, t.row, t.row + S::kRows - 1);
+    const KeyTiles tiles = key_tiles_of<Shape::kKeys, true>(task, sequence, t.row, t.row + Shape::kRows - 1);
     slot.first = tiles.end - 1, slot.block_begin = tiles.begin, slot.block_prefix = tiles.prefix;
     slot.key_end = sequence.k_begin + tiles.key_end, slot.k_begin = sequence.k_begin;
     const int row = t.row + 64 * group;
-    const KeyTiles own = key_tiles_of<S::kKeys, true>(task, sequence, row, row + 63);
+    const KeyTiles own = key_tiles_of<Shape::kKeys, true>(task, sequence, row, row + 63);
     slot.tiles.begin = own.begin, slot.tiles.prefix = own.prefix, slot.last = own.end - 1;
     slot.tiles.whole_begin = own.whole_begin, slot.tiles.whole_end = own.whole_end;
     slot.row = t.row, slot.head = t.head, slot.batch = t.batch;
@@ -58,13 +58,13 @@ struct Sm90FullProducer : Sm90ForwardLoads<S> {
     for (int i = blockIdx.x, round = 0;; round++) {
       const bool more = i < task.total;
 #pragma unroll 1
-      for (int group = 0; group < S::kGroups; group++) describe(group, round, more ? i : 0);
+      for (int group = 0; group < Shape::kGroups; group++) describe(group, round, more ? i : 0);
       Slot &first = slots[round % 4], &second = slots[4 + round % 4];
       int key_tile = more ? seen_from(first.first, first, second) : -1;
       const int item = task.cu_q ? 0 : first.batch;  // packed sequences lie in one
       first.start = second.start = !more ? -1 : key_tile >= 0;
 #pragma unroll 1
-      for (int group = 0; group < S::kGroups; group++) {
+      for (int group = 0; group < Shape::kGroups; group++) {
         if (key_tile >= 0)
           Loads::load_q(query_at(group, round), first.head, item, first.q_begin + first.row + 64 * group);
         else
@@ -78,9 +78,9 @@ struct Sm90FullProducer : Sm90ForwardLoads<S> {
         next = seen_from(key_tile - 1, first, second);
         const int stage = Loads::wait_k();
         stages[stage] = {key_tile, Sm90FullTile::pack(first.kind(key_tile), second.kind(key_tile), next < 0)};
-        Loads::load_k(stage, head, item, first.k_begin + key_tile * S::kKeys);
-        if (before >= 0) Loads::load_v(k_count - 2, head, item, first.k_begin + before * S::kKeys, first.key_end);
-        if (next < 0) Loads::load_v(k_count - 1, head, item, first.k_begin + key_tile * S::kKeys, first.key_end);
+        Loads::load_k(stage, head, item, first.k_begin + key_tile * Shape::kKeys);
+        if (before >= 0) Loads::load_v(k_count - 2, head, item, first.k_begin + before * Shape::kKeys, first.key_end);
+        if (next < 0) Loads::load_v(k_count - 1, head, item, first.k_begin + key_tile * Shape::kKeys, first.key_end);
       }
     }
     Loads::finish();

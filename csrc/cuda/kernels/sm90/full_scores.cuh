@@ -6,17 +6,17 @@
 
 namespace attnjourney {
 
-template <class S>
+template <class Shape>
 struct Sm90FullScores {
-  using T = typename S::T;
+  using T = typename Shape::T;
   using Slot = Sm90FullSlot;
   using Half64 = RowFragment<8>;  // 64 keys
-  static constexpr int kCount = S::kKeys / 2, kHalves = S::kKeys / 64;
+  static constexpr int kCount = Shape::kKeys / 2, kHalves = Shape::kKeys / 64;
 
   const ForwardTask& task;
-  uint32_t seen[kHalves];                   // what a boolean mask or one of blocks lets through
-  uint32_t kept[kHalves];                   // what dropout does
-  uint32_t raw[S::kBias ? kCount / 2 : 1];  // a bias as it lies in memory: pairs of T, or 64 keys' float
+  uint32_t seen[kHalves];                       // what a boolean mask or one of blocks lets through
+  uint32_t kept[kHalves];                       // what dropout does
+  uint32_t raw[Shape::kBias ? kCount / 2 : 1];  // a bias as it lies in memory: pairs of T, or 64 keys' float
 
   // for one tile: what a call does not use stays undefined, or it would take up registers
   explicit __device__ __forceinline__ Sm90FullScores(const ForwardTask& task_) : task(task_) {}
@@ -24,7 +24,7 @@ struct Sm90FullScores {
   // what a score is multiplied by to be one in log2 units once apply() is through: 1 where that did it
   static __device__ __forceinline__ float unit_of(const ForwardTask& task) {
     const Scores& options = task.scores;
-    const bool done = S::kBias || options.cap_log2 > 0 || options.slopes || options.sinks || !(task.scale_log2 > 0);
+    const bool done = Shape::kBias || options.cap_log2 > 0 || options.slopes || options.sinks || !(task.scale_log2 > 0);
     return done ? 1.f : task.scale_log2;
   }
 
@@ -38,7 +38,7 @@ struct Sm90FullScores {
   // may two adjacent keys of a tile be read at once?
   __device__ __forceinline__ bool pairs(const Slot& slot, int key_tile) const {
     const Scores& options = task.scores;
-    return options.mask_col == 1 && options.mask_row % 2 == 0 && (key_tile + 1) * S::kKeys <= task.kv_len &&
+    return options.mask_col == 1 && options.mask_row % 2 == 0 && (key_tile + 1) * Shape::kKeys <= task.kv_len &&
            (reinterpret_cast<uintptr_t>(slot.scores().mask) & (2 * options.mask_bytes - 1)) == 0;
   }
   // element `key` + step of a row; keys past the end as the last one
@@ -120,14 +120,14 @@ struct Sm90FullScores {
     constexpr uint32_t kStep = ptx::is_bf16<T> ? 0x01800180u : 0x04000400u;  // to the sign's place from 2^126, from inf
     uint32_t large = 0;
 #pragma unroll
-    for (int j = 0; j < kCount / 2; j++) large |= (raw[S::kBias ? j : 0] & 0x7fff7fffu) + kStep;
+    for (int j = 0; j < kCount / 2; j++) large |= (raw[Shape::kBias ? j : 0] & 0x7fff7fffu) + kStep;
     return !ptx::any((large & 0x80008000u) != 0);
   }
 
   // Under the products of the tile. row: the thread's first one
   __device__ __forceinline__ void prefetch(const Slot& slot, int key_tile, TileKind kind, int row, int lane) {
     const Scores& options = task.scores;
-    const int key = key_tile * S::kKeys + 2 * (lane % 4);
+    const int key = key_tile * Shape::kKeys + 2 * (lane % 4);
     const auto each_half = [&](uint32_t (&bits)[kHalves], auto&& of) {
 #pragma unroll
       for (int i = 0; i < kHalves; i++) bits[i] = 0;  // or they would be alive before
@@ -140,7 +140,7 @@ struct Sm90FullScores {
     };
     if (options.seed)
       each_half(kept, [&](int key) { return attnjourney::kept(options, slot.scores(), row, key, lane, Half64{}); });
-    if constexpr (S::kBias) {
+    if constexpr (Shape::kBias) {
       if (options.mask_kind == MaskElement::same)
         read_bias<T>(slot, key_tile, row, key, 0);
       else
@@ -157,7 +157,7 @@ struct Sm90FullScores {
   __device__ __forceinline__ bool apply(float (&scores)[kCount], const Slot& slot, int key_tile, TileKind kind, int row,
                                         int lane) {
     const Scores& options = task.scores;
-    const int key = key_tile * S::kKeys + 2 * (lane % 4);
+    const int key = key_tile * Shape::kKeys + 2 * (lane % 4);
     float factor = task.scale_log2;
     float lowest = 0.f;  // bias, or 0
     if (options.cap_log2 > 0) {
@@ -177,7 +177,7 @@ struct Sm90FullScores {
       scores[i] = bias == -INFINITY ? bias : scores[i] * factor + bias_log2(bias);
       lowest = fminf(lowest, bias);
     };
-    if constexpr (S::kBias) {
+    if constexpr (Shape::kBias) {
       if (options.mask_kind == MaskElement::same && moderate()) {
 #pragma unroll
         for (int i = 0; i < kCount; i++) {
@@ -204,8 +204,8 @@ struct Sm90FullScores {
       for (int i = 0; i < kCount; i++) scores[i] *= factor;
     }
     if (kind == TileKind::whole) return lowest == -INFINITY;
-    Sm90ForwardSoftmax<S>::hide(scores, task, slot.sequence(task), row, key);
-    if (!S::kBias && options.mask_kind != MaskElement::none) {
+    Sm90ForwardSoftmax<Shape>::hide(scores, task, slot.sequence(task), row, key);
+    if (!Shape::kBias && options.mask_kind != MaskElement::none) {
 #pragma unroll
       for (int i = 0; i < kCount; i++)
         if (!(seen[i / 32] >> i % 32 & 1)) scores[i] = -INFINITY;
