@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .._dtypes import accumulation_dtype
+from ..ops._fakes import known_at_run_time
 
 BLOCK = 1 << 20  # weights of all heads that exist at one time
 
@@ -21,7 +22,8 @@ def attention_weights(
     that besides the result there are no more than BLOCK weights (the backward computes each block again).
     """
     batch, heads, length, dim = query.shape
-    rows = max(1, BLOCK // max(1, batch * heads * key.shape[2]))
+    columns = batch * heads * key.shape[2]
+    rows = max(1, length if known_at_run_time(columns) else BLOCK // max(1, columns))
     wide = accumulation_dtype(query.dtype)
     key = key.to(wide)
     if mask is not None:

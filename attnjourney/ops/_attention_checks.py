@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._fakes import need
+from ._fakes import broadcasts, is_one, need, same_size
 
 ALIGNMENTS = ("top_left", "bottom_right")  # their indices are the operators' int
 CHECKED = ("window_size", "key_lengths", "query_lengths", "softcap", "sinks", "alibi_slopes")  # options of `check`
@@ -43,8 +43,8 @@ def check(
         need(t.shape[-1] > 0, f"{name}: expected a head_dim (last dimension) of at least 1", t)
     need(rank <= 19, "query: expected at most 19 dimensions", query)
     check_scale(scale)
-    need(key.shape[-1] == query.shape[-1], f"key: expected the head_dim of query, {query.shape[-1]}", key)
-    need(value.shape[-2] == key.shape[-2], f"value: expected the length of key, {key.shape[-2]}", value)
+    need(same_size(key.shape[-1], query.shape[-1]), f"key: expected the head_dim of query, {query.shape[-1]}", key)
+    need(same_size(value.shape[-2], key.shape[-2]), f"value: expected the length of key, {key.shape[-2]}", value)
 
     lead = list(query.shape[:-2])
     for d in range(rank - 2):
@@ -55,16 +55,16 @@ def check(
                 need(divides, f"{name}: expected a head count that divides query's, {lead[d]}", t)
             continue
         for t in (key, value):
-            if lead[d] == 1:
+            if is_one(lead[d]):
                 lead[d] = t.shape[d]
         where = "heads (dimension -3)" if d == rank - 3 else f"entries in batch dimension {d}"
         for name, t in (("key", key), ("value", value)):
-            need(t.shape[d] == lead[d] or t.shape[d] == 1, f"{name}: expected {lead[d]} or 1 {where}", t)
+            need(broadcasts(t.shape[d], lead[d]), f"{name}: expected {lead[d]} or 1 {where}", t)
 
     if attn_mask is not None:
         want = [*lead, query.shape[-2], key.shape[-2]]
         fits = attn_mask.dim() <= len(want) and all(
-            n == 1 or n == w for n, w in zip(reversed(attn_mask.shape), reversed(want))
+            broadcasts(n, w) for n, w in zip(reversed(attn_mask.shape), reversed(want))
         )
         need(fits, f"attn_mask: expected a shape that broadcasts to {tuple(want)}", attn_mask)
 
@@ -94,11 +94,13 @@ def check_scores(window_size: Sequence[int], softcap: float) -> None:
 def check_index(name: str, t: Tensor, count: int) -> None:
     if t.dtype not in (torch.int32, torch.int64):
         raise RuntimeError(f"{name}: expected dtype torch.int64 or torch.int32, got {t.dtype}")
-    need(t.dim() == 1 and t.shape[0] == count, f"{name}: expected shape ({count},)", t)
+    need(t.dim() == 1 and same_size(t.shape[0], count), f"{name}: expected shape ({count},)", t)
 
 
 def check_per_head(name: str, t: Tensor, query: Tensor, batch: int, heads: int) -> None:
     if t.dtype not in (query.dtype, torch.float32):
         raise RuntimeError(f"{name}: expected dtype {query.dtype} (query's) or torch.float32, got {t.dtype}")
-    fits = (t.dim() == 1 and t.shape[0] == heads) or (t.dim() == 2 and t.shape[0] == batch and t.shape[1] == heads)
+    fits = (t.dim() == 1 and same_size(t.shape[0], heads)) or (
+        t.dim() == 2 and same_size(t.shape[0], batch) and same_size(t.shape[1], heads)
+    )
     need(fits, f"{name}: expected shape ({heads},) or ({batch}, {heads})", t)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ._attention_checks import check_per_head, check_scores
 from ._decode_vmap import vmap_decode
-from ._fakes import empty_lse, need
+from ._fakes import broadcasts, empty_lse, need, same_size
 from ._inference import register_inference
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def check_options(
     if attn_mask is not None:
         want = (*query.shape[:3], attn_mask.shape[-1] if attn_mask.dim() else 1)
         sizes = zip(reversed(attn_mask.shape), reversed(want))
-        fits = 1 <= attn_mask.dim() <= 4 and all(n == 1 or n == w for n, w in sizes)
+        fits = 1 <= attn_mask.dim() <= 4 and all(broadcasts(n, w) for n, w in sizes)
         need(fits, f"attn_mask: expected a shape that broadcasts to {want[:3]} and the keys", attn_mask)
 
 
@@ -153,7 +153,9 @@ def _fake(
     need(query.dim() == 4, "query: expected 4 dimensions", query)
     for name, x in (("key", key), ("value", value)):
         need(x.dim() == 4, f"{name}: expected 4 dimensions", x)
-        need(block_table is not None or x.shape[0] == query.shape[0], f"{name}: expected query's batch size", x)
+        need(
+            block_table is not None or same_size(x.shape[0], query.shape[0]), f"{name}: expected query's batch size", x
+        )
     need(query.shape[3] == key.shape[3], f"key: expected the head_dim of query, {query.shape[3]}", key)
     need(value.shape[:3] == key.shape[:3], "value: expected the shape of key but for the last dimension", value)
     need(query.shape[1] % max(1, key.shape[1]) == 0, f"key: expected a head count that divides {query.shape[1]}", key)

@@ -371,3 +371,42 @@ def test_autocast_leaves_float64_and_disabled_regions():
         assert attention(*double).dtype == F.scaled_dot_product_attention(*double).dtype == torch.float64
         with torch.autocast("cpu", enabled=False):
             assert attention(*single).dtype == torch.float32
+
+
+class _Kept(torch.nn.Module):
+    """A function of some of the batch, whose number only a run tells."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x, kept):
+        return self.function(x[kept])
+
+
+def _with_weights():
+    layer = attnjourney.nn.MultiheadAttention(16, 2, batch_first=True).eval()
+    return lambda x: layer(x.flatten(2), x.flatten(2), x.flatten(2))[1]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: attnjourney.attention(x, x, x),
+        lambda x: attnjourney.attention(x, x, x, torch.ones(x.shape[0], 1, 2, 2, dtype=torch.bool)),
+        lambda x: attnjourney.attention(x, x[:, :1], x[:, :1], key_lengths=torch.ones(x.shape[0], dtype=torch.int64)),
+        lambda x: attnjourney.attention(x[:, 0], x[:, 0], x[:, 1]),
+        lambda x: attnjourney.attention_weights(x, x),
+        lambda x: attnjourney.infini_attention(x, x, x, torch.zeros(6), segment_length=2),
+        lambda x: attnjourney.longformer_attention(x, x, x, window=1),
+        _with_weights(),
+    ],
+    ids=["attention", "mask", "lengths", "rank 3", "attention_weights", "infini", "longformer", "mha weights"],
+)
+def test_exports_with_a_batch_known_at_run_time(function):
+    x, module = torch.randn(5, 6, 2, 8), _Kept(function)
+    exported = torch.export.export(module, (x, torch.tensor([True, False, True, True, False]))).module()
+    for kept in ([1], [], [0, 1, 2, 3, 4]):
+        chosen = torch.zeros(5, dtype=torch.bool)
+        chosen[kept] = True
+        torch.testing.assert_close(exported(x, chosen), module(x, chosen))
