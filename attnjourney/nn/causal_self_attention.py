@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..ops import attention
+from ..ops import attention, gpt_attention
 from ._cached import NewTokens, check_cache
 from ._parts import (
     check_divides,
@@ -69,7 +69,7 @@ class CausalSelfAttention(nn.Module):
         if cache is not None:
             return self._cached(x, key_padding_mask, cache, dropout_p)
         if key_padding_mask is None and is_plain(self.qkv_proj, self.out_proj):
-            return torch.ops.attnjourney.gpt_attention(  # (batch, seq, embed)
+            return gpt_attention(  # (batch, seq, embed)
                 x,
                 self.num_heads,
                 self.qkv_proj.weight,  # (3 * embed, embed)

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops._operator import draw_seed
+from ..ops import mha
+from ..ops._operator import seed_for
 from ..reference.mha import attention_mask
 from ._multihead_cached import attend_cached
 from ._multihead_checks import check_inputs
@@ -133,7 +134,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 cache,
             )  # fmt: skip
         elif not need_weights and self._is_one_operator():
-            output = torch.ops.attnjourney.mha(  # (N, L, embed)
+            output = mha(  # (N, L, embed)
                 query,
                 key,
                 value,
@@ -151,7 +152,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             q, k, v = (split_heads(x, self.num_heads) for x in self._project(query, key, value))
             mask = attention_mask(attn_mask, key_padding_mask, self.num_heads)
             k, v, mask, is_causal = self._add_keys(k, v, mask, is_causal, query.shape[1])
-            seed = draw_seed(q) if dropout_p > 0 else None
+            seed = seed_for(q, dropout_p)
             options = {"dropout_p": dropout_p, "is_causal": is_causal, "dropout_seed": seed}
             heads, lse = torch.ops.attnjourney.attention_forward(q, k, v, mask, **options)[
                 :2

@@ -7,8 +7,10 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 from .. import _library
 
@@ -17,8 +19,34 @@ NAMESPACE = "attnjourney"
 
 
 def draw_seed(like: Tensor) -> Tensor:
-    """A dropout seed: an int64 scalar from torch's generator on the device of `like`, so torch.manual_seed rules it."""
-    return torch.randint(1 << 62, (), dtype=torch.int64, device=like.device)
+    """A dropout seed: an int64 scalar from torch's generator on the device of `like`, so torch.manual_seed rules it.
+
+    Functions draw it and hand it to their operators. Where a compiled graph has a backward, the partitioner may compute
+    anything again in it (activation_memory_budget below 1): marked as checkpointed, the draw is then made again from
+    the generator's state of the forward, else from a later one, and gradients would be those of other bits.
+    """
+    if torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled() and _graphs_recompute():
+        return checkpoint(_draw, like.device, use_reentrant=False)
+    return _draw(like.device)
+
+
+@torch.compiler.assume_constant_result
+def _graphs_recompute() -> bool:
+    return torch._functorch.config.activation_memory_budget < 1
+
+
+def _draw(device: torch.device) -> Tensor:
+    return torch.randint(1 << 62, (), dtype=torch.int64, device=device)
+
+
+def seed_is_apart(dropout_p: float) -> bool:
+    """Whether a function whose operator takes no seed draws one and calls its op_forward: in graphs that recompute."""
+    return dropout_p > 0 and torch.compiler.is_dynamo_compiling() and _graphs_recompute()
+
+
+def seed_for(like: Tensor, dropout_p: float, dropout_seed: Tensor | None = None) -> Tensor | None:
+    """The seed given, or one drawn where dropout is on."""
+    return draw_seed(like) if dropout_seed is None and dropout_p > 0 else dropout_seed
 
 
 class Signature:

@@ -13,7 +13,7 @@ from ..block_mask import BlockMask
 from ._attention_checks import alignment_index, check
 from ._attention_rules import empty_results, vmap_forward, vmap_gradients, vmap_jvp
 from ._flops import attention_flops
-from ._operator import draw_seed
+from ._operator import seed_for
 from ._registration import LIBRARY, register
 from .block_attention import block_attention
 
@@ -119,8 +119,8 @@ def attention(
         options["sinks"] = sinks
     if alibi_slopes is not None:
         options["alibi_slopes"] = alibi_slopes
-    if dropout_seed is not None:
-        options["dropout_seed"] = dropout_seed
+    if dropout_p > 0 or dropout_seed is not None:
+        options["dropout_seed"] = seed_for(query, dropout_p, dropout_seed)
     if attn_mask is not None and isinstance(attn_mask, BlockMask):
         return block_attention(query, key, value, attn_mask, dropout_p, is_causal, return_lse, options)
     operator = _attention_with_lse if return_lse else _attention
@@ -160,8 +160,7 @@ def _with_lse(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, **options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if dropout_p > 0 and options.get("dropout_seed") is None:
-        options["dropout_seed"] = draw_seed(query)
+    options["dropout_seed"] = seed_for(query, dropout_p, options.get("dropout_seed"))
     return torch.ops.attnjourney.attention_forward.default(
         query, key, value, attn_mask, dropout_p, is_causal, **options
     )

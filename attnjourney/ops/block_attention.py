@@ -13,8 +13,8 @@ from torch._ops import OpOverload
 from ..block_mask import BlockMask
 from ._attention_checks import CHECKED, check
 from ._attention_rules import empty_results, vmap_forward, vmap_gradients, vmap_jvp
+from ._fakes import broadcasts, same_size
 from ._flops import attention_flops
-from ._operator import draw_seed
 from ._registration import register
 
 BLOCKS = ("block_offsets", "block_index", "block_partial", "block_elements")
@@ -45,8 +45,6 @@ def block_attention(
     blocks = block_tensors(mask, query, key)
     if not return_lse:
         return _block_attention(query, key, value, *blocks, dropout_p, is_causal, **options)
-    if dropout_p > 0 and options.get("dropout_seed") is None:
-        options["dropout_seed"] = draw_seed(query)
     forward = torch.ops.attnjourney.block_attention_forward.default
     return forward(query, key, value, *blocks, dropout_p, is_causal, **options)
 
@@ -58,8 +56,8 @@ def _fake(
     lead = check(query, key, value, None, scale, enable_gqa, **{name: options[name] for name in CHECKED})
     size = block_elements.shape[-1]
     want = (*lead, -(-query.shape[-2] // size) + 1)
-    fits = block_offsets.dim() <= len(want) and block_offsets.shape[-1] == want[-1]
-    fits = fits and all(n in (1, w) for n, w in zip(reversed(block_offsets.shape[:-1]), reversed(lead)))
+    fits = block_offsets.dim() <= len(want) and same_size(block_offsets.shape[-1], want[-1])
+    fits = fits and all(broadcasts(n, w) for n, w in zip(reversed(block_offsets.shape[:-1]), reversed(lead)))
     if not fits:
         raise ValueError(
             f"block_offsets: expected a shape that broadcasts to {want} for blocks of {size}, "

@@ -11,6 +11,7 @@ from torch import Tensor
 from ._fakes import empty_gradients, empty_lse
 from ._flops import layer_flops
 from ._layer_checks import check_dropout, check_heads, check_sequence, check_weight
+from ._operator import draw_seed, seed_is_apart
 from ._registration import register
 from .attention import attention
 
@@ -45,7 +46,11 @@ def gpt_attention(
         RuntimeError: a dtype or a device that does not fit.
         NotImplementedError: differentiated three times, or twice in forward mode.
     """
-    return _gpt_attention(x, num_heads, qkv_weight, qkv_bias, out_weight, out_bias, dropout_p=dropout_p)
+    arguments = (x, num_heads, qkv_weight, qkv_bias, out_weight, out_bias)
+    if seed_is_apart(dropout_p):
+        forward = torch.ops.attnjourney.gpt_attention_forward.default
+        return forward(*arguments, dropout_p=dropout_p, dropout_seed=draw_seed(x))[0]
+    return _gpt_attention(*arguments, dropout_p=dropout_p)
 
 
 def _fake(

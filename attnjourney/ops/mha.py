@@ -13,6 +13,7 @@ from ..reference.mha import attention_mask
 from ._fakes import empty_lse
 from ._flops import layer_flops
 from ._layer_checks import check_dropout, check_heads, check_mask, check_sequence, check_weight
+from ._operator import draw_seed, seed_is_apart
 from ._registration import register
 from .attention import attention
 
@@ -59,20 +60,12 @@ def mha(
         RuntimeError: a dtype or a device that does not fit.
         NotImplementedError: differentiated three times, or twice in forward mode.
     """
-    return _mha(
-        query,
-        key,
-        value,
-        num_heads,
-        in_proj_weight,
-        in_proj_bias,
-        out_proj_weight,
-        out_proj_bias,
-        attn_mask=attn_mask,
-        key_padding_mask=key_padding_mask,
-        is_causal=is_causal,
-        dropout_p=dropout_p,
-    )
+    weights = (num_heads, in_proj_weight, in_proj_bias, out_proj_weight, out_proj_bias)
+    masks: dict[str, Any] = dict(attn_mask=attn_mask, key_padding_mask=key_padding_mask, is_causal=is_causal)
+    if seed_is_apart(dropout_p):
+        forward, inputs = torch.ops.attnjourney.mha_forward.default, _repeats_as_none(query, key, value)
+        return forward(*inputs, *weights, **masks, dropout_p=dropout_p, dropout_seed=draw_seed(query))[0]
+    return _mha(query, key, value, *weights, **masks, dropout_p=dropout_p)
 
 
 def _repeats_as_none(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ._attention_checks import alignment_index, check_index, check_per_head, check_scale, check_scores
 from ._fakes import empty_lse
-from ._operator import draw_seed
+from ._operator import seed_for
 from ._registration import register
 
 if TYPE_CHECKING:
@@ -75,12 +75,10 @@ def varlen_attention(
         softcap=softcap,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
-        dropout_seed=dropout_seed,
+        dropout_seed=seed_for(query, dropout_p, dropout_seed),
     )
     if not return_lse:
         return _varlen_attention(query, key, value, cu_seqlens_q, cu_seqlens_k, dropout_p, is_causal, **options)
-    if dropout_p > 0 and dropout_seed is None:
-        options["dropout_seed"] = draw_seed(query)
     return torch.ops.attnjourney.varlen_attention_forward.default(
         query, key, value, cu_seqlens_q, cu_seqlens_k, dropout_p, is_causal, **options
     )
