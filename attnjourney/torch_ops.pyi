@@ -407,10 +407,10 @@ def _deterministic_algorithms() -> bool: ...
 
 @_operator
 def _explain(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False, causal_alignment: int = 0,
-    window_size: Sequence[int] = [-1, -1], prefix_length: int = 0, key_lengths: Tensor | None = None,
-    query_lengths: Tensor | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None, block_offsets: Tensor | None = None, block_index: Tensor | None = None,
-    block_partial: Tensor | None = None, block_elements: Tensor | None = None
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, block_offsets: Tensor | None = None,
+    block_index: Tensor | None = None, block_partial: Tensor | None = None, block_elements: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+    causal_alignment: int = 0, window_size: Sequence[int] = [-1, -1], prefix_length: int = 0,
+    key_lengths: Tensor | None = None, query_lengths: Tensor | None = None, softcap: float = 0.0,
+    sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, dropout_seed: Tensor | None = None
 ) -> Tensor: ...
