@@ -12,7 +12,7 @@ CXX = os.environ.get("CXX") or "g++"
 PROGRAM = r"""
 #include <cstdio>
 #include <stdexcept>
-#include "cuda/recent.h"
+#include "cuda/recent_cache.h"
 struct Key {
   int place, other;
   bool operator==(const Key&) const = default;
