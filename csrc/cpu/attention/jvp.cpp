@@ -24,8 +24,8 @@ void cpu_attention_jvp(AttentionCall& c, const AttentionResults& results, const 
   clear_rows(c, sequences, written, c.q_heads, *tangents.out);
   sequences.unused_rows([&](int64_t b, int64_t first, int64_t count) {
     for (int64_t h = 0; h < c.q_heads; h++) {
-      char* at = lse_at(c, lse_tangents, b, h, first);
-      std::fill(at, at + count * item_size(c.lse_dtype), char{0});
+      char* const at = lse_at(c, lse_tangents, b, h, 0) + first * item_size(c.lse_dtype);
+      std::fill_n(at, count * item_size(c.lse_dtype), char{0});
     }
   });
 

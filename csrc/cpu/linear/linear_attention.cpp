@@ -8,12 +8,14 @@
 namespace attnjourney {
 namespace {
 
-// (batch, heads, len, dim) with a dense last dimension
+// (batch, heads, len, dim) with a dense last dimension; kept, for what is given may be a copy that nobody else holds
 struct Rows {
   explicit Rows(const Tensor& t) : kept(aten::rows_contiguous(t)), base(static_cast<char*>(kept.data_ptr())) {
     item = t.scalar_type() == ScalarType::Double ? 8 : t.scalar_type() == ScalarType::Float ? 4 : 2;
   }
-  char* at(int64_t b, int64_t h) const { return base + (b * kept.stride(0) + h * kept.stride(1)) * item; }
+  char* at(int64_t b, int64_t h) const {
+    return base ? base + (b * kept.stride(0) + h * kept.stride(1)) * item : nullptr;
+  }
   Tensor kept;
   char* base;
   int64_t item;
@@ -23,11 +25,16 @@ struct Rows {
 struct Heads {
   Heads(const LinearCall& call, const LinearInputs& in, const Tensor& out, const Tensor& denominator,
         const LinearGradientInputs* grads, const LinearGradients* gradients)
-      : params(call.params), query(in.query), key(in.key), value(in.value), grad_out(grads ? grads->grad_out : out) {
+      : params(call.params),
+        query(in.query),
+        key(in.key),
+        value(in.value),
+        outs(out),
+        grad_out(grads ? grads->grad_out : out),
+        denominators(denominator) {
     params.q_head = query.kept.stride(1), params.q_row = query.kept.stride(2);
     params.k_row = key.kept.stride(2), params.v_row = value.kept.stride(2);
     params.grad_out_head = grad_out.kept.stride(1), params.grad_out_row = grad_out.kept.stride(2);
-    const Rows outs(out);
     if (grads && grads->grad_denominator && params.normalize) den_grad = aten::contiguous(*grads->grad_denominator);
     if (in.key_padding_mask) mask = aten::contiguous(*in.key_padding_mask);
     const int64_t state_item = call.state_dtype == ScalarType::Double ? 8 : 4;
@@ -44,7 +51,7 @@ struct Heads {
         head.value = value.at(b, h);
         if (mask) head.blocked = static_cast<const uint8_t*>(mask->data_ptr()) + b * params.kv_len;
         head.out = outs.at(b, q);
-        head.denominator = start(denominator, rows * state_item);
+        head.denominator = start(denominators, rows * state_item);
         if (grads) {
           const auto& [grad_query, grad_key, grad_value, s, z] = *gradients;
           head.grad_out = grad_out.at(b, q);
@@ -57,7 +64,8 @@ struct Heads {
       }
   }
   LinearParams params;
-  Rows query, key, value, grad_out;
+  Rows query, key, value, outs, grad_out;
+  Tensor denominators;
   OptionalTensor mask, den_grad;
   std::vector<LinearHead> all;
 };
