@@ -9,6 +9,11 @@ from .accounting import account as account
 from .block_mask import BlockMask as BlockMask
 from .info import cpu_info as cpu_info
 from .info import explain as explain
+from .integrations.activity import activity as activity
+from .integrations.sdpa import activate as activate
+from .integrations.sdpa import activated as activated
+from .integrations.sdpa import active as active
+from .integrations.sdpa import deactivate as deactivate
 from .nn.cache import KVCache as KVCache
 from .nn.cache import LatentCache as LatentCache
 from .nn.cache import WindowCache as WindowCache

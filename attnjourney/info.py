@@ -7,6 +7,7 @@ import json
 import torch
 
 from .block_mask import BlockMask
+from .integrations import sdpa
 from .ops._attention_checks import alignment_index
 from .ops.block_attention import BLOCKS, block_tensors
 
@@ -48,12 +49,15 @@ def explain(
     """Tells how `attention` would run with these arguments, without running it.
 
     Returns a dict: `isa`, `group` (query heads per key/value head), and for `forward` and `backward` the threads, tile
-    sizes (query rows, keys), work items and scratch bytes per thread. Raises what `attention` would raise.
+    sizes (query rows, keys), work items and scratch bytes per thread; and `sdpa`: whether `activate` is on (`active`),
+    and why F.scaled_dot_product_attention would still run torch's own function (`refusal`), or None. Raises what
+    `attention` would raise.
     """
+    refusal = sdpa.refusal(query, key, value, attn_mask if isinstance(attn_mask, torch.Tensor) else None, is_causal)
     blocks = {}
     if isinstance(attn_mask, BlockMask):
         blocks, attn_mask = dict(zip(BLOCKS, block_tensors(attn_mask, query, key))), None
-    return _decode(
+    plan = _decode(
         torch.ops.attnjourney._explain(
             query,
             key,
@@ -74,3 +78,4 @@ def explain(
             **blocks,
         )
     )
+    return {**plan, "sdpa": {"active": sdpa.activated(), "refusal": refusal}}
