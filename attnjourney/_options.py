@@ -11,9 +11,9 @@ class ScoreOptions(TypedDict, total=False):
     """Which keys a row sees, and what is done to a score before the softmax."""
 
     scale: float | None
-    window_size: tuple[int, int]
+    window_size: tuple[int, int] | None
     prefix_length: int
-    softcap: float
+    softcap: float | None
     sinks: Tensor | None
     alibi_slopes: Tensor | None
 

@@ -9,6 +9,7 @@ import torch
 from .block_mask import BlockMask
 from .integrations import sdpa
 from .ops._attention_checks import alignment_index
+from .ops.attention import UNBOUNDED
 from .ops.block_attention import BLOCKS, block_tensors
 
 
@@ -38,11 +39,11 @@ def explain(
     scale: float | None = None,
     enable_gqa: bool = False,
     causal_alignment: str = "top_left",
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] | None = UNBOUNDED,
     prefix_length: int = 0,
     key_lengths: torch.Tensor | None = None,
     query_lengths: torch.Tensor | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
 ) -> dict:
@@ -68,11 +69,11 @@ def explain(
             scale=scale,
             enable_gqa=enable_gqa,
             causal_alignment=alignment_index(causal_alignment),
-            window_size=window_size,
+            window_size=UNBOUNDED if window_size is None else window_size,
             prefix_length=prefix_length,
             key_lengths=key_lengths,
             query_lengths=query_lengths,
-            softcap=softcap,
+            softcap=softcap or 0.0,
             sinks=sinks,
             alibi_slopes=alibi_slopes,
             **blocks,

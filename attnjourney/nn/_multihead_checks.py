@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops._torch_internals import autocast_on
+
 
 def check_inputs(
     module: Any,
@@ -51,9 +53,10 @@ def check_inputs(
             raise RuntimeError(f"{name}: expected the dtype of query, {query.dtype}, got {x.dtype}")
         if x.device != query.device:
             raise RuntimeError(f"{name}: expected to be on the device of query, {query.device}, got {x.device}")
-    parameter = module.out_proj.weight if hasattr(module.out_proj, "weight") else None
-    if parameter is not None and not torch.is_autocast_enabled(query.device.type) and parameter.dtype != query.dtype:
-        raise RuntimeError(f"query: expected the dtype of the parameters, {parameter.dtype}, got {query.dtype}")
+    # out_proj.weight itself may be computed, by a parametrization
+    dtype = next((p.dtype for p in module.out_proj.parameters() if p.is_floating_point()), query.dtype)
+    if dtype != query.dtype and not autocast_on(query.device.type):
+        raise RuntimeError(f"query: expected the dtype of the parameters, {dtype}, got {query.dtype}")
 
     if key_padding_mask is not None:
         expected = (batch, keys) if batched else (keys,)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 import torch
+import torch.fx
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_PLAIN, _TRACED = (Tensor, nn.Parameter), (FakeTensor, FunctionalTensor)
 
 
 def is_plain(*projections: nn.Module | None) -> bool:
     """Whether each is torch's own Linear and nothing else, so that a layer operator may read its weights: no hook, no
-    parametrization, no adapter in its place."""
+    parametrization, no adapter in its place, no weight whose class has products of its own (quantised, sharded)."""
     for p in projections:
         if p is None:
             continue
@@ -17,7 +28,24 @@ def is_plain(*projections: nn.Module | None) -> bool:
             return False
         if p._forward_hooks or p._forward_pre_hooks or p._backward_hooks or p._backward_pre_hooks:
             return False
+        if not all(type(w) in _PLAIN or isinstance(w, _TRACED) for w in (p.weight, p.bias) if w is not None):
+            return False
     return True
+
+
+def leaf(forward: Callable[P, R]) -> Callable[P, R]:
+    """For the forward of a module: torch.fx writes one call of the module into its graph and does not look inside, as
+    it does with the modules of torch.nn."""
+
+    @functools.wraps(forward)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        proxy = next((x for x in (*args[1:], *kwargs.values()) if isinstance(x, torch.fx.Proxy)), None)
+        if proxy is None:
+            return forward(*args, **kwargs)
+        path = proxy.tracer.path_of_module(args[0])  # type: ignore[attr-defined]
+        return proxy.tracer.create_proxy("call_module", path, args[1:], kwargs)  # type: ignore[return-value]
+
+    return call
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ..ops import kv_cache as ops
+from ..ops._inference import as_index, optional_index
 from ..ops.decode import UNBOUNDED, decode
 from ..ops.mla_decode import mla_decode
 
@@ -62,18 +63,19 @@ class Cache:
             raise
 
     def _new_lengths(self, lengths: Tensor | int) -> Tensor:
-        return torch.full_like(self.lengths, lengths) if isinstance(lengths, int) else lengths
+        return torch.full_like(self.lengths, lengths) if isinstance(lengths, int) else as_index(lengths)
 
     def truncate(self, lengths: Tensor | int) -> None:
         """Forgets all but the first lengths[b] tokens of each sequence (rollback, speculative decoding).
 
-        lengths: (batch,) int64, or one int for all; from 0 to the present length, else ValueError.
+        lengths: (batch,) int64 or int32, or one int for all; from 0 to the present length, else ValueError.
         """
         ops.truncate(self.lengths, self._new_lengths(lengths))
 
     def reorder(self, batch_index: Tensor) -> None:
-        """Sequence b becomes what sequence batch_index[b] was (beam search). batch_index: (batch,) int64."""
-        ops.reorder(self.key, self.value, self.lengths, batch_index)
+        """Sequence b becomes what sequence batch_index[b] was (beam search). batch_index: (batch,) int64
+        or int32."""
+        ops.reorder(self.key, self.value, self.lengths, as_index(batch_index))
 
     def reset(self) -> None:
         """Empties the cache."""
@@ -128,7 +130,7 @@ class KeyValueCache(Cache):
         scale: float | None = None,
         attn_mask: Tensor | None = None,
         prefix_length: int = 0,
-        softcap: float = 0.0,
+        softcap: float | None = 0.0,
         sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
         return_lse: bool = False,
@@ -194,13 +196,13 @@ class KVCache(KeyValueCache):
 
         Args:
             key: (batch, num_kv_heads, N, head_dim), positions already encoded; value: the same with v_head_dim.
-            lengths: (batch,) int64 from 0 to N.
+            lengths: (batch,) int64 or int32 from 0 to N.
 
         Raises:
             ValueError: a shape that does not fit, or more tokens than there is room for.
             RuntimeError: a dtype or device that does not fit, or a tensor that requires grad.
         """
-        ops.append(self.key, self.value, self.lengths, key, value, counts=lengths)
+        ops.append(self.key, self.value, self.lengths, key, value, counts=optional_index(lengths))
 
 
 class WindowCache(KVCache):
@@ -251,7 +253,7 @@ class WindowCache(KVCache):
         return _Recent(self, key, value, lengths) if long else None
 
     def _write(self, key: Tensor, value: Tensor, lengths: Tensor | None, recent: _Recent | None) -> None:
-        ops.append(self.key, self.value, self.lengths, key, value, counts=lengths, ring=True)
+        ops.append(self.key, self.value, self.lengths, key, value, counts=optional_index(lengths), ring=True)
         torch.maximum(self.longest, self.lengths, out=self.longest)
         self._recent = recent
 
@@ -390,7 +392,7 @@ class LatentCache(Cache):
         width = self.key.shape[-1]
         if latent.dim() != 3 or latent.shape[-1] != width:
             raise ValueError(f"latent: expected shape (batch, tokens, {width}), got {tuple(latent.shape)}")
-        ops.append(self.key, None, self.lengths, latent.unsqueeze(1), None, counts=lengths)
+        ops.append(self.key, None, self.lengths, latent.unsqueeze(1), None, counts=optional_index(lengths))
 
     @overload
     def attend(
@@ -406,11 +408,11 @@ class LatentCache(Cache):
         kv_b_weight: Tensor,
         *,
         is_causal: bool = True,
-        window_size: tuple[int, int] = UNBOUNDED,
+        window_size: tuple[int, int] | None = UNBOUNDED,
         scale: float | None = None,
         attn_mask: Tensor | None = None,
         prefix_length: int = 0,
-        softcap: float = 0.0,
+        softcap: float | None = 0.0,
         sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
         return_lse: bool = False,

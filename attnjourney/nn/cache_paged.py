@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..ops import kv_cache as ops
+from ..ops._inference import as_index, optional_index
 from .cache import KeyValueCache, check_sizes
 
 
@@ -56,8 +57,9 @@ class PagedKVCache(KeyValueCache):
     def append(self, key: Tensor, value: Tensor, lengths: Tensor | None = None) -> None:
         """As KVCache.append; ValueError too when the pool has no block left."""
         ops.paged_append(
-            self.key, self.value, self.lengths, self.block_table, self.block_refs, key, value, counts=lengths
-        )
+            self.key, self.value, self.lengths, self.block_table, self.block_refs, key, value,
+            counts=optional_index(lengths),
+        )  # fmt: skip
 
     def _lost(self) -> Tensor:
         used = (
@@ -76,7 +78,7 @@ class PagedKVCache(KeyValueCache):
 
     def reorder(self, batch_index: Tensor) -> None:
         """As KVCache.reorder; moves no keys and values."""
-        ops.paged_reorder(self.lengths, self.block_table, self.block_refs, batch_index)
+        ops.paged_reorder(self.lengths, self.block_table, self.block_refs, as_index(batch_index))
 
     def reset(self) -> None:
         super().reset()

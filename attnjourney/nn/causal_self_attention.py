@@ -13,6 +13,7 @@ from ._parts import (
     check_probability,
     check_sequence,
     is_plain,
+    leaf,
     merge_heads,
     padding_as_mask,
     split_heads,
@@ -49,6 +50,7 @@ class CausalSelfAttention(nn.Module):
         self.qkv_proj = nn.Linear(embed_dim, 3 * embed_dim, bias, device=device, dtype=dtype)  # query, key, value
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias, device=device, dtype=dtype)
 
+    @leaf
     def forward(
         self,
         x: Tensor,

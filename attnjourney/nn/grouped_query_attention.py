@@ -16,6 +16,7 @@ from ._parts import (
     check_probability,
     check_sequence,
     is_plain,
+    leaf,
     merge_heads,
     padding_as_mask,
     split_heads,
@@ -97,6 +98,7 @@ class GroupedQueryAttention(nn.Module):
         self.q_norm = nn.RMSNorm(self.head_dim, eps, **like) if qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_dim, eps, **like) if qk_norm else None
 
+    @leaf
     def forward(
         self,
         x: Tensor,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.infini_attention import Memory, infini_attention
-from ._parts import check_divides, check_positive, check_sequence, merge_heads, split_heads
+from ._parts import check_divides, check_positive, check_sequence, leaf, merge_heads, split_heads
 from .rotary import Rotary
 
 
@@ -72,6 +72,7 @@ class InfiniAttention(nn.Module):
         self.o_proj = nn.Linear(num_heads * head_dim, embed_dim, bias, **like)
         self.beta = nn.Parameter(torch.zeros(num_heads, **like))
 
+    @leaf
     def forward(
         self, x: Tensor, *, memory: Memory | None = None, return_memory: bool = False
     ) -> Tensor | tuple[Tensor, Memory]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.linear_attention import State, linear_attention
-from ._parts import check_divides, check_positive, check_sequence, merge_heads, split_heads
+from ._parts import check_divides, check_positive, check_sequence, leaf, merge_heads, split_heads
 
 
 class LinearAttention(nn.Module):
@@ -60,6 +60,7 @@ class LinearAttention(nn.Module):
         self.v_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias, **like)
         self.o_proj = nn.Linear(num_heads * head_dim, embed_dim, bias, **like)
 
+    @leaf
     def forward(
         self,
         x: Tensor,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.longformer_attention import longformer_attention
-from ._parts import check_divides, check_positive, check_probability, check_sequence, merge_heads, split_heads
+from ._parts import check_divides, check_positive, check_probability, check_sequence, leaf, merge_heads, split_heads
 
 
 class LongformerSelfAttention(nn.Module):
@@ -74,6 +74,7 @@ class LongformerSelfAttention(nn.Module):
         own.load_state_dict(module.state_dict())
         return own.train(module.training)
 
+    @leaf
     def forward(
         self, x: Tensor, *, global_mask: Tensor | None = None, key_padding_mask: Tensor | None = None
     ) -> Tensor:

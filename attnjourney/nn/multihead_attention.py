@@ -13,7 +13,7 @@ from ..ops._operator import seed_for
 from ..reference.mha import attention_mask
 from ._multihead_cached import attend_cached
 from ._multihead_checks import check_inputs
-from ._parts import check_divides, check_positive, check_probability, is_plain, merge_heads, split_heads
+from ._parts import check_divides, check_positive, check_probability, is_plain, leaf, merge_heads, split_heads
 from ._weights import attention_weights
 from .cache import KeyValueCache
 
@@ -73,17 +73,11 @@ class MultiheadAttention(nn.MultiheadAttention):
             dtype,
         )
 
-    def _reset_parameters(self) -> None:
-        self._qkv_same_embed_dim = self.in_proj_weight is not None
-        super()._reset_parameters()
-        # To nn.TransformerEncoderLayer False says that its own fused inference kernel cannot take this layer's weights;
-        # otherwise it would call that kernel in place of this module, on nested tensors where there is padding.
-        self._qkv_same_embed_dim = False
-
     def __setstate__(self, state):
         super().__setstate__(state)
-        self._qkv_same_embed_dim = False
+        self._qkv_same_embed_dim = self.kdim == self.vdim == self.embed_dim  # earlier versions stored False
 
+    @leaf
     def forward(
         self,
         query: Tensor,
@@ -176,14 +170,13 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _is_one_operator(self) -> bool:
         """Whether `mha` is this layer: equal widths, no further keys, an output projection that is a plain product."""
-        same_widths = self.in_proj_weight is not None
-        return same_widths and self.bias_k is None and not self.add_zero_attn and is_plain(self.out_proj)
+        return self._qkv_same_embed_dim and self.bias_k is None and not self.add_zero_attn and is_plain(self.out_proj)
 
     def _project(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Any, ...]:
         """(N, L, embed), (N, S, embed), (N, S, embed); None for what is None."""
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        if self.in_proj_weight is None:
-            weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+        if not self._qkv_same_embed_dim:
+            weights: tuple[Tensor, ...] = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
         elif query is key is value:
             return F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
         else:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..ops import attention
 from ._cached import NewTokens, check_cache
-from ._parts import check_positive, check_sequence, is_plain, merge_heads, padding_as_mask, split_heads
+from ._parts import check_positive, check_sequence, is_plain, leaf, merge_heads, padding_as_mask, split_heads
 from .cache import LatentCache
 from .rotary import Rotary, Tables, rotate
 
@@ -88,6 +88,7 @@ class MultiheadLatentAttention(nn.Module):
         self.kv_b_proj = nn.Linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim), bias=False, **like)
         self.o_proj = nn.Linear(num_heads * v_head_dim, embed_dim, bias, **like)
 
+    @leaf
     def forward(
         self,
         x: Tensor,

@@ -15,6 +15,18 @@ from ._registration import LIBRARY
 from ._torch_internals import any_requires_grad, below_autograd, grad_enabled
 
 
+def as_index(x: Tensor) -> Tensor:
+    """Lengths or numbers of sequences as the operators read them: int32 becomes int64, strides become dense. What else
+    is wrong is for the operator to say."""
+    if x.dtype == torch.int32:
+        return x.to(torch.int64)
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def optional_index(x: Tensor | None) -> Tensor | None:
+    return None if x is None else as_index(x)
+
+
 def register_inference(
     name: str,
     *,

@@ -58,7 +58,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ._derivatives import Derivatives
 from ._nodes import eager_node, transformed_node
 from ._operator import NAMESPACE, Operator, Signature, draw_seed, on_one_device
-from ._torch_internals import any_requires_grad, below_autograd, grad_enabled
+from ._torch_internals import any_requires_grad, autocast_on, below_autograd, grad_enabled
 
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # lives as long as the module: its kernels go with it
 OPERATORS: dict[str, Operator] = {}  # by name, all that `register` has completed
@@ -197,7 +197,7 @@ def _register_functorch(
 
     def cast_inputs(args, kwargs):  # this key comes before the autocast keys
         device = args[0].device.type
-        return cast(device, args, kwargs) if autocast and torch.is_autocast_enabled(device) else (args, kwargs)
+        return cast(device, args, kwargs) if autocast and autocast_on(device) else (args, kwargs)
 
     def public(*args, **kwargs):
         args, kwargs = cast_inputs(args, kwargs)

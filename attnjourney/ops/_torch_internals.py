@@ -8,3 +8,8 @@ any_requires_grad = torch._C._any_requires_grad
 below_autograd = torch._C._AutoDispatchBelowAutograd
 grad_enabled = torch.is_grad_enabled
 transforms_active = torch._C._are_functorch_transforms_active
+
+
+def autocast_on(device_type: str) -> bool:
+    """torch.is_autocast_enabled raises for devices that know no autocast, "meta" among them."""
+    return device_type in ("cpu", "cuda") and torch.is_autocast_enabled(device_type)

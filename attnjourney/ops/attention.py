@@ -46,11 +46,11 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     causal_alignment: str = "top_left",
-    window_size: tuple[int, int] = UNBOUNDED,
+    window_size: tuple[int, int] | None = UNBOUNDED,
     prefix_length: int = 0,
     key_lengths: Tensor | None = None,
     query_lengths: Tensor | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     dropout_seed: Tensor | None = None,
@@ -79,11 +79,11 @@ def attention(
         scale: 1 / sqrt(E) by default; may be 0 or negative.
         enable_gqa: Hq may be a multiple of Hk; query head h reads key/value head h // (Hq / Hk).
         causal_alignment: "top_left", as torch's own function, or "bottom_right". Also shifts the window and ALiBi.
-        window_size: (left, right), both ends inclusive; -1 is unbounded. Time follows the window.
+        window_size: (left, right), both ends inclusive; -1 is unbounded, None both. Time follows the window.
         prefix_length: the first keys, visible whatever causality and window say.
         key_lengths, query_lengths: (B,) int32 or int64, B the product of the batch dimensions. Keys beyond are never
             read; rows beyond give 0, lse -inf and no gradient.
-        softcap: scores become softcap * tanh(score / softcap) (Gemma 2, arXiv 2408.00118); 0 turns it off.
+        softcap: scores become softcap * tanh(score / softcap) (Gemma 2, arXiv 2408.00118); 0 or None: they stay.
         sinks: (Hq,) or (B, Hq), float32 or query's dtype: one logit that joins each head's denominator (arXiv
             2309.17453; as trained in gpt-oss). Trainable.
         alibi_slopes: (Hq,) or (B, Hq), float32 or query's dtype: -slope * |p - j| is added (arXiv 2108.12409).
@@ -105,11 +105,11 @@ def attention(
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     if causal_alignment != "top_left":
         options["causal_alignment"] = alignment_index(causal_alignment)
-    if window_size != UNBOUNDED:
+    if window_size is not None and window_size != UNBOUNDED:
         options["window_size"] = window_size
     if prefix_length != 0:
         options["prefix_length"] = prefix_length
-    if softcap != 0.0:
+    if softcap is not None and softcap != 0.0:
         options["softcap"] = softcap
     if key_lengths is not None:
         options["key_lengths"] = key_lengths

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ..block_mask import BlockMask
+from ..reference.attention import differentiable_weights
 from ._attention_checks import alignment_index
 from ._operator import carries_tangent
 from ._registration import LIBRARY
-from ._torch_internals import below_autograd, grad_enabled, transforms_active
-from .attention import attention
+from ._torch_internals import any_requires_grad, below_autograd, grad_enabled, transforms_active
+from .attention import UNBOUNDED, attention
 from .block_attention import block_tensors
 
 
@@ -31,11 +32,11 @@ def attention_weights(
     scale: float | None = None,
     enable_gqa: bool = False,
     causal_alignment: str = "top_left",
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] | None = UNBOUNDED,
     prefix_length: int = 0,
     key_lengths: Tensor | None = None,
     query_lengths: Tensor | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
 ) -> Tensor:
@@ -51,21 +52,24 @@ def attention_weights(
     Returns:
         (..., heads, rows, S) in query's dtype. Rows sum to 1 (with a sink: to less), or to 0 where no key is visible.
 
-    Raises as attnjourney.attention. The result is not differentiable: its backward raises NotImplementedError.
+    Raises as attnjourney.attention. Where a gradient is wanted, the weights are made of torch's own operators, which
+    keep some rows * S numbers more. The operator underneath has none, nor one under torch.func: NotImplementedError.
     """
     options: dict[str, Any] = dict(
         scale=scale,
         enable_gqa=enable_gqa,
-        window_size=window_size,
+        window_size=UNBOUNDED if window_size is None else window_size,
         prefix_length=prefix_length,
         key_lengths=key_lengths,
         query_lengths=query_lengths,
-        softcap=softcap,
+        softcap=softcap or 0.0,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
     )
+    inputs = (query, key, lse, attn_mask, sinks, alibi_slopes)
+    differentiable = grad_enabled() and any_requires_grad(*inputs) and not transforms_active()
     if lse is None:
-        with torch.no_grad():
+        with torch.set_grad_enabled(differentiable):
             value = key[..., :1]  # any: lse does not depend on it
             _, lse = attention(
                 query,
@@ -82,6 +86,11 @@ def attention_weights(
     def indices(name: str, x: Tensor | Sequence[int] | None, size: int) -> Tensor:
         return torch.arange(size) if x is None else torch.as_tensor(x, dtype=torch.int64)
 
+    if differentiable:
+        weights = differentiable_weights(
+            query, key, attn_mask, is_causal, lse, rows, causal_alignment=causal_alignment, **options
+        )
+        return weights if heads is None else weights.index_select(-3, torch.as_tensor(heads, device=query.device))
     n_heads = lse.shape[-2] if query.dim() >= 3 else 1
     masks: tuple[Any, ...] = (attn_mask,)
     operator = torch.ops.attnjourney._attention_weights.default

@@ -11,7 +11,7 @@ from torch import Tensor
 from ._attention_checks import check_per_head, check_scores
 from ._decode_vmap import vmap_decode
 from ._fakes import broadcasts, empty_lse, need, same_size
-from ._inference import register_inference
+from ._inference import as_index, register_inference
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -45,11 +45,11 @@ def decode(
     block_table: Tensor | None = None,
     ring: bool = False,
     is_causal: bool = True,
-    window_size: tuple[int, int] = UNBOUNDED,
+    window_size: tuple[int, int] | None = UNBOUNDED,
     scale: float | None = None,
     attn_mask: Tensor | None = None,
     prefix_length: int = 0,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
@@ -66,17 +66,17 @@ def decode(
         key: (B, Hkv, capacity, E), or with a block_table (num_blocks, Hkv, block_size, E); query's dtype; any strides
             with a dense last dimension. Hq is a multiple of Hkv: query head h reads key/value head h // (Hq / Hkv).
         value: the same with Ev in place of E.
-        lengths: (B,) int64.
+        lengths: (B,) int64 or int32.
         block_table: (B, max_blocks) int32: key j of sequence b is row j % block_size of block
             block_table[b, j // block_size] (PagedAttention, arXiv 2309.06180).
         ring: key j lies at j % capacity and only the last `capacity` keys are there; needs a left window.
         is_causal: a row sees the keys up to its own position.
-        window_size: (left, right), inclusive: a row sees the keys p - left .. p + right; -1 is unbounded.
+        window_size: (left, right), inclusive: a row sees the keys p - left .. p + right; -1 is unbounded, None both.
         scale: E^-0.5 by default.
         attn_mask: broadcasts to (B, Hq, Sq, S), S the longest length, or the capacity (not of a ring): column j is key
             j. bool: True where a key may be attended to; floating (query's dtype or float32): added to the scores.
         prefix_length: the first keys, visible whatever causality and window say. Not of a ring.
-        softcap: scores become softcap * tanh(score / softcap); 0 turns it off.
+        softcap: scores become softcap * tanh(score / softcap); 0 or None: they stay.
         sinks: (Hq,) or (B, Hq), float32 or query's dtype: a logit that joins each head's denominator.
         alibi_slopes: (Hq,) or (B, Hq), float32 or query's dtype: -slope * |p - j| is added.
         return_lse: also return the natural logarithm of each row's denominator.
@@ -100,19 +100,19 @@ def decode(
         options["block_table"] = block_table
     if ring:
         options["ring"] = True
-    out, lse = _decode(query, key, value, lengths, **options)
+    out, lse = _decode(query, key, value, as_index(lengths), **options)
     return (out, lse) if return_lse else out
 
 
 def decode_options(
-    is_causal: bool, window_size: tuple[int, int], scale: float | None, attn_mask: Tensor | None, prefix_length: int,
-    softcap: float, sinks: Tensor | None, alibi_slopes: Tensor | None,
+    is_causal: bool, window_size: tuple[int, int] | None, scale: float | None, attn_mask: Tensor | None,
+    prefix_length: int, softcap: float | None, sinks: Tensor | None, alibi_slopes: Tensor | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Those that are not the default."""
     options: dict[str, Any] = {}
     if not is_causal:
         options["is_causal"] = False
-    if window_size != UNBOUNDED:
+    if window_size is not None and window_size != UNBOUNDED:
         options["window_size"] = window_size
     if scale is not None:
         options["scale"] = scale
@@ -120,7 +120,7 @@ def decode_options(
         options["attn_mask"] = attn_mask
     if prefix_length != 0:
         options["prefix_length"] = prefix_length
-    if softcap != 0.0:
+    if softcap is not None and softcap != 0.0:
         options["softcap"] = softcap
     if sinks is not None:
         options["sinks"] = sinks

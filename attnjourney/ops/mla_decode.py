@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ._decode_vmap import vmap_mla_decode
 from ._fakes import empty_lse, need
-from ._inference import register_inference
+from ._inference import as_index, register_inference
 from .decode import UNBOUNDED, check_options, decode_options
 
 if TYPE_CHECKING:
@@ -41,11 +41,11 @@ def mla_decode(
     *,
     block_table: Tensor | None = None,
     is_causal: bool = True,
-    window_size: tuple[int, int] = UNBOUNDED,
+    window_size: tuple[int, int] | None = UNBOUNDED,
     scale: float | None = None,
     attn_mask: Tensor | None = None,
     prefix_length: int = 0,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
@@ -61,7 +61,7 @@ def mla_decode(
         latent: (B, capacity, kv_lora + rope), for each token its normed latent, then its rotary key, turned; the one
             layout of the rotary part (interleaved or half-split) that query has too. With block_table
             (num_blocks, block_size, kv_lora + rope).
-        lengths: (B,) int64.
+        lengths: (B,) int64 or int32.
         kv_b_weight: (H * (nope + v), kv_lora), for each head nope rows W_UK, then v rows W_UV, as in transformers'
             deepseek_v3.
         block_table, is_causal, window_size, attn_mask, prefix_length, softcap, sinks, alibi_slopes, return_lse: as
@@ -75,7 +75,7 @@ def mla_decode(
         ValueError, RuntimeError: as :func:`attnjourney.decode`.
     """
     options = decode_options(is_causal, window_size, scale, attn_mask, prefix_length, softcap, sinks, alibi_slopes)
-    out, lse = _mla_decode(query, latent, lengths, kv_b_weight, block_table=block_table, **options)
+    out, lse = _mla_decode(query, latent, as_index(lengths), kv_b_weight, block_table=block_table, **options)
     return (out, lse) if return_lse else out
 
 

@@ -12,6 +12,7 @@ from ._attention_checks import alignment_index, check_index, check_per_head, che
 from ._fakes import empty_lse
 from ._operator import seed_for
 from ._registration import register
+from .attention import UNBOUNDED
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -40,12 +41,14 @@ def varlen_attention(
     *,
     scale: float | None = None,
     causal_alignment: str = "top_left",
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] | None = UNBOUNDED,
     prefix_length: int = 0,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     dropout_seed: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """attnjourney.attention for each of B sequences that lie packed one after the other, without padding.
@@ -58,6 +61,7 @@ def varlen_attention(
             not checked, which would wait for the device: a number that falls or does not fit the tensors counts as
             the nearest that does.
         sinks, alibi_slopes: (Hq,) or (B, Hq).
+        max_seqlen_q, max_seqlen_k: taken, and not needed: the lengths say it.
         the others: as in attnjourney.attention; alignment, window and prefix are each sequence's own. There is no
             attn_mask.
 
@@ -70,9 +74,9 @@ def varlen_attention(
     options: dict[str, Any] = dict(
         scale=scale,
         causal_alignment=alignment_index(causal_alignment),
-        window_size=window_size,
+        window_size=UNBOUNDED if window_size is None else window_size,
         prefix_length=prefix_length,
-        softcap=softcap,
+        softcap=softcap or 0.0,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
         dropout_seed=seed_for(query, dropout_p, dropout_seed),

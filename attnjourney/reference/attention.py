@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -42,11 +43,11 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     causal_alignment: str = "top_left",
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] | None = (-1, -1),
     prefix_length: int = 0,
     key_lengths: Tensor | None = None,
     query_lengths: Tensor | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     dropout_seed: Tensor | None = None,
@@ -65,12 +66,20 @@ def attention(
     if isinstance(attn_mask, BlockMask):
         attn_mask = attn_mask.to_dense().reshape(_mask_shape(attn_mask, query))
     visible, distance = visibility(
-        query, key, attn_mask, is_causal, causal_alignment, window_size, prefix_length, key_lengths, query_lengths
+        query,
+        key,
+        attn_mask,
+        is_causal,
+        causal_alignment,
+        window_size or (-1, -1),
+        prefix_length,
+        key_lengths,
+        query_lengths,
     )
     empty = ~visible.any(-1, keepdim=True)
 
     scores = masked_scores(query, key, visible) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-    if softcap > 0:
+    if softcap:
         scores = softcap * (scores / softcap).tanh()
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         scores = scores + attn_mask
@@ -168,6 +177,40 @@ def attention_weights(
     if heads is not None:
         weights = weights.index_select(-3, torch.as_tensor(heads))
     return weights if rows is None else weights.index_select(-2, torch.as_tensor(rows))
+
+
+def differentiable_weights(
+    query: Tensor, key: Tensor, attn_mask: Tensor | BlockMask | None, is_causal: bool, lse: Tensor,
+    rows: Tensor | Sequence[int] | None, *, scale: float | None, enable_gqa: bool, causal_alignment: str,
+    window_size: tuple[int, int], prefix_length: int, key_lengths: Tensor | None, query_lengths: Tensor | None,
+    softcap: float, sinks: Tensor | None, alibi_slopes: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """exp(score - lse) of the rows wanted: (..., Hq, rows, S) in query's dtype. Sinks are in lse alone."""
+    wide, dtype = accumulation_dtype(query.dtype), query.dtype
+    query, key, _ = expand_heads(query, key, key, enable_gqa)
+    if isinstance(attn_mask, BlockMask):
+        attn_mask = attn_mask.to_dense().reshape(_mask_shape(attn_mask, query))
+    chosen = torch.arange(query.shape[-2], device=query.device)
+    if rows is not None:
+        chosen = torch.as_tensor(rows, device=query.device)
+        if attn_mask is not None and attn_mask.dim() >= 2 and attn_mask.shape[-2] > 1:
+            attn_mask = attn_mask.index_select(-2, chosen)
+    visible, distance = visibility(
+        query, key, attn_mask, is_causal, causal_alignment, window_size, prefix_length, key_lengths, query_lengths,
+        chosen,
+    )  # fmt: skip
+    query, lse = query.index_select(-2, chosen), lse.index_select(-1, chosen)
+    scores = masked_scores(query.to(wide), key.to(wide), visible)
+    scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        scores = scores + attn_mask
+    if alibi_slopes is not None:
+        scores = scores - per_head(alibi_slopes, query) * distance
+    lse = lse.unsqueeze(-1)
+    lse = torch.where(lse == -math.inf, 0.0, lse)  # a row that sees no key: all its scores are hidden
+    return (scores - lse).masked_fill(~visible, -math.inf).exp().to(dtype)
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -40,11 +40,11 @@ def decode(
     block_table: Tensor | None = None,
     ring: bool = False,
     is_causal: bool = True,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] | None = (-1, -1),
     scale: float | None = None,
     attn_mask: Tensor | None = None,
     prefix_length: int = 0,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
@@ -57,7 +57,7 @@ def decode(
         row = torch.arange(query.shape[2], device=query.device).unsqueeze(1) + length - query.shape[2]  # its position
         column = torch.arange(first, length, device=query.device)
         visible = torch.ones(row.shape[0], column.shape[0], dtype=torch.bool, device=query.device)
-        left, right = window_size
+        left, right = window_size or (-1, -1)
         if left >= 0:
             visible = visible & (column >= row - left)
         if is_causal or right >= 0:
@@ -102,11 +102,11 @@ def mla_decode(
     *,
     block_table: Tensor | None = None,
     is_causal: bool = True,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] | None = (-1, -1),
     scale: float | None = None,
     attn_mask: Tensor | None = None,
     prefix_length: int = 0,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     return_lse: bool = False,

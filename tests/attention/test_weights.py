@@ -67,11 +67,14 @@ def test_weights_of_the_worked_example():
     torch.testing.assert_close(weights[3], expected, atol=1e-6, rtol=1e-6)
 
 
-def test_weights_are_not_differentiable_and_say_so():
+def test_the_operator_has_no_derivative_and_says_so():
     q = random_tensor((2, 5, 4)).requires_grad_()
-    weights = attnjourney.attention_weights(q, q)
+    index = torch.arange(5), torch.arange(2)
+    weights = torch.ops.attnjourney._attention_weights(q, q, torch.zeros(2, 5), *index, None, False)
     with pytest.raises(NotImplementedError, match="attention_weights"):
         weights.sum().backward()
+    with pytest.raises(NotImplementedError, match="attention_weights"):
+        torch.func.grad(lambda q: attnjourney.attention_weights(q, q).sum())(q.detach())
 
 
 @pytest.mark.parametrize(

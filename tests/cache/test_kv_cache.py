@@ -255,7 +255,7 @@ def test_bad_input_leaves_the_cache_as_it_was(kind):
             key, value, torch.tensor([1, 6])
         ),
         "counts: expected shape": lambda: cache.append(key, value, torch.tensor([1])),
-        "counts: expected dtype": lambda: cache.append(key, value, torch.tensor([1, 1], dtype=torch.int32)),
+        "counts: expected dtype": lambda: cache.append(key, value, torch.tensor([1, 1], dtype=torch.int16)),
         "key: expected a tensor that does not require grad": lambda: cache.append(key.clone().requires_grad_(), value),
         "query: expected a tensor that does not": lambda: cache.attend(query.clone().requires_grad_()),
         "new_lengths: expected numbers from 0 to the present length, 5, got 6": lambda: cache.truncate(6),

@@ -56,7 +56,7 @@ def test_encoder_in_evaluation_calls_ours_and_stays_dense(calls, grad, norm_firs
 def test_encoder_built_from_a_replaced_layer(calls):
     layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, dtype=torch.float64)
     replace_attention(layer)
-    with pytest.warns(UserWarning, match="_qkv_same_embed_dim"):
+    with pytest.warns(UserWarning, match="activation_relu_or_gelu"):
         model = nn.TransformerEncoder(layer, 3).eval()
     x, padding = padded([2, 4])
     with torch.no_grad():

@@ -75,6 +75,10 @@ class Captured(Sequence[Record]):
         """Of all records, each once, in the order of the calls."""
         return list(dict.fromkeys(record.name for record in self.records))
 
+    def keys(self) -> list[str]:
+        """names: dict(captured) holds the latest record of each."""
+        return self.names
+
     def of(self, name: str) -> list[Record]:
         """All records of a name: one a step of generation, say."""
         return [record for record in self.records if record.name == name]
