@@ -19,7 +19,7 @@ RUN_TESTS = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -q -n auto
 CXX_FILES = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := build
-.PHONY: help build test test-quick demo bench gpu lint format asan test-torch clean
+.PHONY: help build test test-quick test-clients demo bench gpu lint format asan test-torch clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -36,6 +36,11 @@ test: $(VENV)/.torch-$(TORCH)  ## build, then all tests; where nvcc is, the CUDA
 	@ATTNJOURNEY_CUDA=1 $(PY) setup.py -q build_ext --build-lib build/cuda
 	@$(PY) setup.py -q build_ext --inplace
 	$(RUN_TESTS) $(PYTEST_ARGS)
+
+test-clients: build  ## install what attnjourney.integrations is for, then the tests with it
+	@$(PY) -c "$$REQUIREMENTS" test-clients >$(VENV)/clients.txt
+	@$(PY) -m pip install -q -r $(VENV)/clients.txt
+	$(RUN_TESTS) -m clients $(PYTEST_ARGS)
 
 demo: build  ## build, then the demo: make demo TEXT=book.txt
 	$(PY) -m examples.demo $(if $(TEXT),--text "$(TEXT)") $(if $(OUT),--out "$(OUT)")
@@ -83,7 +88,9 @@ import importlib, sys
 toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "pip._vendor.tomli")
 with open("pyproject.toml", "rb") as file:
     project = toml.load(file)
-lists = [project["build-system"]["requires"], *project["project"]["optional-dependencies"].values()]
+extras = project["project"]["optional-dependencies"]
+clients = extras.pop("test-clients")  # asked for by name
+lists = [clients] if sys.argv[1:] else [project["build-system"]["requires"], *extras.values()]
 print(*(entry for entries in lists for entry in entries if not entry.startswith("attnjourney[")), sep="\n")
 endef
 export REQUIREMENTS
