@@ -145,14 +145,16 @@ struct BackwardJvp : TileStages<Real> {
       const Vec<Real> f = Vec<Real>::set(factor), zero = Vec<Real>::zero();
       const auto at = [&](int r, int j) { return (k + r) * tile + lane0 + width * j; };
       if (b.cap_tanh) [[unlikely]]
-        for (int r = 0; r < M; r++)
-          for (int j = 0; j < N; j++) {
-            const auto hidden = eq(load(b.P + at(r, j)), zero);
-            const Vec<Real> tanh = select(hidden, zero, load(b.cap_tanh + at(r, j)));
-            store(b.cap_tanh + at(r, j), tanh);
-            store(b.score_change + at(r, j), select(hidden, zero, x.acc[r][j] * f));
-            x.acc[r][j] = x.acc[r][j] * cap_slope(tanh);
-          }
+        x.through([&](Real* products) {
+          for (int r = 0; r < M; r++)
+            for (int j = 0; j < N; j++, products += width) {
+              const auto hidden = eq(load(b.P + at(r, j)), zero);
+              const Vec<Real> tanh = select(hidden, zero, load(b.cap_tanh + at(r, j))), product = load(products);
+              store(b.cap_tanh + at(r, j), tanh);
+              store(b.score_change + at(r, j), select(hidden, zero, product * f));
+              store(products, product * cap_slope(tanh));
+            }
+        });
       ATTN_UNROLL for (int j = 0; j < N; j++) {
         const Vec<Real> mu = load(queries->mu + lane0 + width * j);
         ATTN_UNROLL for (int r = 0; r < M; r++) {

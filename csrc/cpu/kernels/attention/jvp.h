@@ -76,8 +76,11 @@ struct Jvp : TileStages<Real> {
       const Vec<Real> f = Vec<Real>::set(factor), zero = Vec<Real>::zero();
       const auto at = [&](int r, int j) { return (k + r) * tile + lane0 + width * j; };
       if (cap_tanh) [[unlikely]]
-        for (int r = 0; r < M; r++)
-          for (int j = 0; j < N; j++) x.acc[r][j] = x.acc[r][j] * cap_slope(load(cap_tanh + at(r, j)));
+        x.through([&](Real* products) {
+          for (int r = 0; r < M; r++)
+            for (int j = 0; j < N; j++, products += width)
+              store(products, load(products) * cap_slope(load(cap_tanh + at(r, j))));
+        });
       ATTN_UNROLL for (int j = 0; j < N; j++) {
         Real *mu_at = queries->mu + lane0 + width * j, *total_at = queries->total + lane0 + width * j;
         Vec<Real> mu = load(mu_at), mu_low = load(mu_at + tile), total = load(total_at),

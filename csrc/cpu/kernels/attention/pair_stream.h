@@ -204,7 +204,9 @@ struct PairStream : PairTiles {
       single<2 * rows, 1>(hidden, epilogue, lane0, k);  // hides latencies
     for (; n > 0; n--, k += rows)
       with_rows<vectors>(used, [&](auto n_) {
-        with_rows<rows>(m, [&](auto m_) { single<m_.count, n_.count>(hidden, epilogue, lane0, k); });
+        if (m == rows) return single<rows, n_.count>(hidden, epilogue, lane0, k);
+        in_powers<rows / 2>(
+            m, [&](int64_t first, auto m_) { single<m_.count, n_.count>(hidden, epilogue, lane0, k + first); });
       });
   }
   // keys [begin, end) of the block, seen by every row but for the bias block

@@ -33,15 +33,15 @@ struct ScoreTile {
   Alibi<Real> alibi;
   RowPrefetch* prefetch;  // of the mask
 
-  // M keys against N vectors of a panel, from vector v on
-  template <Hidden H, int M, int N>
+  // `rows` keys against N vectors of a panel, from vector v on
+  template <Hidden H, int N>
   ATTN_INLINE void register_tile(const Real* K, int64_t key_ld, int64_t panel_index, int64_t v, int64_t key,
                                  int64_t k) const {
-    Tile<Real, M, N> scores;
+    Tile<Real, rows, N> scores;
     scores.clear();
     scores.add_rows(K, key_ld, query + panel_index * panel * head_dim + v * width, panel, head_dim);
     if (cap != Real(0)) [[unlikely]]
-      scores.through([&](Real* x) { cap_scores(x, M * N, cap); });
+      scores.through([&](Real* x) { cap_scores(x, rows * N, cap); });
     softmax<H>(scores, panel_index * panel + v * width, key, k);
   }
 
@@ -50,7 +50,7 @@ struct ScoreTile {
     Real* const P = weights + k * tile + lane0;
     LaneRange<Real> range[M];
     if constexpr (H == Hidden::by_range)
-      for (int r = 0; r < M; r++) range[r] = lane_range<Real>(*keys, first_row + lane0, key + r);
+      ATTN_UNROLL for (int r = 0; r < M; r++) range[r] = lane_range<Real>(*keys, first_row + lane0, key + r);
     const Vec<Real> hidden = Vec<Real>::set(-Real(__builtin_inff()));
     ATTN_UNROLL for (int j = 0; j < N; j++) {
       Vec<Real> row_max = top[lane0 / width + j], row_sum = total[lane0 / width + j];
@@ -85,31 +85,37 @@ struct ScoreTile {
     }
   }
 
-  // M keys against all panels
-  template <Hidden H, int M>
-  ATTN_NOINLINE void against_panels(const Real* K, int64_t key_ld, int64_t key, int64_t k) const {
-    int64_t whole = 0;
-    for (; (whole + 1) * vectors <= vectors_used; whole++) register_tile<H, M, vectors>(K, key_ld, whole, 0, key, k);
-    const int64_t left = vectors_used - whole * vectors;
-    if constexpr (vectors > 1)
-      if (left > 0)
-        with_rows<vectors - 1>(left, [&](auto n) { register_tile<H, M, n.count>(K, key_ld, whole, 0, key, k); });
+  // m keys against n vectors of one panel, from vector v on
+  template <Hidden H>
+  ATTN_NOINLINE void against_vectors(const Real* K, int64_t key_ld, int64_t panel_index, int64_t v, int64_t n,
+                                     int64_t m, int64_t key, int64_t k) const {
+    if (m == rows)
+      return with_rows<vectors>(n, [&](auto n_) { register_tile<H, n_.count>(K, key_ld, panel_index, v, key, k); });
+    RowSums<Real, rows, vectors> products;
+    products.multiply(m, n, 1, &K, key_ld, &query, panel_index * panel * head_dim + v * width, panel, head_dim);
+    if (cap != Real(0)) [[unlikely]]
+      cap_scores(products.sums, int(m * vectors), cap);
+    products.each_row(
+        m, n, [&](int64_t r, const auto& row) { softmax<H>(row, panel_index * panel + v * width, key + r, k + r); });
   }
 
-  // M keys against n vectors of one panel, from vector v on
-  template <Hidden H, int M>
-  ATTN_NOINLINE void against_vectors(const Real* K, int64_t key_ld, int64_t panel_index, int64_t v, int64_t n,
-                                     int64_t key, int64_t k) const {
-    with_rows<vectors>(n, [&](auto n_) { register_tile<H, M, n_.count>(K, key_ld, panel_index, v, key, k); });
+  // m keys against all panels
+  template <Hidden H>
+  ATTN_NOINLINE void against_panels(const Real* K, int64_t key_ld, int64_t m, int64_t key, int64_t k) const {
+    int64_t whole = 0;
+    if (m == rows)
+      for (; (whole + 1) * vectors <= vectors_used; whole++) register_tile<H, vectors>(K, key_ld, whole, 0, key, k);
+    for (; whole * vectors < vectors_used; whole++)
+      against_vectors<H>(K, key_ld, whole, 0, min_of(vectors, vectors_used - whole * vectors), m, key, k);
   }
 
   // keys [begin, end) of the block, all of them seen by every row of the tile (or hidden by the bias block)
   template <Hidden H>
   ATTN_INLINE void inner(const Real* K, int64_t key_ld, int64_t k0, int64_t begin, int64_t end) const {
-    split_rows<rows>(end - begin, [&](int64_t k, auto m) {
-      against_panels<H, m.count>(K + (begin + k) * key_ld, key_ld, k0 + begin + k, begin + k);
+    for (int64_t k = begin; k < end; k += rows) {
+      against_panels<H>(K + k * key_ld, key_ld, min_of(rows, end - k), k0 + k, k);
       if constexpr (H == Hidden::by_bias || H == Hidden::by_sum) prefetch->step();
-    });
+    }
   }
 
   // keys [begin, end) of the block, seen by some rows only: vectors of rows that see none of a group are skipped
@@ -131,23 +137,21 @@ struct ScoreTile {
                               : !lanes.whole ? Hidden::by_range
                               : alibi.on     ? Hidden::by_alibi
                                              : Hidden::no;
-        with_rows<rows>(
-            m, [&](auto m_) { border_group<m_.count>(hidden, K + k * key_ld, key_ld, panel_index, lanes, k0 + k, k); });
+        border_group(hidden, K + k * key_ld, key_ld, panel_index, lanes, m, k0 + k, k);
       }
     }
   }
-  template <int M>
   ATTN_INLINE void border_group(Hidden hidden, const Real* K, int64_t key_ld, int64_t panel_index,
-                                const SeenLanes& lanes, int64_t key, int64_t k) const {
+                                const SeenLanes& lanes, int64_t m, int64_t key, int64_t k) const {
     const int64_t v = lanes.begin, n = lanes.end - lanes.begin;
     if (hidden == Hidden::by_bias)
-      against_vectors<Hidden::by_bias, M>(K, key_ld, panel_index, v, n, key, k);
+      against_vectors<Hidden::by_bias>(K, key_ld, panel_index, v, n, m, key, k);
     else if (hidden == Hidden::by_alibi)
-      against_vectors<Hidden::by_alibi, M>(K, key_ld, panel_index, v, n, key, k);
+      against_vectors<Hidden::by_alibi>(K, key_ld, panel_index, v, n, m, key, k);
     else if (hidden == Hidden::no)
-      against_vectors<Hidden::no, M>(K, key_ld, panel_index, v, n, key, k);
+      against_vectors<Hidden::no>(K, key_ld, panel_index, v, n, m, key, k);
     else
-      against_vectors<Hidden::by_range, M>(K, key_ld, panel_index, v, n, key, k);
+      against_vectors<Hidden::by_range>(K, key_ld, panel_index, v, n, m, key, k);
   }
 };
 

@@ -93,45 +93,51 @@ struct TileStages {
     int64_t ld, dim;
   };
 
-  // M keys against N vectors of a panel, from vector v on
-  template <Hidden H, int M, int N, int Terms, class Step>
+  // `rows` keys against N vectors of a panel, from vector v on
+  template <Hidden H, int N, int Terms, class Step>
   static ATTN_INLINE void product(const Product<Terms>& terms, const Step& step, int64_t panel_index, int64_t v,
                                   int64_t key, int64_t k) {
-    Tile<Real, M, N> sums;
+    Tile<Real, rows, N> sums;
     sums.clear();
-    for (int i = 0; i < Terms; i++)
-      if (Terms == 1 || terms.X[i])
+    ATTN_UNROLL for (int i = 0; i < Terms; i++) if (Terms == 1 || terms.X[i])
         sums.add_rows(terms.X[i] + k * terms.ld, terms.ld, terms.Y[i] + panel_index * panel * terms.dim + v * width,
                       panel, terms.dim);
     step.template finish<H>(sums, panel_index * panel + v * width, key, k);
   }
-  // ... against all panels
-  template <Hidden H, int M, int Terms, class Step>
-  static ATTN_NOINLINE void against_panels(const Product<Terms>& terms, int64_t vectors_used, const Step& step,
-                                           int64_t key, int64_t k) {
-    int64_t panel_index = 0;
-    for (; (panel_index + 1) * vectors <= vectors_used; panel_index++)
-      product<H, M, vectors>(terms, step, panel_index, 0, key, k);
-    if constexpr (vectors > 1)
-      if (panel_index * vectors < vectors_used)
-        with_rows<vectors - 1>(vectors_used - panel_index * vectors,
-                               [&](auto n) { product<H, M, n.count>(terms, step, panel_index, 0, key, k); });
-  }
-  // ... against n vectors of one panel
-  template <Hidden H, int M, int Terms, class Step>
+  // m keys against n vectors of one panel
+  template <Hidden H, int Terms, class Step>
   static ATTN_NOINLINE void against_panel(const Product<Terms>& terms, const Step& step, int64_t panel_index, int64_t v,
-                                          int64_t n, int64_t key, int64_t k) {
-    with_rows<vectors>(n, [&](auto n_) { product<H, M, n_.count>(terms, step, panel_index, v, key, k); });
+                                          int64_t n, int64_t m, int64_t key, int64_t k) {
+    if (m == rows)
+      return with_rows<vectors>(n, [&](auto n_) { product<H, n_.count>(terms, step, panel_index, v, key, k); });
+    RowSums<Real, rows, vectors> products;
+    const Real* X[Terms];
+    for (int i = 0; i < Terms; i++) X[i] = terms.X[i] ? terms.X[i] + k * terms.ld : nullptr;
+    products.multiply(m, n, Terms, X, terms.ld, terms.Y, panel_index * panel * terms.dim + v * width, panel, terms.dim);
+    products.each_row(m, n, [&](int64_t r, auto& row) {
+      step.template finish<H>(row, panel_index * panel + v * width, key + r, k + r);
+    });
+  }
+  // ... against all panels
+  template <Hidden H, int Terms, class Step>
+  static ATTN_NOINLINE void against_panels(const Product<Terms>& terms, int64_t vectors_used, const Step& step,
+                                           int64_t m, int64_t key, int64_t k) {
+    int64_t panel_index = 0;
+    if (m == rows)
+      for (; (panel_index + 1) * vectors <= vectors_used; panel_index++)
+        product<H, vectors>(terms, step, panel_index, 0, key, k);
+    for (; panel_index * vectors < vectors_used; panel_index++)
+      against_panel<H>(terms, step, panel_index, 0, min_of(vectors, vectors_used - panel_index * vectors), m, key, k);
   }
 
   // One product for keys [begin, end) of the block, none of which the ranges hide
   template <Hidden H, int Terms, class Step>
   static ATTN_INLINE void inner(const Product<Terms>& terms, const QueryRows& queries, const Step& step, int64_t k0,
                                 int64_t begin, int64_t end) {
-    split_rows<rows>(end - begin, [&](int64_t k, auto m) {
-      against_panels<H, m.count>(terms, queries.vectors_used, step, k0 + begin + k, begin + k);
+    for (int64_t k = begin; k < end; k += rows) {
+      against_panels<H>(terms, queries.vectors_used, step, min_of(rows, end - k), k0 + k, k);
       if (queries.prefetch) queries.prefetch->step();
-    });
+    }
   }
 
   // Keys [begin, end) of the block, seen by some rows only: f(key, keys, panel, first vector, vectors) for the vectors
@@ -161,14 +167,12 @@ struct TileStages {
     border(
         params, queries, k0, begin, end, [&](int64_t at) { step.clear(at); },
         [&](int64_t k, int64_t m, int64_t q, int64_t v, int64_t n) {
-          with_rows<rows>(m, [&](auto m_) {
-            if constexpr (!Step::hides)
-              against_panel<Hidden::no, m_.count>(terms, step, q, v, n, k0 + k, k);
-            else if (bias)
-              against_panel<Hidden::by_bias, m_.count>(terms, step, q, v, n, k0 + k, k);
-            else
-              against_panel<Hidden::by_range, m_.count>(terms, step, q, v, n, k0 + k, k);
-          });
+          if constexpr (!Step::hides)
+            against_panel<Hidden::no>(terms, step, q, v, n, m, k0 + k, k);
+          else if (bias)
+            against_panel<Hidden::by_bias>(terms, step, q, v, n, m, k0 + k, k);
+          else
+            against_panel<Hidden::by_range>(terms, step, q, v, n, m, k0 + k, k);
         });
   }
   // One product for all keys of `seen`, the two borders finished by `careful`. In the order of the keys: what a step
@@ -208,7 +212,8 @@ struct TileStages {
         scores.through([&](Real* x) { capped<M, N>(x, k * tile + lane0); });
       LaneRange<Real> range[M];
       if constexpr (H == Hidden::by_range)
-        for (int r = 0; r < M; r++) range[r] = lane_range<Real>(params->keys, queries->first + lane0, key + r);
+        ATTN_UNROLL for (int r = 0; r < M; r++) range[r] =
+            lane_range<Real>(params->keys, queries->first + lane0, key + r);
       const Vec<Real> hidden = Vec<Real>::set(-Real(__builtin_inff()));
       ATTN_UNROLL for (int j = 0; j < N; j++) {
         const Vec<Real> lse = load(queries->minus_lse + lane0 + width * j),

@@ -22,6 +22,10 @@ struct Tile {
     ATTN_UNROLL for (int r = 0; r < M; r++) ATTN_UNROLL for (int j = 0; j < N; j++)
         store(to + r * ld + Vec<Real>::width * j, acc[r][j]);
   }
+  ATTN_INLINE void load_from(const Real* from, int64_t ld) {
+    ATTN_UNROLL for (int r = 0; r < M; r++) ATTN_UNROLL for (int j = 0; j < N; j++) acc[r][j] =
+        load(from + r * ld + Vec<Real>::width * j);
+  }
   // the numbers through f(Real (&x)[M * N * width]), in memory; x[(r * N + j) * width + lane]
   template <class F>
   ATTN_INLINE void through(const F& f) {
@@ -87,6 +91,47 @@ ATTN_INLINE void with_rows(int64_t m, F&& f) {
   else
     with_rows<Max - 1>(m, static_cast<F&&>(f));
 }
+
+// calls f(first, Rows<p>) for pieces of m < 2 Most rows: powers of two, the largest first
+template <int Most, class F>
+ATTN_INLINE void in_powers(int64_t m, F&& f, int64_t first = 0) {
+  if (m & Most) f(first, Rows<Most>{});
+  if constexpr (Most > 1) in_powers<Most / 2>(m, static_cast<F&&>(f), first + (m & Most));
+}
+
+// Sums of rows [m][left_ld] with the columns right [n][right_ld], n <= N vectors wide, in memory: for tiles of fewer
+// than Max rows, which what follows then takes a row at a time. So that no product is compiled for every number of rows
+// together with every epilogue.
+template <class Real, int Max, int N>
+struct RowSums {
+  static constexpr int64_t ld = N * Vec<Real>::width;
+  alignas(64) Real sums[Max * ld];
+
+  // the sum of up to `count` products, of which those without a left side count nothing
+  ATTN_NOINLINE void multiply(int64_t m, int64_t n, int count, const Real* const* left, int64_t left_ld,
+                              const Real* const* right, int64_t right_offset, int64_t right_ld, int64_t dim) {
+    with_rows<Max>(m, [&](auto m_) {
+      with_rows<N>(n, [&](auto n_) {
+        Tile<Real, m_.count, n_.count> tile;
+        tile.clear();
+        for (int i = 0; i < count; i++)
+          if (left[i]) tile.add_rows(left[i], left_ld, right[i] + right_offset, right_ld, dim);
+        tile.store_to(sums, ld);
+      });
+    });
+  }
+  // f(row, its sums) for each of m rows
+  template <class F>
+  ATTN_INLINE void each_row(int64_t m, int64_t n, const F& f) const {
+    with_rows<N>(n, [&](auto n_) {
+      for (int64_t r = 0; r < m; r++) {
+        Tile<Real, 1, n_.count> row;
+        row.load_from(sums + r * ld, ld);
+        f(r, row);
+      }
+    });
+  }
+};
 
 // calls f(first, Rows<m>) for pieces of n rows, Max at a time; the rest is shared out so that no tiny piece is left
 template <int Max, class F>

@@ -63,10 +63,10 @@ struct RowProducts {
         }
       }
     }
-    if (whole < dim)
-      for (int k = 0; k < K; k++) {
+    if (whole < dim) ATTN_UNROLL for (int k = 0; k < K; k++) {
         const V numbers = load_part(key + k * k_row + whole, dim - whole);
-        for (int r = 0; r < R; r++) acc[k * R + r] = fma(load(query + r * query_ld + whole), numbers, acc[k * R + r]);
+        ATTN_UNROLL for (int r = 0; r < R; r++) acc[k * R + r] =
+            fma(load(query + r * query_ld + whole), numbers, acc[k * R + r]);
       }
     ATTN_UNROLL for (int i = 0; i < sums_at_once; i += width) {
       V group[width];
