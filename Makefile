@@ -35,7 +35,7 @@ test-quick: build  ## build, then what to run before a commit: some cases of eve
 test: $(VENV)/.torch-$(TORCH)  ## build, then all tests; where nvcc is, the CUDA library is built for them too
 	@ATTNJOURNEY_CUDA=1 $(PY) setup.py -q build_ext --build-lib build/cuda
 	@$(PY) setup.py -q build_ext --inplace
-	$(RUN_TESTS) $(PYTEST_ARGS)
+	$(RUN_TESTS) -m "not clients" $(PYTEST_ARGS)
 
 test-clients: build  ## install what attnjourney.integrations is for, then the tests with it
 	@$(PY) -c "$$REQUIREMENTS" test-clients >$(VENV)/clients.txt

@@ -116,7 +116,7 @@ def flash_attn_varlen_func(
     k and v are (num_blocks, block_size, Hk, D)."""
     _check_rank("q", q, 3)
     if block_table is not None:
-        k, v = _gather_blocks(k, v, cu_seqlens_k, block_table)
+        k, v = gather_blocks(k, v, cu_seqlens_k, block_table)
     out, lse = _packed(
         q, k, v, cu_seqlens_q, cu_seqlens_k, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
     )
@@ -405,7 +405,7 @@ def _write(
     v_cache[row, column] = v.to(v_cache.dtype)
 
 
-def _gather_blocks(k: Tensor, v: Tensor, cu_seqlens_k: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
+def gather_blocks(k: Tensor, v: Tensor, cu_seqlens_k: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
     """The keys of (num_blocks, block_size, Hk, D) packed: (total_k, Hk, D)."""
     size = k.shape[1]
     lengths = cu_seqlens_k.diff().to(torch.int64)

@@ -1,0 +1,145 @@
+"""This package's caches behind past_key_values: layers of a transformers Cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from ...nn.cache import Cache as OwnCache
+from ...nn.cache import KVCache, LatentCache
+
+ROOM = 64  # tokens that the first cache of a layer has room for, at least
+
+
+class _GrowingLayer(DynamicLayer):
+    """transformers' DynamicLayer over a cache of this package, whose room doubles where it is full: a token is written
+    in place, and keys and values are views, where DynamicLayer copies all of them for every token."""
+
+    cache: OwnCache | None = None
+    length = 0
+
+    def _make(self, keys: Tensor, values: Tensor, capacity: int) -> Any:
+        raise NotImplementedError
+
+    def _append(self, keys: Tensor, values: Tensor) -> None:
+        raise NotImplementedError
+
+    def _views(self) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        end = self.length + key_states.shape[-2]
+        if self.cache is None or end > self.cache.capacity:
+            capacity = max(ROOM, 1 << (end - 1).bit_length())
+            self._move(self._make(key_states, value_states, capacity))
+        self._append(key_states, value_states)
+        self.length = end
+        self.keys, self.values = self._views()
+        return self.keys, self.values
+
+    def _move(self, new: OwnCache) -> None:
+        """What is held goes into the new cache."""
+        if self.cache is not None:
+            new.key[:, :, : self.length] = self.cache.key[:, :, : self.length]
+            if new.value is not None and self.cache.value is not None:
+                new.value[:, :, : self.length] = self.cache.value[:, :, : self.length]
+            new.lengths.fill_(self.length)
+        self.cache = new
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def reset(self) -> None:
+        self.cache, self.length = None, 0
+        super().reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove: expected a negative number or 0, got {tokens_to_remove}")
+        if self.cache is not None and tokens_to_remove:
+            self.length += tokens_to_remove
+            self.cache.truncate(self.length)
+            self.keys, self.values = self._views()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.cache is not None:
+            self.cache.reorder(beam_idx.to(self.cache.key.device))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.cache is not None:
+            index = torch.arange(self.cache.key.shape[0], device=self.cache.key.device)
+            self.batch_select_indices(index.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.cache is not None:
+            for name in ("key", "value", "lengths"):
+                held = getattr(self.cache, name)
+                setattr(self.cache, name, None if held is None else held[indices])
+            self.keys, self.values = self._views()
+
+
+class KVLayer(_GrowingLayer):
+    """Over an attnjourney.KVCache: `cache`. Padding stays inside; the mask hides it."""
+
+    cache: KVCache | None = None
+
+    def _make(self, keys: Tensor, values: Tensor, capacity: int) -> KVCache:
+        batch, heads, _, dim = keys.shape
+        return KVCache(batch, heads, capacity, dim, values.shape[3], dtype=keys.dtype, device=keys.device)
+
+    def _append(self, keys: Tensor, values: Tensor) -> None:
+        assert self.cache is not None
+        self.cache.append(keys, values)
+
+    def _views(self) -> tuple[Tensor, Tensor]:
+        assert self.cache is not None
+        return self.cache.key[:, :, : self.length], self.cache.value[:, :, : self.length]
+
+
+class LatentLayer(_GrowingLayer):
+    """Over an attnjourney.LatentCache: `cache`, for layers that cache latents (B, 1, N, kv_lora_rank) and rotary keys
+    (B, 1, N, qk_rope_head_dim). The latents that it returns know where they come from, and `use` has told the model's
+    layers to leave such latents as they are: attention is absorbed (attnjourney.mla_decode), no key is made."""
+
+    cache: LatentCache | None = None
+
+    def _make(self, keys: Tensor, values: Tensor, capacity: int) -> LatentCache:
+        return LatentCache(
+            keys.shape[0], capacity, keys.shape[3], values.shape[3], dtype=keys.dtype, device=keys.device
+        )
+
+    def _append(self, keys: Tensor, values: Tensor) -> None:
+        assert self.cache is not None
+        self.cache.append(torch.cat([keys, values], -1).squeeze(1))
+
+    def _views(self) -> tuple[Tensor, Tensor]:
+        assert self.cache is not None
+        held, rank = self.cache.key[:, :, : self.length], self.cache.kv_lora_rank
+        latent, rotary = held[..., :rank], held[..., rank:]
+        latent.attnjourney_latents = self.cache.latent  # type: ignore[attr-defined]
+        return latent, rotary
+
+
+def cache(model: Any) -> Cache:
+    """A cache for model.generate(past_key_values=...) and model(past_key_values=...), without gradients.
+
+    Layers that see all keys get a KVLayer, or a LatentLayer where `use` has prepared the model for latents. Those with
+    a sliding window, and what is no attention, keep transformers' own.
+    """
+    made = DynamicCache(config=model.config)
+    latent = any(hasattr(module, "attnjourney_expand_kv") for module in model.modules())
+    layers = made.layers or []
+    if not layers:
+        count = model.config.get_text_config(decoder=True).num_hidden_layers
+        layers = [DynamicLayer() for _ in range(count)]
+    made.layers = [(LatentLayer() if latent else KVLayer()) if type(x) is DynamicLayer else x for x in layers]
+    return made

@@ -1,0 +1,382 @@
+"""attnjourney.integrations.transformers: tiny random models give what they give in eager mode, and ours is called."""
+
+import importlib
+import sys
+
+import pytest
+import torch
+
+import attnjourney
+
+pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore")]
+transformers = pytest.importorskip("transformers", minversion="5")
+
+from transformers import masking_utils  # noqa: E402
+from transformers.cache_utils import DynamicLayer  # noqa: E402
+
+from attnjourney.integrations import transformers as ours  # noqa: E402
+from tests.support.transformers_models import CONFIGURATIONS, DECODERS, build, inputs_of, logits_of  # noqa: E402
+
+NEAR = 2e-5  # relative, of float32 through two layers; their gradients five times it
+PADDINGS = {name: ("left", "right", None)[i % 3] for i, name in enumerate(CONFIGURATIONS)}
+GREEDY = dict(max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=None)
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    transformers.logging.set_verbosity_error()
+    ours.calls.clear()
+
+
+def distance(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+def real_rows(name, logits, inputs):
+    """Rows of the padding are not compared: eager gives them a uniform attention."""
+    alone = name not in ("bart", "t5", "whisper") and logits.dim() == 3 and "attention_mask" in inputs
+    return logits * inputs["attention_mask"][..., None] if alone else logits
+
+
+def trained(name, implementation, padding, dtype=torch.float32, prepare=lambda model: model, **more):
+    """Logits and all gradients of parameters."""
+    model = prepare(build(name, implementation, dtype).train())
+    inputs = {**inputs_of(name, padding, dtype), **more}
+    logits = real_rows(name, logits_of(model(**inputs)), inputs)
+    weighing = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+    (logits * weighing).sum().backward()
+    return logits.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def assert_near(actual, expected):
+    assert distance(actual[0], expected[0]) < NEAR and distance(actual[1], expected[1]) < 5 * NEAR
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_values_and_gradients(name):
+    expected = trained(name, "eager", PADDINGS[name])
+    assert not ours.calls
+    assert_near(trained(name, "attnjourney", PADDINGS[name]), expected)
+    assert ours.calls["attention"] >= 2 and set(ours.calls) == {"attention"}
+
+
+def test_a_broken_kernel_shows(monkeypatch):
+    expected = trained("llama", "eager", "left")
+    monkeypatch.setattr(ours.attention, "attention", lambda query, *_, **__: query * 0.5)
+    assert distance(trained("llama", "attnjourney", "left")[0], expected[0]) > 0.01
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "bert"])
+def test_bfloat16(name):
+    exact = trained(name, "eager", "left")
+    plain = trained(name, "eager", "left", torch.bfloat16)
+    actual = trained(name, "attnjourney", "left", torch.bfloat16)
+    for got, rounded, wanted in zip(actual, plain, exact, strict=True):
+        assert distance(got.float(), wanted) < 1.5 * distance(rounded.float(), wanted)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant):
+    def prepare(model):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        return model
+
+    for name in ("mistral", "gpt_oss"):
+        expected = trained(name, "eager", "left")
+        assert_near(trained(name, "attnjourney", "left", prepare=prepare), expected)
+        assert ours.calls["attention"] == 4  # two layers, twice
+        ours.calls.clear()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_compiled(name):
+    def prepare(model):
+        return torch.compile(model, backend="aot_eager", fullgraph=True)
+
+    torch._dynamo.reset()
+    expected = trained(name, "eager", "left")
+    assert_near(trained(name, "attnjourney", "left", prepare=prepare), expected)
+    assert ours.calls["attention"] >= 1
+
+
+# --------------------------------------------------------------------------------------------------------------- masks
+
+
+def patterns():
+    packed = masking_utils.packed_sequence_mask_function(torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2], [0] * 5 + [1] * 3]))
+    causal, both = masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function
+    window = masking_utils.sliding_window_causal_mask_function(3)
+    yield "causal", causal, True
+    yield "window", window, True
+    yield "bidirectional", both, True
+    yield "bidirectional window", masking_utils.sliding_window_bidirectional_mask_function(2), True
+    yield "packed", masking_utils.and_masks(causal, packed), True
+    yield "packed window", masking_utils.and_masks(window, packed), True
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 4, 0, 1, 2]])
+    yield (
+        "packed, as by position_ids",
+        masking_utils.and_masks(masking_utils.remap_positions_for_packed_sequence(window, positions), packed),
+        True,
+    )
+    yield (
+        "packed, of other positions",
+        masking_utils.and_masks(masking_utils.remap_positions_for_packed_sequence(window, 2 * positions), packed),
+        False,
+    )
+    yield "chunked", masking_utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.long)), False
+    yield "or", masking_utils.or_masks(causal, masking_utils.sliding_window_bidirectional_overlay(2)), False
+    yield (
+        "twice packed",
+        masking_utils.and_masks(
+            causal, packed, masking_utils.packed_sequence_mask_function(torch.arange(8).expand(2, -1))
+        ),
+        False,
+    )
+    yield "the user's", lambda b, h, q, k: (k <= q) & (k != 2), False
+
+
+PATTERNS = list(patterns())
+
+
+def seen_by(description):
+    """What this package sees through a mask, (B, rows, keys): weights of equal scores are positive there."""
+    batch, _, rows, keys = description.shape
+    module = torch.nn.Module()
+    value = torch.eye(keys)[None, None].expand(batch, 1, -1, -1)
+    zeros = torch.zeros(batch, 1, keys, 4)
+    out, _ = ours.attention.forward(module, zeros[:, :, :rows], zeros, value, description)
+    return out[:, :, 0] > 0
+
+
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("name, function, known", PATTERNS, ids=[p[0] for p in PATTERNS])
+def test_descriptions_say_what_the_numbers_say(name, function, known, padding):
+    there = torch.ones(2, 8, dtype=torch.bool)
+    if padding:
+        there[0, :3] = False
+    places = [(8, 8, 0, 0), (3, 8, 5, 0), (1, 8, 7, 0), (8, 8, torch.tensor(0), 0), (3, 8, torch.tensor(4), 0)]
+    if "packed" not in name:
+        places += [(3, 5, 5, 3), (5, 8, 0, 0)]
+    described = 0
+    for q_length, kv_length, q_offset, kv_offset in places:
+        call = dict(
+            batch_size=2, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+            mask_function=function, attention_mask=there if padding else None,
+        )  # fmt: skip
+        expected = masking_utils.sdpa_mask(**call, allow_is_causal_skip=False)[:, 0]
+        got = ours.masks.mask(**call, allow_is_causal_skip=False)
+        if isinstance(got, ours.MaskDescription):
+            described += 1
+            torch.testing.assert_close(got & True, expected[:, None].expand(got.shape))  # an operation gets the numbers
+        assert torch.equal(seen_by(got), expected), (q_length, kv_length, q_offset, kv_offset)
+    assert (described > 0) == (known and not (padding and "packed" in name))
+
+
+def test_no_mask_where_causality_is_all():
+    assert ours.masks.mask(batch_size=2, q_length=8, kv_length=8) is None
+    assert ours.masks.mask(batch_size=2, q_length=1, kv_length=8, q_offset=7) is None
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss", "bert", "modernbert"])
+def test_no_matrix_of_rows_by_keys_is_made(name, monkeypatch):
+    model, inputs = build(name, "attnjourney").eval(), inputs_of(name, "left")
+
+    def refuse(**arguments):
+        raise AssertionError(f"a mask of {arguments['q_length']} x {arguments['kv_length']}")
+
+    monkeypatch.setattr(ours.masks, "sdpa_mask", refuse)
+    with torch.no_grad():
+        model(**inputs)
+    assert sum(ours.calls.values()) >= 2
+
+
+# ----------------------------------------------------------------------------------------------------- packed, weights
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("told_by", ["position_ids", "cu_seq_lens"])
+def test_packed_sequences(name, told_by):
+    model = build(name, "attnjourney").eval()
+    ids = inputs_of(name)["input_ids"][:1]
+    cu = torch.tensor([0, 5, 6, 14], dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) for n in (5, 1, 8)])[None]
+    more = dict(cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=8, max_length_k=8) if told_by == "cu_seq_lens" else {}
+    with torch.no_grad():
+        out = model(input_ids=ids, position_ids=positions, use_cache=False, **more).logits
+        alone = torch.cat([model(input_ids=ids[:, a:b]).logits for a, b in ((0, 5), (5, 6), (6, 14))], 1)
+    assert distance(out, alone) < NEAR and ours.calls["varlen_attention"] == 2
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5"])
+def test_output_attentions(name):
+    inputs = inputs_of(name, "right")
+    results = []
+    for implementation in ("eager", "attnjourney"):
+        out = build(name, implementation).eval()(**inputs, output_attentions=True)
+        results.append(out.encoder_attentions if name == "t5" else out.attentions)
+    rows = inputs["attention_mask"][:, None, :, None]
+    assert ours.calls["weights"] >= 2
+    for got, wanted in zip(*results[::-1], strict=True):
+        torch.testing.assert_close(got * rows, wanted * rows, rtol=1e-4, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------ generation and caches
+
+
+def tokens(model, inputs, **options):
+    given = {name: x for name, x in inputs.items() if not name.startswith("decoder_")}
+    with torch.no_grad():
+        return model.generate(**given, **{**GREEDY, **options})
+
+
+@pytest.mark.parametrize("name", [*DECODERS, "bart", "t5", "whisper"])
+def test_greedy_tokens(name):
+    inputs = inputs_of(name, "left")
+    expected = tokens(build(name, "eager").eval(), inputs)
+    model = build(name, "attnjourney").eval()
+    assert torch.equal(tokens(model, inputs), expected)
+    assert ours.calls["decode"] >= 7
+    if name in DECODERS:
+        ours.calls.clear()
+        ours.use(model)
+        cache = ours.cache(model)
+        assert torch.equal(tokens(model, inputs, past_key_values=cache), expected)
+        own = [layer for layer in cache.layers if isinstance(layer, (ours.KVLayer, ours.LatentLayer))]
+        assert own or name in ("mistral", "phimoe")  # these have windows in every layer
+        assert all(int(layer.cache.lengths[0]) == layer.length == 14 + 7 for layer in own)
+
+
+WAYS = {
+    "static": dict(cache_implementation="static"),
+    "without": dict(use_cache=False),
+    "beams": dict(num_beams=3),
+    "prompt lookup": dict(prompt_lookup_num_tokens=2),
+    "sampled": dict(do_sample=True, top_k=5),
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_generate(name, way):
+    inputs, options = inputs_of(name, "left"), WAYS[way]
+    if way == "prompt lookup":
+        inputs = {key: x[2:] for key, x in inputs.items()}  # for one sequence
+    results = []
+    for implementation in ("eager", "attnjourney"):
+        torch.manual_seed(0)
+        results.append(tokens(build(name, implementation).eval(), inputs, **options))
+    assert torch.equal(*results) and sum(ours.calls.values()) > 0
+
+
+@pytest.mark.parametrize("way", ["beams", "prompt lookup"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "deepseek_v3"])
+def test_ways_to_generate_over_our_cache(name, way):
+    inputs, options = inputs_of(name, "left"), WAYS[way]
+    if way == "prompt lookup":
+        inputs = {key: x[2:] for key, x in inputs.items()}
+    expected = tokens(build(name, "eager").eval(), inputs, **options)
+    model = ours.use(build(name, "eager").eval())
+    assert torch.equal(tokens(model, inputs, **options, past_key_values=ours.cache(model)), expected)
+    assert sum(ours.calls.values()) > 0
+
+
+def test_assisted_generation():
+    inputs = {key: x[2:] for key, x in inputs_of("llama").items()}
+    expected = tokens(build("llama", "eager").eval(), inputs)
+    assistant = build("llama", "attnjourney", num_hidden_layers=1).eval()
+    model = build("llama", "attnjourney").eval()
+    assert torch.equal(tokens(model, inputs, assistant_model=assistant), expected)
+
+
+def test_latents_are_what_is_kept():
+    model = ours.use(build("deepseek_v3", "eager").eval())
+    cache = ours.cache(model)
+    inputs = inputs_of("deepseek_v3", "left")
+    tokens(model, inputs, past_key_values=cache)
+    assert set(ours.calls) == {"mla_decode"}
+    config = model.config
+    for layer in cache.layers:
+        assert isinstance(layer, ours.LatentLayer)
+        assert layer.cache.latent.shape[2] == config.kv_lora_rank + config.qk_rope_head_dim
+    with pytest.raises(ValueError, match="output_attentions"), torch.no_grad():
+        model(**inputs, past_key_values=ours.cache(model), output_attentions=True)
+    ours.calls.clear()
+    assert_near(
+        trained("deepseek_v3", "attnjourney", "left", prepare=ours.use), trained("deepseek_v3", "eager", "left")
+    )
+    assert set(ours.calls) == {"attention"}  # training makes keys, as before
+
+
+def test_a_layer_has_the_verbs_of_theirs():
+    theirs, own = DynamicLayer(), ours.KVLayer()
+    generator = torch.Generator().manual_seed(0)
+
+    def both(call):
+        for layer in (theirs, own):
+            call(layer)
+        for name in ("keys", "values"):
+            torch.testing.assert_close(getattr(own, name), getattr(theirs, name), rtol=0, atol=0)
+        assert own.get_seq_length() == theirs.get_seq_length() and own.get_mask_sizes(3) == theirs.get_mask_sizes(3)
+
+    def update(count, batch):
+        new = torch.randn(2, batch, 2, count, 8, generator=generator)
+        both(lambda layer: layer.update(new[0], new[1]))
+
+    for count in (5, 1, 70, 1):  # past its first room
+        update(count, 3)
+    assert own.cache.capacity == 128 and own.keys.data_ptr() == own.cache.key.data_ptr()
+    both(lambda layer: layer.crop(-4))
+    both(lambda layer: layer.reorder_cache(torch.tensor([2, 0, 0], dtype=torch.int32)))
+    update(2, 3)
+    both(lambda layer: layer.batch_repeat_interleave(2))
+    both(lambda layer: layer.batch_select_indices(torch.tensor([5, 1])))
+    update(60, 2)
+    own.reset()
+    theirs.reset()
+    update(3, 2)
+    with pytest.raises(ValueError, match="tokens_to_remove"):
+        own.crop(2)
+
+
+# --------------------------------------------------------------------------------------------------------------- guards
+
+
+def test_models_with_attention_of_their_own_are_refused():
+    small = dict(vocab_size=64, hidden_size=32, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    for cls, config in (
+        (transformers.BloomForCausalLM, transformers.BloomConfig(**small, n_layer=1, n_head=4)),
+        (
+            transformers.FalconForCausalLM,
+            transformers.FalconConfig(**small, num_hidden_layers=1, num_attention_heads=4),
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"{cls.__name__}.*has attention of its own"):
+            ours.use(cls(config))
+    with pytest.raises(TypeError, match="PreTrainedModel, got Linear"):
+        ours.use(torch.nn.Linear(2, 2))
+
+
+def test_falcon_is_served_by_activate():
+    config = transformers.FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    model = transformers.FalconForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+    ids = inputs_of("llama")["input_ids"]
+    with torch.no_grad():
+        expected = model(ids).logits
+        attnjourney.activity(reset=True)
+        with attnjourney.active():
+            actual = model(ids).logits
+    assert distance(actual, expected) < NEAR and attnjourney.activity()["attnjourney"] == 2
+
+
+def test_attention_and_mask_are_registered_together():
+    assert transformers.AttentionInterface()["attnjourney"] is ours.attention.forward
+    assert transformers.AttentionMaskInterface()["attnjourney"] is ours.masks.mask
+
+
+def test_a_missing_client_is_named(monkeypatch):
+    for name in [x for x in sys.modules if x.startswith("attnjourney.integrations.transformers")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match="needs transformers 5 .pip install"):
+        importlib.import_module("attnjourney.integrations.transformers")
