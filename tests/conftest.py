@@ -37,6 +37,7 @@ SLOW = [  # longest first: processes of xdist take the files in this order, so t
     "attention/test_fuzz.py",
     "attention/test_options_fuzz.py",
     "layers/test_multihead_opinfo.py",
+    "integrations/test_transformers_sweep.py",
 ]
 SEEN, RAN, QUICK_ITEMS = pytest.StashKey[set](), pytest.StashKey[int](), pytest.StashKey[list]()
 
