@@ -22,8 +22,11 @@ PROGRAMS = ROOT / "tests/emulator/programs"
 CXX = os.environ.get("CXX") or "g++"
 COMMON = ("-std=c++20", "-Wall", "-Wextra", "-Wno-terminate", "-Wno-unknown-pragmas")
 # The kernel's file: accesses through the hooks of memory.cpp, arrays and alignment checked, registers start as noise.
-CHECKED = ("-O1", "-g1", "-fsanitize=thread,bounds,alignment", "-fno-sanitize-recover=bounds,alignment")
-CHECKED += ("--param", "tsan-instrument-func-entry-exit=0", "-ftrivial-auto-var-init=pattern")
+CHECKS = ("-g1", "-fsanitize=thread,bounds,alignment", "-fno-sanitize-recover=bounds,alignment")
+CHECKS += ("--param", "tsan-instrument-func-entry-exit=0", "-ftrivial-auto-var-init=pattern")
+CHECKED = ("-O1", *CHECKS)
+# A kernel with a fault runs for less time than its compilation takes.
+FAULTY = ("-O0", *CHECKS)
 # What calls the kernels: arguments, tensors, plans.
 HOST = ("-O0",)
 PARTS = ["scheduler", "memory", "warp", "fp32", "tma", "wgmma", "driver"]
@@ -135,12 +138,13 @@ def program(source: str, defines: tuple[str, ...] = (), csrc: Path | None = None
     product = ROOT / "csrc"
     csrc = csrc or product
     file, kernels = PROGRAMS / f"{source}.cpp", PROGRAMS / f"{source}_kernels.h"
+    flags = CHECKED if csrc == product else FAULTY
     if kernels.exists():
         instance = "INSTANCE(...)={} decltype(__VA_ARGS__) __VA_ARGS__"
-        checked = _object(kernels, CHECKED, (*defines, instance.format("template")), csrc)
+        checked = _object(kernels, flags, (*defines, instance.format("template")), csrc)
         objects = [checked, _object(file, HOST, (*defines, instance.format("extern template")), product)]
     else:
-        objects = [_object(file, CHECKED, defines, csrc)]
+        objects = [_object(file, flags, defines, csrc)]
     objects += emulator_objects()
 
     def make(out: Path) -> None:
@@ -152,7 +156,7 @@ def program(source: str, defines: tuple[str, ...] = (), csrc: Path | None = None
 def build_all(requests: list[tuple]) -> None:
     """Makes program(*request) for all of them, as many at once as there are cores."""
     emulator_objects()
-    for flags in (CHECKED, HOST):
+    for flags in (CHECKED, FAULTY, HOST):
         prefix(flags)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda request: program(*request), requests))

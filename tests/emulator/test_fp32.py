@@ -46,9 +46,7 @@ CASES = [*options.CASES, ((), 140, 200), (("causal",), 200, 200), (("causal", "b
 
 
 def part_of(cases, kernels, name):
-    """All of them for one kernel, a sixth each for the others."""
-    i = list(kernels).index(name)
-    return cases if i == 0 else cases[i % 6 :: 6]
+    return options.part_of(cases, kernels, name, 6)
 
 
 FAULTY_FORWARD = [("64-fp32", *fault) for fault in faults.FP32_FORWARD]
