@@ -156,21 +156,22 @@ def varlen_attention(
 @_operator
 def attention_backward(
     grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None,
-    out: Tensor, lse: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
-    enable_gqa: bool = False, causal_alignment: int = 0, window_size: Sequence[int] = [-1, -1], prefix_length: int = 0,
-    key_lengths: Tensor | None = None, query_lengths: Tensor | None = None, softcap: float = 0.0,
-    sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, dropout_seed: Tensor | None = None, need: int = 63
+    out: Tensor, lse: Tensor, stats: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *,
+    scale: float | None = None, enable_gqa: bool = False, causal_alignment: int = 0,
+    window_size: Sequence[int] = [-1, -1], prefix_length: int = 0, key_lengths: Tensor | None = None,
+    query_lengths: Tensor | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None, dropout_seed: Tensor | None = None, need: int = 63
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """grad_query, grad_key, grad_value, grad_attn_mask, grad_sinks, grad_alibi_slopes"""
 
 @_operator
 def attention_backward_jvp(
     grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None,
-    out: Tensor, lse: Tensor, out_tangent: Tensor, lse_tangent: Tensor, grad_out_tangent: Tensor | None = None,
-    grad_lse_tangent: Tensor | None = None, query_tangent: Tensor | None = None, key_tangent: Tensor | None = None,
-    value_tangent: Tensor | None = None, attn_mask_tangent: Tensor | None = None, sinks_tangent: Tensor | None = None,
-    alibi_slopes_tangent: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
-    scale: float | None = None, enable_gqa: bool = False, causal_alignment: int = 0,
+    out: Tensor, lse: Tensor, stats: Tensor, out_tangent: Tensor, lse_tangent: Tensor,
+    grad_out_tangent: Tensor | None = None, grad_lse_tangent: Tensor | None = None, query_tangent: Tensor | None = None,
+    key_tangent: Tensor | None = None, value_tangent: Tensor | None = None, attn_mask_tangent: Tensor | None = None,
+    sinks_tangent: Tensor | None = None, alibi_slopes_tangent: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False, causal_alignment: int = 0,
     window_size: Sequence[int] = [-1, -1], prefix_length: int = 0, key_lengths: Tensor | None = None,
     query_lengths: Tensor | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None, dropout_seed: Tensor | None = None, need: int = 63
@@ -185,12 +186,12 @@ def attention_forward(
     window_size: Sequence[int] = [-1, -1], prefix_length: int = 0, key_lengths: Tensor | None = None,
     query_lengths: Tensor | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None, dropout_seed: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """out, lse"""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse, stats"""
 
 @_operator
 def attention_jvp(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, out: Tensor, lse: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, out: Tensor, lse: Tensor, stats: Tensor,
     query_tangent: Tensor | None = None, key_tangent: Tensor | None = None, value_tangent: Tensor | None = None,
     attn_mask_tangent: Tensor | None = None, sinks_tangent: Tensor | None = None,
     alibi_slopes_tangent: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
@@ -204,7 +205,7 @@ def attention_jvp(
 @_operator
 def block_attention_backward(
     grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, block_offsets: Tensor,
-    block_index: Tensor, block_partial: Tensor, block_elements: Tensor, out: Tensor, lse: Tensor,
+    block_index: Tensor, block_partial: Tensor, block_elements: Tensor, out: Tensor, lse: Tensor, stats: Tensor,
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
     causal_alignment: int = 0, window_size: Sequence[int] = [-1, -1], prefix_length: int = 0,
     key_lengths: Tensor | None = None, query_lengths: Tensor | None = None, softcap: float = 0.0,
@@ -215,11 +216,12 @@ def block_attention_backward(
 @_operator
 def block_attention_backward_jvp(
     grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, block_offsets: Tensor,
-    block_index: Tensor, block_partial: Tensor, block_elements: Tensor, out: Tensor, lse: Tensor, out_tangent: Tensor,
-    lse_tangent: Tensor, grad_out_tangent: Tensor | None = None, grad_lse_tangent: Tensor | None = None,
-    query_tangent: Tensor | None = None, key_tangent: Tensor | None = None, value_tangent: Tensor | None = None,
-    sinks_tangent: Tensor | None = None, alibi_slopes_tangent: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False, causal_alignment: int = 0,
+    block_index: Tensor, block_partial: Tensor, block_elements: Tensor, out: Tensor, lse: Tensor, stats: Tensor,
+    out_tangent: Tensor, lse_tangent: Tensor, grad_out_tangent: Tensor | None = None,
+    grad_lse_tangent: Tensor | None = None, query_tangent: Tensor | None = None, key_tangent: Tensor | None = None,
+    value_tangent: Tensor | None = None, sinks_tangent: Tensor | None = None,
+    alibi_slopes_tangent: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
+    scale: float | None = None, enable_gqa: bool = False, causal_alignment: int = 0,
     window_size: Sequence[int] = [-1, -1], prefix_length: int = 0, key_lengths: Tensor | None = None,
     query_lengths: Tensor | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None, dropout_seed: Tensor | None = None, need: int = 31
@@ -233,13 +235,13 @@ def block_attention_forward(
     enable_gqa: bool = False, causal_alignment: int = 0, window_size: Sequence[int] = [-1, -1], prefix_length: int = 0,
     key_lengths: Tensor | None = None, query_lengths: Tensor | None = None, softcap: float = 0.0,
     sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, dropout_seed: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """out, lse"""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse, stats"""
 
 @_operator
 def block_attention_jvp(
     query: Tensor, key: Tensor, value: Tensor, block_offsets: Tensor, block_index: Tensor, block_partial: Tensor,
-    block_elements: Tensor, out: Tensor, lse: Tensor, query_tangent: Tensor | None = None,
+    block_elements: Tensor, out: Tensor, lse: Tensor, stats: Tensor, query_tangent: Tensor | None = None,
     key_tangent: Tensor | None = None, value_tangent: Tensor | None = None, sinks_tangent: Tensor | None = None,
     alibi_slopes_tangent: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
     scale: float | None = None, enable_gqa: bool = False, causal_alignment: int = 0,
@@ -252,7 +254,7 @@ def block_attention_jvp(
 @_operator
 def gpt_attention_backward(
     grad_out: Tensor, x: Tensor, num_heads: int, qkv_weight: Tensor, out_weight: Tensor, attn: Tensor, lse: Tensor,
-    qkv: Tensor, *, dropout_p: float = 0.0, dropout_seed: Tensor | None = None, need: int = 31
+    stats: Tensor, qkv: Tensor, *, dropout_p: float = 0.0, dropout_seed: Tensor | None = None, need: int = 31
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """grad_x, grad_qkv_weight, grad_qkv_bias, grad_out_weight, grad_out_bias"""
 
@@ -260,14 +262,14 @@ def gpt_attention_backward(
 def gpt_attention_forward(
     x: Tensor, num_heads: int, qkv_weight: Tensor, qkv_bias: Tensor | None, out_weight: Tensor, out_bias: Tensor | None,
     *, dropout_p: float = 0.0, dropout_seed: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out, attn, lse, qkv"""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out, attn, lse, stats, qkv"""
 
 @_operator
 def gqa_backward(
     grad_out: Tensor, x: Tensor, num_heads: int, num_kv_heads: int, q_weight: Tensor, k_weight: Tensor,
-    v_weight: Tensor, o_weight: Tensor, query: Tensor, key: Tensor, value: Tensor, attn: Tensor, lse: Tensor, *,
-    cos: Tensor | None = None, sin: Tensor | None = None, is_causal: bool = True, need: int = 511
+    v_weight: Tensor, o_weight: Tensor, query: Tensor, key: Tensor, value: Tensor, attn: Tensor, lse: Tensor,
+    stats: Tensor, *, cos: Tensor | None = None, sin: Tensor | None = None, is_causal: bool = True, need: int = 511
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """grad_x, grad_q_weight, grad_k_weight, grad_v_weight, grad_o_weight, grad_q_bias, grad_k_bias, grad_v_bias,
     grad_o_bias"""
@@ -277,8 +279,8 @@ def gqa_forward(
     x: Tensor, num_heads: int, num_kv_heads: int, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor,
     o_weight: Tensor, q_bias: Tensor | None = None, k_bias: Tensor | None = None, v_bias: Tensor | None = None,
     o_bias: Tensor | None = None, *, cos: Tensor | None = None, sin: Tensor | None = None, is_causal: bool = True
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """out, query, key, value, attn, lse"""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out, query, key, value, attn, lse, stats"""
 
 @_operator
 def linear_attention_backward(
@@ -301,8 +303,8 @@ def linear_attention_forward(
 def mha_backward(
     grad_out: Tensor, query: Tensor, key: Tensor | None, value: Tensor | None, num_heads: int, in_proj_weight: Tensor,
     out_proj_weight: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, attn: Tensor, lse: Tensor,
-    projected: Tensor, *, is_causal: bool = False, dropout_p: float = 0.0, dropout_seed: Tensor | None = None,
-    need: int = 511
+    stats: Tensor, projected: Tensor, *, is_causal: bool = False, dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None, need: int = 511
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """grad_query, grad_key, grad_value, grad_in_proj_weight, grad_in_proj_bias, grad_out_proj_weight,
     grad_out_proj_bias, grad_attn_mask, grad_key_padding_mask"""
@@ -313,16 +315,17 @@ def mha_forward(
     in_proj_bias: Tensor | None, out_proj_weight: Tensor, out_proj_bias: Tensor | None, *,
     attn_mask: Tensor | None = None, key_padding_mask: Tensor | None = None, is_causal: bool = False,
     dropout_p: float = 0.0, dropout_seed: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out, attn, lse, projected"""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out, attn, lse, stats, projected"""
 
 @_operator
 def mla_backward(
     grad_out: Tensor, x: Tensor, num_heads: int, qk_nope_head_dim: int, qk_rope_head_dim: int, v_head_dim: int,
     q_a_weight: Tensor | None, q_a_norm_weight: Tensor | None, q_b_weight: Tensor, kv_a_weight: Tensor,
     kv_a_norm_weight: Tensor, kv_b_weight: Tensor, o_weight: Tensor, query: Tensor, kv: Tensor, kv_a: Tensor,
-    kv_rstd: Tensor, q_a: Tensor, q_rstd: Tensor, attn: Tensor, lse: Tensor, *, cos: Tensor | None = None,
-    sin: Tensor | None = None, is_causal: bool = True, scale: float | None = None, need: int = 255
+    kv_rstd: Tensor, q_a: Tensor, q_rstd: Tensor, attn: Tensor, lse: Tensor, stats: Tensor, *,
+    cos: Tensor | None = None, sin: Tensor | None = None, is_causal: bool = True, scale: float | None = None,
+    need: int = 255
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """grad_x, grad_q_a_weight, grad_q_a_norm_weight, grad_q_b_weight, grad_kv_a_weight, grad_kv_a_norm_weight,
     grad_kv_b_weight, grad_o_weight"""
@@ -333,13 +336,13 @@ def mla_forward(
     q_a_norm_weight: Tensor | None, q_b_weight: Tensor, kv_a_weight: Tensor, kv_a_norm_weight: Tensor,
     kv_b_weight: Tensor, o_weight: Tensor, *, cos: Tensor | None = None, sin: Tensor | None = None,
     is_causal: bool = True, scale: float | None = None, eps: float = 1e-06
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """out, query, kv, kv_a, kv_rstd, q_a, q_rstd, attn, lse"""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out, query, kv, kv_a, kv_rstd, q_a, q_rstd, attn, lse, stats"""
 
 @_operator
 def varlen_attention_backward(
     grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor, out: Tensor, lse: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *,
+    cu_seqlens_k: Tensor, out: Tensor, lse: Tensor, stats: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *,
     scale: float | None = None, causal_alignment: int = 0, window_size: Sequence[int] = [-1, -1],
     prefix_length: int = 0, softcap: float = 0.0, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
     dropout_seed: Tensor | None = None, need: int = 31
@@ -349,7 +352,7 @@ def varlen_attention_backward(
 @_operator
 def varlen_attention_backward_jvp(
     grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor, out: Tensor, lse: Tensor, out_tangent: Tensor, lse_tangent: Tensor,
+    cu_seqlens_k: Tensor, out: Tensor, lse: Tensor, stats: Tensor, out_tangent: Tensor, lse_tangent: Tensor,
     grad_out_tangent: Tensor | None = None, grad_lse_tangent: Tensor | None = None, query_tangent: Tensor | None = None,
     key_tangent: Tensor | None = None, value_tangent: Tensor | None = None, sinks_tangent: Tensor | None = None,
     alibi_slopes_tangent: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
@@ -365,17 +368,18 @@ def varlen_attention_forward(
     is_causal: bool = False, *, scale: float | None = None, causal_alignment: int = 0,
     window_size: Sequence[int] = [-1, -1], prefix_length: int = 0, softcap: float = 0.0, sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None, dropout_seed: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """out, lse"""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse, stats"""
 
 @_operator
 def varlen_attention_jvp(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, out: Tensor, lse: Tensor,
-    query_tangent: Tensor | None = None, key_tangent: Tensor | None = None, value_tangent: Tensor | None = None,
-    sinks_tangent: Tensor | None = None, alibi_slopes_tangent: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, *, scale: float | None = None, causal_alignment: int = 0,
-    window_size: Sequence[int] = [-1, -1], prefix_length: int = 0, softcap: float = 0.0, sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None, dropout_seed: Tensor | None = None
+    stats: Tensor, query_tangent: Tensor | None = None, key_tangent: Tensor | None = None,
+    value_tangent: Tensor | None = None, sinks_tangent: Tensor | None = None,
+    alibi_slopes_tangent: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
+    scale: float | None = None, causal_alignment: int = 0, window_size: Sequence[int] = [-1, -1],
+    prefix_length: int = 0, softcap: float = 0.0, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
+    dropout_seed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """out_tangent, lse_tangent"""
 
@@ -383,20 +387,21 @@ def varlen_attention_jvp(
 
 @_operator
 def _attention_weights(
-    query: Tensor, key: Tensor, lse: Tensor, rows: Tensor, heads: Tensor, attn_mask: Tensor | None = None,
-    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False, causal_alignment: int = 0,
-    window_size: Sequence[int] = [-1, -1], prefix_length: int = 0, key_lengths: Tensor | None = None,
-    query_lengths: Tensor | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None, dropout_seed: Tensor | None = None
+    query: Tensor, key: Tensor, lse: Tensor, stats: Tensor | None, rows: Tensor, heads: Tensor,
+    attn_mask: Tensor | None = None, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+    causal_alignment: int = 0, window_size: Sequence[int] = [-1, -1], prefix_length: int = 0,
+    key_lengths: Tensor | None = None, query_lengths: Tensor | None = None, softcap: float = 0.0,
+    sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, dropout_seed: Tensor | None = None
 ) -> Tensor: ...
 
 @_operator
 def _block_attention_weights(
-    query: Tensor, key: Tensor, lse: Tensor, rows: Tensor, heads: Tensor, block_offsets: Tensor, block_index: Tensor,
-    block_partial: Tensor, block_elements: Tensor, is_causal: bool = False, *, scale: float | None = None,
-    enable_gqa: bool = False, causal_alignment: int = 0, window_size: Sequence[int] = [-1, -1], prefix_length: int = 0,
-    key_lengths: Tensor | None = None, query_lengths: Tensor | None = None, softcap: float = 0.0,
-    sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, dropout_seed: Tensor | None = None
+    query: Tensor, key: Tensor, lse: Tensor, stats: Tensor | None, rows: Tensor, heads: Tensor, block_offsets: Tensor,
+    block_index: Tensor, block_partial: Tensor, block_elements: Tensor, is_causal: bool = False, *,
+    scale: float | None = None, enable_gqa: bool = False, causal_alignment: int = 0,
+    window_size: Sequence[int] = [-1, -1], prefix_length: int = 0, key_lengths: Tensor | None = None,
+    query_lengths: Tensor | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None, dropout_seed: Tensor | None = None
 ) -> Tensor: ...
 
 @_operator

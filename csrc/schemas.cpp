@@ -41,7 +41,8 @@ Text options(bool packed) {
 
 void add_attention(Schemas& schemas, const Masks& mask) {
   const Text inputs = "Tensor query, Tensor key, Tensor value, ", grads = "Tensor grad_out, Tensor? grad_lse, ";
-  const Text results = "Tensor out, Tensor lse, ", result_tangents = "Tensor out_tangent, Tensor lse_tangent, ";
+  const Text results = "Tensor out, Tensor lse, Tensor stats, ",
+             result_tangents = "Tensor out_tangent, Tensor lse_tangent, ";
   const Text call = "float dropout_p=0.0, bool is_causal=False, *, " + options(mask.packed);
   const Text need = ", int need=" + mask.need;
   const Text tangents = "Tensor? query_tangent=None, Tensor? key_tangent=None, Tensor? value_tangent=None, " +
@@ -56,7 +57,7 @@ void add_attention(Schemas& schemas, const Masks& mask) {
   };
   const Text& name = mask.operators;
   schemas.add(name, inputs + mask.given + call, "Tensor");
-  schemas.add(name + "_forward", inputs + mask.given + call, "(Tensor out, Tensor lse)");
+  schemas.add(name + "_forward", inputs + mask.given + call, "(Tensor out, Tensor lse, Tensor stats)");
   schemas.add(name + "_backward", grads + inputs + mask.needed + results + call + need, gradients(""));
   schemas.add(name + "_jvp", inputs + mask.needed + results + tangents + call,
               "(Tensor out_tangent, Tensor lse_tangent)");
@@ -92,7 +93,7 @@ void add_attention(Schemas& schemas) {
                           .need = "31"});
   const Text inputs = "Tensor query, Tensor key, Tensor value, ", call = "bool is_causal=False, *, " + options(false);
   schemas.add("attention_with_lse", inputs + dense.given + "float dropout_p=0.0, " + call, "(Tensor out, Tensor lse)");
-  const Text chosen = "Tensor query, Tensor key, Tensor lse, Tensor rows, Tensor heads, ";
+  const Text chosen = "Tensor query, Tensor key, Tensor lse, Tensor? stats, Tensor rows, Tensor heads, ";
   schemas.add("_attention_weights", chosen + dense.given + call, "Tensor");
   schemas.add("_block_attention_weights", chosen + blocks + call, "Tensor");
   schemas.add("_explain",
@@ -169,15 +170,16 @@ void add_mha(Schemas& schemas) {
       "Tensor? attn_mask=None, Tensor? key_padding_mask=None, bool is_causal=False, float dropout_p=0.0";
   schemas.add("mha", "Tensor query, Tensor key, Tensor value, " + weights, "Tensor");
   schemas.add("mha_forward", "Tensor query, Tensor? key, Tensor? value, " + weights + ", Tensor? dropout_seed=None",
-              "(Tensor out, Tensor attn, Tensor lse, Tensor projected)");
-  schemas.add("mha_backward",
-              "Tensor grad_out, Tensor query, Tensor? key, Tensor? value, int num_heads, Tensor in_proj_weight, "
-              "Tensor out_proj_weight, Tensor? attn_mask, Tensor? key_padding_mask, Tensor attn, Tensor lse, "
-              "Tensor projected, *, bool is_causal=False, float dropout_p=0.0, Tensor? dropout_seed=None, "
-              "int need=511",
-              "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_in_proj_weight, "
-              "Tensor grad_in_proj_bias, Tensor grad_out_proj_weight, Tensor grad_out_proj_bias, "
-              "Tensor grad_attn_mask, Tensor grad_key_padding_mask)");
+              "(Tensor out, Tensor attn, Tensor lse, Tensor stats, Tensor projected)");
+  schemas.add(
+      "mha_backward",
+      "Tensor grad_out, Tensor query, Tensor? key, Tensor? value, int num_heads, Tensor in_proj_weight, "
+      "Tensor out_proj_weight, Tensor? attn_mask, Tensor? key_padding_mask, Tensor attn, Tensor lse, Tensor stats, "
+      "Tensor projected, *, bool is_causal=False, float dropout_p=0.0, Tensor? dropout_seed=None, "
+      "int need=511",
+      "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_in_proj_weight, "
+      "Tensor grad_in_proj_bias, Tensor grad_out_proj_weight, Tensor grad_out_proj_bias, "
+      "Tensor grad_attn_mask, Tensor grad_key_padding_mask)");
 }
 
 void add_gpt_attention(Schemas& schemas) {
@@ -186,10 +188,10 @@ void add_gpt_attention(Schemas& schemas) {
       "float dropout_p=0.0";
   schemas.add("gpt_attention", call, "Tensor");
   schemas.add("gpt_attention_forward", call + ", Tensor? dropout_seed=None",
-              "(Tensor out, Tensor attn, Tensor lse, Tensor qkv)");
+              "(Tensor out, Tensor attn, Tensor lse, Tensor stats, Tensor qkv)");
   schemas.add("gpt_attention_backward",
               "Tensor grad_out, Tensor x, int num_heads, Tensor qkv_weight, Tensor out_weight, Tensor attn, "
-              "Tensor lse, Tensor qkv, *, float dropout_p=0.0, Tensor? dropout_seed=None, int need=31",
+              "Tensor lse, Tensor stats, Tensor qkv, *, float dropout_p=0.0, Tensor? dropout_seed=None, int need=31",
               "(Tensor grad_x, Tensor grad_qkv_weight, Tensor grad_qkv_bias, Tensor grad_out_weight, "
               "Tensor grad_out_bias)");
 }
@@ -201,10 +203,11 @@ void add_gqa(Schemas& schemas) {
   const Text options = "Tensor? cos=None, Tensor? sin=None, bool is_causal=True";
   schemas.add("gqa", inputs + biases + options, "Tensor");
   schemas.add("gqa_forward", inputs + biases + options,
-              "(Tensor out, Tensor query, Tensor key, Tensor value, Tensor attn, Tensor lse)");
+              "(Tensor out, Tensor query, Tensor key, Tensor value, Tensor attn, Tensor lse, Tensor stats)");
   schemas.add("gqa_backward",
-              "Tensor grad_out, " + inputs + "Tensor query, Tensor key, Tensor value, Tensor attn, Tensor lse, *, " +
-                  options + ", int need=511",
+              "Tensor grad_out, " + inputs +
+                  "Tensor query, Tensor key, Tensor value, Tensor attn, Tensor lse, Tensor stats, *, " + options +
+                  ", int need=511",
               "(Tensor grad_x, Tensor grad_q_weight, Tensor grad_k_weight, Tensor grad_v_weight, "
               "Tensor grad_o_weight, Tensor grad_q_bias, Tensor grad_k_bias, Tensor grad_v_bias, "
               "Tensor grad_o_bias)");
@@ -219,11 +222,11 @@ void add_mla(Schemas& schemas) {
   schemas.add("mla", inputs + options + "float eps=1e-6", "Tensor");
   schemas.add("mla_forward", inputs + options + "float eps=1e-6",
               "(Tensor out, Tensor query, Tensor kv, Tensor kv_a, Tensor kv_rstd, Tensor q_a, Tensor q_rstd, "
-              "Tensor attn, Tensor lse)");
+              "Tensor attn, Tensor lse, Tensor stats)");
   schemas.add("mla_backward",
               "Tensor grad_out, " + inputs +
                   "Tensor query, Tensor kv, Tensor kv_a, Tensor kv_rstd, Tensor q_a, Tensor q_rstd, Tensor attn, "
-                  "Tensor lse, " +
+                  "Tensor lse, Tensor stats, " +
                   options + "int need=255",
               "(Tensor grad_x, Tensor grad_q_a_weight, Tensor grad_q_a_norm_weight, Tensor grad_q_b_weight, "
               "Tensor grad_kv_a_weight, Tensor grad_kv_a_norm_weight, Tensor grad_kv_b_weight, "

@@ -1,5 +1,5 @@
-"""Attention weights from queries, keys and the log-sum-exp of a fused forward, differentiable as torch's module has
-them and averaged over heads block by block; attnjourney.attention_weights has more options and no gradient."""
+"""Attention weights from queries and keys, differentiable as torch's module has them and averaged over heads block by
+block; attnjourney.attention_weights has more options and no gradient."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from ..ops._fakes import known_at_run_time
 BLOCK = 1 << 20  # weights of all heads that exist at one time
 
 
-def attention_weights(
-    query: Tensor, key: Tensor, lse: Tensor, mask: Tensor | None, is_causal: bool, average: bool
-) -> Tensor:
-    """exp(score - lse), before dropout: (N, H, L, S), or their mean over the heads, (N, L, S), in query's dtype.
+def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, average: bool) -> Tensor:
+    """softmax(scores), before dropout: (N, H, L, S), or their mean over the heads, (N, L, S), in query's dtype.
 
-    query (N, H, L, D), key (N, H, S, D), lse (N, H, L), mask as attention takes it. A block of queries at a time, so
+    query (N, H, L, D), key (N, H, S, D), mask as attention takes it. A block of queries at a time, so
     that besides the result there are no more than BLOCK weights (the backward computes each block again).
     """
     batch, heads, length, dim = query.shape
@@ -29,7 +27,7 @@ def attention_weights(
     if mask is not None:
         mask = mask.expand(torch.broadcast_shapes(mask.shape, (length, key.shape[2])))
 
-    def block(begin: int, q: Tensor, k: Tensor, lse: Tensor, mask: Tensor | None) -> Tensor:
+    def block(begin: int, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
         scores = q.to(wide) @ k.mT * float(dim) ** -0.5  # a size is a float32 tensor to torch.jit.trace
         visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
         if is_causal:
@@ -39,16 +37,16 @@ def attention_weights(
         elif mask is not None:
             visible = visible & (mask != -torch.inf)
             scores = scores + mask
-        # a row that sees no key has lse -inf: all its scores are hidden below
-        weights = (scores - lse.unsqueeze(-1)).masked_fill(~visible, -torch.inf).exp()
+        sees = visible.any(-1, keepdim=True)
+        weights = scores.masked_fill(~visible & sees, -torch.inf).softmax(-1).masked_fill(~visible, 0.0)
         return (weights.mean(1) if average else weights).to(query.dtype)
 
     blocks = []
-    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (query, key, lse, mask))
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (query, key, mask))
     recompute = needs_grad and rows < length and not torch._C._are_functorch_transforms_active()
     for begin in range(0, max(1, length), rows):
         part = slice(begin, begin + rows)
-        arguments = begin, query[:, :, part], key, lse[:, :, part], None if mask is None else mask[..., part, :]
+        arguments = begin, query[:, :, part], key, None if mask is None else mask[..., part, :]
         if recompute:
             blocks.append(checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False))
         else:

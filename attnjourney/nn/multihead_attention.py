@@ -148,12 +148,10 @@ class MultiheadAttention(nn.MultiheadAttention):
             k, v, mask, is_causal = self._add_keys(k, v, mask, is_causal, query.shape[1])
             seed = seed_for(q, dropout_p)
             options = {"dropout_p": dropout_p, "is_causal": is_causal, "dropout_seed": seed}
-            heads, lse = torch.ops.attnjourney.attention_forward(q, k, v, mask, **options)[
-                :2
-            ]  # (N, H, L, D), (N, H, L)
+            heads = torch.ops.attnjourney.attention_forward(q, k, v, mask, **options)[0]  # (N, H, L, D)
             output = self.out_proj(merge_heads(heads))  # (N, L, embed)
             if need_weights:
-                weights = attention_weights(q, k, lse, mask, is_causal, average_attn_weights)
+                weights = attention_weights(q, k, mask, is_causal, average_attn_weights)
 
         if not batched:
             return output.squeeze(0), None if weights is None else weights.squeeze(0)

@@ -7,13 +7,14 @@ from typing import Any
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ._fakes import empty_lse
+from ._fakes import empty_lse, empty_stats
 
 
-def empty_results(query: Tensor, value: Tensor, lead: list[int]) -> tuple[Tensor, Tensor]:
-    """out and lse, empty, from the leading dimensions of the result."""
+def empty_results(query: Tensor, value: Tensor, lead: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse and stats, empty, from the leading dimensions of the result."""
     length = query.shape[-2]
-    return query.new_empty((*lead, length, value.shape[-1])), empty_lse(query, *lead, length)
+    out = query.new_empty((*lead, length, value.shape[-1]))
+    return out, empty_lse(query, *lead, length), empty_stats(query, *lead, length)
 
 
 # ---- torch.func.vmap: the new dimension goes in front, as one more batch dimension. Inputs without it are expanded
@@ -71,7 +72,7 @@ def _fold(info: Any, in_dims: dict, call: dict, expand: bool) -> tuple[dict, int
 def vmap_forward(operator: OpOverload, info: Any, in_dims: tuple, *arguments: Any) -> tuple | None:
     names = [a.name for a in operator._schema.arguments]
     folded = _fold(info, dict(zip(names, in_dims)), dict(zip(names, arguments)), expand=False)
-    return folded and (operator(**folded[0]), (0, 0))
+    return folded and (operator(**folded[0]), (0, 0, 0))
 
 
 def _fold_all(operator: OpOverload, info: Any, dims: tuple, arguments: tuple) -> tuple[dict, int] | None:
@@ -85,7 +86,7 @@ def _fold_all(operator: OpOverload, info: Any, dims: tuple, arguments: tuple) ->
     rank = call["query"].dim()
     for name in names:
         base = name.removesuffix("_tangent")
-        if base in ("grad_out", "grad_lse", "out", "lse") or (base != name and base in _TENSORS):
+        if base in ("grad_out", "grad_lse", "out", "lse", "stats") or (base != name and base in _TENSORS):
             call[name] = to_front(call[name], in_dims[name], info.batch_size)
             if base == "attn_mask":
                 call[name] = align_mask(call[name], rank)

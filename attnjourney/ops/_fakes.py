@@ -56,6 +56,11 @@ def empty_lse(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(shape, dtype=accumulation_dtype(like.dtype))
 
 
+def empty_stats(like: Tensor, *shape: int) -> Tensor:
+    """What derivatives read of the softmax of each row: two numbers."""
+    return empty_lse(like, *shape, 2)
+
+
 def empty_gradients(like: Tensor, shapes: Sequence[Sequence[int]], need: int) -> tuple[Tensor, ...]:
     """One of each shape where its bit of need is set, (0,) for the others."""
     return tuple(like.new_empty(tuple(shape) if need >> bit & 1 else (0,)) for bit, shape in enumerate(shapes))

@@ -163,7 +163,7 @@ def _with_lse(
     options["dropout_seed"] = seed_for(query, dropout_p, options.get("dropout_seed"))
     return torch.ops.attnjourney.attention_forward.default(
         query, key, value, attn_mask, dropout_p, is_causal, **options
-    )
+    )[:2]
 
 
 for _key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):  # attention_forward has all the kernels

@@ -46,7 +46,7 @@ def block_attention(
     if not return_lse:
         return _block_attention(query, key, value, *blocks, dropout_p, is_causal, **options)
     forward = torch.ops.attnjourney.block_attention_forward.default
-    return forward(query, key, value, *blocks, dropout_p, is_causal, **options)
+    return forward(query, key, value, *blocks, dropout_p, is_causal, **options)[:2]
 
 
 def _fake(

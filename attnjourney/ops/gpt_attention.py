@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._fakes import empty_gradients, empty_lse
+from ._fakes import empty_gradients, empty_lse, empty_stats
 from ._flops import layer_flops
 from ._layer_checks import check_dropout, check_heads, check_sequence, check_weight
 from ._operator import draw_seed, seed_is_apart
@@ -67,7 +67,8 @@ def _fake(
     check_dropout(dropout_p)
     batch, seq, embed = x.shape
     lse = empty_lse(x, batch, num_heads, seq)
-    return x.new_empty(x.shape), x.new_empty(x.shape), lse, x.new_empty((batch, seq, 3 * embed))
+    stats = empty_stats(x, batch, num_heads, seq)
+    return x.new_empty(x.shape), x.new_empty(x.shape), lse, stats, x.new_empty((batch, seq, 3 * embed))
 
 
 def _fake_backward(*, x: Tensor, need: int, **_: Any) -> tuple[Tensor, ...]:

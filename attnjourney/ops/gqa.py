@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..reference.gqa import grouped_query_layer
-from ._fakes import empty_gradients, empty_lse
+from ._fakes import empty_gradients, empty_lse, empty_stats
 from ._flops import layer_flops
 from ._layer_checks import check_heads, check_matrix, check_sequence, check_tables, check_weight
 from ._registration import register
@@ -97,7 +97,8 @@ def _fake(**arguments: Any) -> tuple[Tensor, ...]:
     batch, seq, _embed = x.shape
     widths = (o_weight.shape[0], q_weight.shape[0], k_weight.shape[0], v_weight.shape[0], o_weight.shape[1])
     out, query, key, value, attn = (x.new_empty((batch, seq, width)) for width in widths)
-    return out, query, key, value, attn, empty_lse(x, batch, num_heads, seq)
+    rows = batch, num_heads, seq
+    return out, query, key, value, attn, empty_lse(x, *rows), empty_stats(x, *rows)
 
 
 def _fake_backward(

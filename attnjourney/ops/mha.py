@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..reference.mha import attention_mask
-from ._fakes import empty_lse
+from ._fakes import empty_lse, empty_stats
 from ._flops import layer_flops
 from ._layer_checks import check_dropout, check_heads, check_mask, check_sequence, check_weight
 from ._operator import draw_seed, seed_is_apart
@@ -108,7 +108,8 @@ def _fake(
     keys = length if key is None else key.shape[1]
     lse = empty_lse(query, batch, num_heads, length)
     projected = query.new_empty(batch * (length + 2 * keys) * embed)
-    return query.new_empty(query.shape), query.new_empty(query.shape), lse, projected
+    stats = empty_stats(query, batch, num_heads, length)
+    return query.new_empty(query.shape), query.new_empty(query.shape), lse, stats, projected
 
 
 def _fake_backward(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..reference.mla import latent_layer
 from ._attention_checks import check_scale
-from ._fakes import empty_lse
+from ._fakes import empty_lse, empty_stats
 from ._flops import layer_flops
 from ._layer_checks import check_matrix, check_sequence, check_tables, check_weight
 from ._registration import register
@@ -135,7 +135,8 @@ def _fake(**arguments: Any) -> tuple[Tensor, ...]:
     kv_rstd = empty_lse(x, batch, seq)
     q_a = x.new_empty((0,) if q_a_weight is None else (batch, seq, q_a_weight.shape[0]))
     q_rstd = empty_lse(x, 0) if q_a_weight is None else empty_lse(x, batch, seq)
-    return out, query, kv, kv_a, kv_rstd, q_a, q_rstd, attn, empty_lse(x, batch, num_heads, seq)
+    rows = batch, num_heads, seq
+    return out, query, kv, kv_a, kv_rstd, q_a, q_rstd, attn, empty_lse(x, *rows), empty_stats(x, *rows)
 
 
 def _composite(**arguments: Any) -> Tensor:

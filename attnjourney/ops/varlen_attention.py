@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._attention_checks import alignment_index, check_index, check_per_head, check_scale, check_scores
-from ._fakes import empty_lse
+from ._fakes import empty_lse, empty_stats
 from ._operator import seed_for
 from ._registration import register
 from .attention import UNBOUNDED
@@ -85,7 +85,7 @@ def varlen_attention(
         return _varlen_attention(query, key, value, cu_seqlens_q, cu_seqlens_k, dropout_p, is_causal, **options)
     return torch.ops.attnjourney.varlen_attention_forward.default(
         query, key, value, cu_seqlens_q, cu_seqlens_k, dropout_p, is_causal, **options
-    )
+    )[:2]
 
 
 def _fake(
@@ -104,7 +104,7 @@ def _fake(
         if numbers is not None:
             check_per_head(name, numbers, query, batch, heads)
     out = query.new_empty((query.shape[0], heads, value.shape[2]))
-    return out, empty_lse(query, heads, query.shape[0])
+    return out, empty_lse(query, heads, query.shape[0]), empty_stats(query, heads, query.shape[0])
 
 
 def _one_call_a_sample(info: Any, in_dims: tuple, *arguments: Any) -> None:

@@ -180,12 +180,12 @@ def attention_weights(
 
 
 def differentiable_weights(
-    query: Tensor, key: Tensor, attn_mask: Tensor | BlockMask | None, is_causal: bool, lse: Tensor,
+    query: Tensor, key: Tensor, attn_mask: Tensor | BlockMask | None, is_causal: bool, lse: Tensor | None,
     rows: Tensor | Sequence[int] | None, *, scale: float | None, enable_gqa: bool, causal_alignment: str,
     window_size: tuple[int, int], prefix_length: int, key_lengths: Tensor | None, query_lengths: Tensor | None,
     softcap: float, sinks: Tensor | None, alibi_slopes: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """exp(score - lse) of the rows wanted: (..., Hq, rows, S) in query's dtype. Sinks are in lse alone."""
+    """The weights of the rows wanted, exp(score - lse) where lse is given: (..., Hq, rows, S) in query's dtype."""
     wide, dtype = accumulation_dtype(query.dtype), query.dtype
     query, key, _ = expand_heads(query, key, key, enable_gqa)
     if isinstance(attn_mask, BlockMask):
@@ -199,7 +199,7 @@ def differentiable_weights(
         query, key, attn_mask, is_causal, causal_alignment, window_size, prefix_length, key_lengths, query_lengths,
         chosen,
     )  # fmt: skip
-    query, lse = query.index_select(-2, chosen), lse.index_select(-1, chosen)
+    query = query.index_select(-2, chosen)
     scores = masked_scores(query.to(wide), key.to(wide), visible)
     scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     if softcap:
@@ -208,9 +208,21 @@ def differentiable_weights(
         scores = scores + attn_mask
     if alibi_slopes is not None:
         scores = scores - per_head(alibi_slopes, query) * distance
-    lse = lse.unsqueeze(-1)
+    if lse is None:
+        return softmax_of_visible(scores, visible, sinks, query).to(dtype)
+    lse = lse.index_select(-1, chosen).unsqueeze(-1)
     lse = torch.where(lse == -math.inf, 0.0, lse)  # a row that sees no key: all its scores are hidden
     return (scores - lse).masked_fill(~visible, -math.inf).exp().to(dtype)
+
+
+def softmax_of_visible(scores: Tensor, visible: Tensor, sinks: Tensor | None, query: Tensor) -> Tensor:
+    """0 where a key is hidden; a sink joins the sum."""
+    keys = scores.shape[-1]
+    scores = scores.masked_fill(~visible & visible.any(-1, keepdim=True), -math.inf)
+    if sinks is not None:
+        sink = per_head(sinks, query).to(scores.dtype).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink], -1)
+    return scores.softmax(-1)[..., :keys].masked_fill(~visible, 0.0)
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -63,15 +63,16 @@ HeadMap mask_map(const AttentionCall& call, const Tensor& mask, int64_t& row, in
 HeadMap head_map(const AttentionCall& call, const Tensor& t, int64_t heads);
 
 struct AttentionResults {
-  Tensor out;  // (batch dims..., q_heads, q_len, v_head_dim), any strides with dense rows
-  Tensor lse;  // (batch dims..., q_heads, q_len), dense
+  Tensor out;    // (batch dims..., q_heads, q_len, v_head_dim), any strides with dense rows
+  Tensor lse;    // (batch dims..., q_heads, q_len), dense
+  Tensor stats;  // (batch dims..., q_heads, q_len, 2), dense: see HeadPointers
 };
 
-// What the backward reads besides the call: rows and lse dense.
+// What the backward reads besides the call: rows, lse and stats dense.
 struct AttentionSaved {
   Tensor grad_out;          // like out
   OptionalTensor grad_lse;  // like lse
-  Tensor out, lse;          // the results of the forward
+  Tensor out, lse, stats;   // the results of the forward
 
   void make_dense();  // as the backend takes them
 };
@@ -91,11 +92,13 @@ struct AttentionTangents {
   OptionalTensor out, lse;  // what the jvp writes and that of the backward reads
 };
 
-// A call of attention_weights: exp(score - lse) for chosen rows and heads, whose numbers are for the device to check.
+// A call of attention_weights: the weights of chosen rows and heads, whose numbers are for the device to check. Without
+// stats they are exp(score - lse), with the rounding of lse.
 struct WeightsCall {
-  AttentionCall& call;  // its value is its key
-  Tensor lse;           // (..., heads, q_len), dense
-  Tensor rows, heads;   // (n,) int64
+  AttentionCall& call;   // its value is its key
+  Tensor lse;            // (..., heads, q_len), dense
+  OptionalTensor stats;  // (..., heads, q_len, 2), dense
+  Tensor rows, heads;    // (n,) int64
 };
 
 // What a device supplies; the derivatives of the two, and weights, may be missing. The call is the device's to

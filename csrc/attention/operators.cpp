@@ -69,6 +69,12 @@ class Like {
                   dtype_text(t.scalar_type()));
     check_same_device(name, t, "query", query_);
   }
+  void stats(const Tensor& t) const {
+    check_shape("stats", t, shape(c_.q_heads, {c_.params.q_len, 2}));
+    check_runtime(t.scalar_type() == c_.lse_dtype, "stats: expected dtype ", dtype_text(c_.lse_dtype), ", got ",
+                  dtype_text(t.scalar_type()));
+    check_same_device("stats", t, "query", query_);
+  }
   void input(const char* name, const OptionalTensor& t, const char* like_name, const OptionalTensor& like) const {
     if (!t) return;
     check_value(like.has_value(), name, ": expected None where ", like_name, " is None, got shape ", shape_text(*t));
@@ -180,6 +186,7 @@ std::vector<Tensor> backward(const AttentionBackend& backend, AttentionCall& c, 
   like.out("grad_out", saved.grad_out);
   like.out("out", saved.out);
   like.lse("lse", saved.lse);
+  like.stats(saved.stats);
   if (saved.grad_lse) like.lse("grad_lse", *saved.grad_lse);
   if (tangents) like.tangents(*tangents);
   const AttentionGradients gradients = allocate(c, like, checked_need(need, dense));
@@ -198,8 +205,8 @@ std::vector<Tensor> backward(const AttentionBackend& backend, Arguments& in, Mas
   const Tensor grad_out = in.tensor();
   const OptionalTensor grad_lse = in.optional_tensor();
   AttentionArgs args = read_inputs(in, kind);
-  const Tensor out = in.tensor(), lse = in.tensor();
-  AttentionSaved saved{.grad_out = grad_out, .grad_lse = grad_lse, .out = out, .lse = lse};
+  const Tensor out = in.tensor(), lse = in.tensor(), stats = in.tensor();
+  AttentionSaved saved{.grad_out = grad_out, .grad_lse = grad_lse, .out = out, .lse = lse, .stats = stats};
   AttentionTangents tangents;
   if (derivative) {
     tangents.out = in.tensor(), tangents.lse = in.tensor();
@@ -226,13 +233,14 @@ void check_index(const char* name, const Tensor& t) {
 }
 
 // of attention_weights
-void check_lse(const AttentionCall& c, const Tensor& lse) {
+void check_lse(const AttentionCall& c, const Tensor& lse, const OptionalTensor& stats) {
   std::vector<int64_t> shape = c.leading();
   shape.push_back(c.params.q_len);
   check_value(has_shape(lse, shape), "lse: expected one number for each row of query, got shape ", shape_text(lse));
   check_runtime(lse.scalar_type() == c.lse_dtype, "lse: expected dtype ", dtype_text(c.lse_dtype), ", got ",
                 dtype_text(lse.scalar_type()));
   check_same_device("lse", lse, "query", c.args.query);
+  if (stats) Like(c).stats(*stats);
 }
 
 }  // namespace
@@ -241,10 +249,11 @@ void AttentionSaved::make_dense() {
   grad_out = aten::rows_contiguous(grad_out);
   out = aten::rows_contiguous(out);
   lse = aten::contiguous(lse);
+  stats = aten::contiguous(stats);
   if (grad_lse) grad_lse = aten::contiguous(*grad_lse);
 }
 
-std::tuple<Tensor, Tensor> attention_forward(const Backend& backend, Arguments& in, MaskArguments kind) {
+std::vector<Tensor> attention_forward(const Backend& backend, Arguments& in, MaskArguments kind) {
   AttentionArgs args = read_inputs(in, kind);
   read_options(in, kind, args.options);
   if (kind == MaskArguments::packed) swap_inputs(args);
@@ -252,11 +261,14 @@ std::tuple<Tensor, Tensor> attention_forward(const Backend& backend, Arguments& 
   std::vector<int64_t> shape = c.leading();
   shape.push_back(c.params.q_len);
   Tensor lse = aten::empty(c.args.query, shape, c.lse_dtype);
-  shape.push_back(c.params.v_head_dim);
-  AttentionResults results{.out = empty_like_inputs(c, c.args.query, shape), .lse = std::move(lse)};
+  shape.push_back(2);
+  Tensor stats = aten::empty(c.args.query, shape, c.lse_dtype);
+  shape.back() = c.params.v_head_dim;
+  AttentionResults results{
+      .out = empty_like_inputs(c, c.args.query, shape), .lse = std::move(lse), .stats = std::move(stats)};
   backend.attention.forward(c, results);
   if (c.packed) results.out = torch::stable::transpose(results.out, 0, 1);
-  return {std::move(results.out), std::move(results.lse)};
+  return {std::move(results.out), std::move(results.lse), std::move(results.stats)};
 }
 
 std::vector<Tensor> attention_backward(const Backend& backend, Arguments& in, MaskArguments kind) {
@@ -269,8 +281,8 @@ std::vector<Tensor> attention_backward_jvp(const Backend& backend, Arguments& in
 
 std::tuple<Tensor, Tensor> attention_jvp(const Backend& backend, Arguments& in, MaskArguments kind) {
   AttentionArgs args = read_inputs(in, kind);
-  const Tensor out = in.tensor(), lse = in.tensor();
-  AttentionResults results{.out = out, .lse = lse};
+  const Tensor out = in.tensor(), lse = in.tensor(), stats = in.tensor();
+  AttentionResults results{.out = out, .lse = lse, .stats = stats};
   AttentionTangents tangents;
   read_tangents(in, kind, tangents);
   read_options(in, kind, args.options);
@@ -283,9 +295,11 @@ std::tuple<Tensor, Tensor> attention_jvp(const Backend& backend, Arguments& in, 
   const Like like(c);
   like.out("out", results.out);
   like.lse("lse", results.lse);
+  like.stats(results.stats);
   like.tangents(tangents);
   results.out = aten::rows_contiguous(results.out);
   results.lse = aten::contiguous(results.lse);
+  results.stats = aten::contiguous(results.stats);
   const Tensor& query = c.args.query;
   tangents.lse = aten::empty(query, like.shape(c.q_heads, {c.params.q_len}), c.lse_dtype);
   tangents.out = empty_like_inputs(c, query, like.shape(c.q_heads, {c.params.q_len, c.params.v_head_dim}));
@@ -294,19 +308,24 @@ std::tuple<Tensor, Tensor> attention_jvp(const Backend& backend, Arguments& in, 
 }
 
 Tensor attention_weights(const Backend& backend, Arguments& in, MaskArguments kind) {
-  const Tensor query = in.tensor(), key = in.tensor(), lse = in.tensor(), rows = in.tensor(), heads = in.tensor();
+  const Tensor query = in.tensor(), key = in.tensor(), lse = in.tensor();
+  const OptionalTensor given_stats = in.optional_tensor();
+  const Tensor rows = in.tensor(), heads = in.tensor();
   AttentionArgs args{.query = query, .key = key, .value = key, .options = {}};
   read_mask(in, kind, args.options);
   read_options(in, kind, args.options, false);
   AttentionCall c = check_attention(std::move(args));
   check_index("rows", rows);
   check_index("heads", heads);
-  check_lse(c, lse);
+  check_lse(c, lse, given_stats);
   std::vector<int64_t> shape = c.leading();
   if (c.rank >= 3) shape.back() = heads.size(0);
   shape.insert(shape.end(), {rows.size(0), c.params.kv_len});
   const Tensor out = aten::empty(query, shape);
-  backend.attention.weights({.call = c, .lse = aten::contiguous(lse), .rows = rows, .heads = heads}, out);
+  OptionalTensor stats;
+  if (given_stats) stats = aten::contiguous(*given_stats);
+  backend.attention.weights({.call = c, .lse = aten::contiguous(lse), .stats = stats, .rows = rows, .heads = heads},
+                            out);
   return out;
 }
 

@@ -40,13 +40,14 @@ struct AttentionParams {
 
 // One query head of one batch item, with its key/value head.
 struct HeadPointers {
-  uint32_t index = 0;              // batch * q_heads + head: the dropout counter
-  const void* query = nullptr;     // [q_len, head_dim]
-  const void* key = nullptr;       // [kv_len, head_dim]
-  const void* value = nullptr;     // [kv_len, v_head_dim]
-  const void* mask = nullptr;      // [q_len, kv_len] through mask_row, mask_col, or a BlockRows
-  void* out = nullptr;             // [q_len, v_head_dim]; read by the backward
-  void* lse = nullptr;             // [q_len] dense, float (double for double); -inf marks a row that sees no key
+  uint32_t index = 0;           // batch * q_heads + head: the dropout counter
+  const void* query = nullptr;  // [q_len, head_dim]
+  const void* key = nullptr;    // [kv_len, head_dim]
+  const void* value = nullptr;  // [kv_len, v_head_dim]
+  const void* mask = nullptr;   // [q_len, kv_len] through mask_row, mask_col, or a BlockRows
+  void* out = nullptr;          // [q_len, v_head_dim]; read by the backward
+  void* lse = nullptr;          // [q_len] dense, float (double for double); -inf marks a row that sees no key
+  void* stats = nullptr;  // [q_len][2] dense, like lse: the reference of a row's weights, and 1 / their sum against it
   const void* grad_out = nullptr;  // [q_len, v_head_dim]
   const void* grad_lse = nullptr;  // [q_len] dense, like lse, or null
   double sink = -__builtin_inf();  // a logit that joins the denominator; -inf: none

@@ -1,5 +1,6 @@
 #include "dispatch.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
@@ -35,15 +36,29 @@ bool amx_runs() {
 #endif
 }
 
-KernelTable with_pairs(const KernelTable& single, const PairKernels& pairs) {
+constexpr int bf16 = static_cast<int>(DType::bf16);
+
+template <const PairKernels& pairs, const KernelTable& single>
+KernelTable with_pairs() {
   KernelTable t = single;
-  constexpr int bf16 = static_cast<int>(DType::bf16);
   t.isa = pairs.isa;
   AttentionKernels& attention = t.attention[bf16];
-  attention.forward_space = pairs.forward_space;
-  attention.forward = pairs.forward;
-  attention.jvp_space = pairs.jvp_space;
-  attention.jvp = pairs.jvp;
+  attention.forward_space = [](const AttentionParams& params, int64_t rows) {
+    return std::max(pairs.forward_space(params, rows), single.attention[bf16].forward_space(params, rows));
+  };
+  attention.forward = [](const AttentionParams& params, const HeadPointers& head, int64_t first, int64_t rows,
+                         void* space) {
+    if (!pairs.forward(params, head, first, rows, space))
+      single.attention[bf16].forward(params, head, first, rows, space);
+  };
+  attention.jvp_space = [](const AttentionParams& params, int64_t rows) {
+    return std::max(pairs.jvp_space(params, rows), single.attention[bf16].jvp_space(params, rows));
+  };
+  attention.jvp = [](const AttentionParams& params, const HeadPointers& head, const HeadTangents& tangents,
+                     int64_t first, int64_t rows, void* space) {
+    if (!pairs.jvp(params, head, tangents, first, rows, space))
+      single.attention[bf16].jvp(params, head, tangents, first, rows, space);
+  };
   DecodeKernels& decode = t.decode[bf16];
   decode.space = pairs.decode_space;
   decode.partial_size = pairs.decode_partial_size;
@@ -54,7 +69,7 @@ KernelTable with_pairs(const KernelTable& single, const PairKernels& pairs) {
 }
 template <const PairKernels& pairs>
 const KernelTable& pair_table() {
-  static const KernelTable table = with_pairs(avx512_kernels, pairs);
+  static const KernelTable table = with_pairs<pairs, avx512_kernels>();
   return table;
 }
 #endif

@@ -71,13 +71,15 @@ struct KernelTable {
   LinearKernels linear[dtype_count];
 };
 
-// What products of bfloat16 pairs change in a table, all of it for bfloat16.
+// What products of bfloat16 pairs change in a table, all of it for bfloat16. Rows with scores so large that their last
+// bits matter go to the table's own forward and jvp, whose scores are those of the backward: the two then return false.
 struct PairKernels {
   const char* isa;
   decltype(AttentionKernels::forward_space) forward_space;
-  decltype(AttentionKernels::forward) forward;
+  bool (*forward)(const AttentionParams&, const HeadPointers&, int64_t first_row, int64_t rows, void* space);
   decltype(AttentionKernels::jvp_space) jvp_space;
-  decltype(AttentionKernels::jvp) jvp;
+  bool (*jvp)(const AttentionParams&, const HeadPointers&, const HeadTangents&, int64_t first_row, int64_t rows,
+              void* space);
   decltype(DecodeKernels::space) decode_space;
   decltype(DecodeKernels::partial_size) decode_partial_size;
   decltype(DecodeKernels::chunk) decode_chunk;

@@ -33,11 +33,12 @@ void checked_forward(AttentionCall& c, const AttentionResults& to) {
   const auto& [query, key, value, o] = c.args;
   if (is_checked_alone(o)) return;
   const auto results =
-      cpu_operator("attnjourney::attention_forward", 2, query, key, value, o.attn_mask, o.dropout_p, o.is_causal,
+      cpu_operator("attnjourney::attention_forward", 3, query, key, value, o.attn_mask, o.dropout_p, o.is_causal,
                    o.scale, o.enable_gqa, o.causal_alignment, window_of(o), o.prefix_length, o.key_lengths,
                    o.query_lengths, o.softcap, o.sinks, o.alibi_slopes, o.dropout_seed);
   copy(to.out, tensor(results[0]));
   copy(to.lse, tensor(results[1]));
+  copy(to.stats, tensor(results[2]));
 }
 
 void checked_backward(AttentionCall& c, const AttentionSaved& saved, const AttentionGradients& gradients) {
@@ -47,10 +48,11 @@ void checked_backward(AttentionCall& c, const AttentionSaved& saved, const Atten
   const auto wanted = gradients.all();
   int64_t need = 0;
   for (size_t i = 0; i < wanted.size(); i++) need |= int64_t{wanted[i]->has_value()} << i;
-  const auto results = cpu_operator(
-      "attnjourney::attention_backward", wanted.size(), saved.grad_out, saved.grad_lse, query, key, value, o.attn_mask,
-      saved.out, saved.lse, o.dropout_p, o.is_causal, o.scale, o.enable_gqa, o.causal_alignment, window_of(o),
-      o.prefix_length, o.key_lengths, o.query_lengths, o.softcap, o.sinks, o.alibi_slopes, o.dropout_seed, need);
+  const auto results =
+      cpu_operator("attnjourney::attention_backward", wanted.size(), saved.grad_out, saved.grad_lse, query, key, value,
+                   o.attn_mask, saved.out, saved.lse, saved.stats, o.dropout_p, o.is_causal, o.scale, o.enable_gqa,
+                   o.causal_alignment, window_of(o), o.prefix_length, o.key_lengths, o.query_lengths, o.softcap,
+                   o.sinks, o.alibi_slopes, o.dropout_seed, need);
   for (size_t i = 0; i < results.size(); i++) {
     const Tensor grad = tensor(results[i]);
     if (!*wanted[i]) continue;

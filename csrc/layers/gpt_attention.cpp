@@ -52,20 +52,21 @@ std::vector<Tensor> gpt_attention_forward(const Backend& backend, Arguments& in)
 
   const Tensor qkv = layer::linear(layer::rows(x), qkv_weight, qkv_bias);  // (batch * seq, 3 * embed)
   const Tensor attn = layer::empty_rows(x, s.batch * s.seq, s.embed);
-  const Tensor lse = aten::empty(x, {s.batch, s.heads, s.seq}, layer::lse_dtype(x));
+  const Tensor lse = aten::empty(x, {s.batch, s.heads, s.seq}, layer::lse_dtype(x)),
+               stats = aten::empty(x, {s.batch, s.heads, s.seq, 2}, layer::lse_dtype(x));
   AttentionCall call = check_attention(inputs(s, qkv, dropout_p, dropout_seed));
-  backend.attention.forward(call, {.out = heads(s, attn), .lse = lse});
+  backend.attention.forward(call, {.out = heads(s, attn), .lse = lse, .stats = stats});
   const Tensor out = layer::linear(attn, out_weight, out_bias);
 
   const auto sequence = [&](const Tensor& rows) { return layer::sequence(rows, s.batch, s.seq); };
-  return {sequence(out), sequence(attn), lse, sequence(qkv)};
+  return {sequence(out), sequence(attn), lse, stats, sequence(qkv)};
 }
 
 std::vector<Tensor> gpt_attention_backward(const Backend& backend, Arguments& in) {
   const Tensor grad_out = in.tensor(), x = in.tensor();
   const int64_t num_heads = in.integer();
   const Tensor qkv_weight = in.tensor(), out_weight = in.tensor();
-  const Tensor attn = in.tensor(), lse = in.tensor(), qkv = in.tensor();
+  const Tensor attn = in.tensor(), lse = in.tensor(), stats = in.tensor(), qkv = in.tensor();
   const double dropout_p = in.number();
   const OptionalTensor dropout_seed = in.optional_tensor();
   const int64_t need = in.integer();
@@ -73,6 +74,7 @@ std::vector<Tensor> gpt_attention_backward(const Backend& backend, Arguments& in
   layer::check_saved("grad_out", grad_out, {s.batch, s.seq, s.embed}, x);
   layer::check_saved("attn", attn, {s.batch, s.seq, s.embed}, x);
   layer::check_saved("lse", lse, {s.batch, s.heads, s.seq}, x, layer::lse_dtype(x));
+  layer::check_saved("stats", stats, {s.batch, s.heads, s.seq, 2}, x, layer::lse_dtype(x));
   layer::check_saved("qkv", qkv, {s.batch, s.seq, 3 * s.embed}, x);
   const bool need_x = need & 1, need_qkv_weight = need & 2, need_qkv_bias = need & 4, need_out_weight = need & 8,
              need_out_bias = need & 16;
@@ -93,7 +95,8 @@ std::vector<Tensor> gpt_attention_backward(const Backend& backend, Arguments& in
                                {.grad_out = heads(s, layer::input_grad(grad_rows, out_weight)),
                                 .grad_lse = std::nullopt,
                                 .out = heads(s, attn_rows),
-                                .lse = aten::contiguous(lse)},
+                                .lse = aten::contiguous(lse),
+                                .stats = aten::contiguous(stats)},
                                gradients);
     if (need_x) grad_x = layer::sequence(layer::input_grad(grad_qkv, qkv_weight), s.batch, s.seq);
     if (need_qkv_weight) grad_qkv_weight = layer::weight_grad(grad_qkv, layer::rows(x));

@@ -30,6 +30,7 @@ struct GqaSaved {
   Tensor value;  // (batch, seq, kv_heads * v_head_dim)
   Tensor attn;   // (batch, seq, heads * v_head_dim), what the output projection reads
   Tensor lse;    // (batch, heads, seq)
+  Tensor stats;  // lse.shape + (2,): see HeadPointers
 };
 
 // bits of `need`; those of the weights (q, k, v, o) and of the biases follow each other
@@ -123,13 +124,14 @@ std::vector<Tensor> gqa_forward(const Backend& backend, Arguments& arguments) {
   rotate(backend, in, s, key, s.kv_heads, RotaryDirection::forward);
 
   const Tensor attn = layer::empty_rows(x, s.batch * s.seq, s.heads * s.v_head_dim);
-  const Tensor lse = aten::empty(x, {s.batch, s.heads, s.seq}, layer::lse_dtype(x));
+  const Tensor lse = aten::empty(x, {s.batch, s.heads, s.seq}, layer::lse_dtype(x)),
+               stats = aten::empty(x, {s.batch, s.heads, s.seq, 2}, layer::lse_dtype(x));
   AttentionCall call = check_attention(attention_args(in, s, query, key, value));
-  backend.attention.forward(call, {.out = v_heads(s, attn, s.heads), .lse = lse});
+  backend.attention.forward(call, {.out = v_heads(s, attn, s.heads), .lse = lse, .stats = stats});
   const Tensor out = layer::linear(attn, in.o_weight, in.o_bias);
 
   const auto sequence = [&](const Tensor& rows) { return layer::sequence(rows, s.batch, s.seq); };
-  return {sequence(out), sequence(query), sequence(key), sequence(value), sequence(attn), lse};
+  return {sequence(out), sequence(query), sequence(key), sequence(value), sequence(attn), lse, stats};
 }
 
 std::vector<Tensor> gqa_backward(const Backend& backend, Arguments& arguments) {
@@ -139,7 +141,8 @@ std::vector<Tensor> gqa_backward(const Backend& backend, Arguments& arguments) {
                        .key = arguments.tensor(),
                        .value = arguments.tensor(),
                        .attn = arguments.tensor(),
-                       .lse = arguments.tensor()};
+                       .lse = arguments.tensor(),
+                       .stats = arguments.tensor()};
   in.read_options(arguments);
   const int64_t need = arguments.integer();
 
@@ -150,6 +153,7 @@ std::vector<Tensor> gqa_backward(const Backend& backend, Arguments& arguments) {
   layer::check_saved("value", saved.value, {s.batch, s.seq, s.kv_heads * s.v_head_dim}, in.x);
   layer::check_saved("attn", saved.attn, {s.batch, s.seq, s.heads * s.v_head_dim}, in.x);
   layer::check_saved("lse", saved.lse, {s.batch, s.heads, s.seq}, in.x, layer::lse_dtype(in.x));
+  layer::check_saved("stats", saved.stats, {s.batch, s.heads, s.seq, 2}, in.x, layer::lse_dtype(in.x));
   const auto needs = [need](int64_t bits) { return (need & bits) != 0; };
 
   OptionalTensor grad_x, grad_weight[4], grad_bias[4];  // q, k, v, o
@@ -175,7 +179,8 @@ std::vector<Tensor> gqa_backward(const Backend& backend, Arguments& arguments) {
                                {.grad_out = v_heads(s, grad_attn, s.heads),
                                 .grad_lse = std::nullopt,
                                 .out = v_heads(s, attn, s.heads),
-                                .lse = aten::contiguous(saved.lse)},
+                                .lse = aten::contiguous(saved.lse),
+                                .stats = aten::contiguous(saved.stats)},
                                gradients);
     if (wanted[0]) rotate(backend, in, s, grad[0], s.heads, RotaryDirection::inverse);
     if (wanted[1]) rotate(backend, in, s, grad[1], s.kv_heads, RotaryDirection::inverse);

@@ -121,11 +121,12 @@ std::vector<Tensor> mha_forward(const Backend& backend, Arguments& in) {
                        layer::slice(in_proj_bias, first, count));
   }
   const Tensor attn = layer::empty_rows(query, c.batch * c.q_len, c.embed);
-  const Tensor lse = aten::empty(query, {c.batch, c.heads, c.q_len}, layer::lse_dtype(query));
+  const Tensor lse = aten::empty(query, {c.batch, c.heads, c.q_len}, layer::lse_dtype(query)),
+               stats = aten::empty(query, {c.batch, c.heads, c.q_len, 2}, layer::lse_dtype(query));
   AttentionCall call = check_attention(attention_args(c, projected, masks, is_causal, dropout_p, dropout_seed));
-  backend.attention.forward(call, {.out = c.split_output(attn), .lse = lse});
+  backend.attention.forward(call, {.out = c.split_output(attn), .lse = lse, .stats = stats});
   const Tensor out = layer::linear(attn, out_proj_weight, out_proj_bias);
-  return {layer::sequence(out, c.batch, c.q_len), layer::sequence(attn, c.batch, c.q_len), lse, projected};
+  return {layer::sequence(out, c.batch, c.q_len), layer::sequence(attn, c.batch, c.q_len), lse, stats, projected};
 }
 
 std::vector<Tensor> mha_backward(const Backend& backend, Arguments& in) {
@@ -134,7 +135,7 @@ std::vector<Tensor> mha_backward(const Backend& backend, Arguments& in) {
   const int64_t num_heads = in.integer();
   const Tensor in_proj_weight = in.tensor(), out_proj_weight = in.tensor();
   const OptionalTensor attn_mask = in.optional_tensor(), key_padding_mask = in.optional_tensor();
-  const Tensor attn = in.tensor(), lse = in.tensor(), projected = in.tensor();
+  const Tensor attn = in.tensor(), lse = in.tensor(), stats = in.tensor(), projected = in.tensor();
   const bool is_causal = in.flag();
   const double dropout_p = in.number();
   const OptionalTensor dropout_seed = in.optional_tensor();
@@ -145,6 +146,7 @@ std::vector<Tensor> mha_backward(const Backend& backend, Arguments& in) {
   layer::check_saved("grad_out", grad_out, {c.batch, c.q_len, c.embed}, query);
   layer::check_saved("attn", attn, {c.batch, c.q_len, c.embed}, query);
   layer::check_saved("lse", lse, {c.batch, c.heads, c.q_len}, query, layer::lse_dtype(query));
+  layer::check_saved("stats", stats, {c.batch, c.heads, c.q_len, 2}, query, layer::lse_dtype(query));
   layer::check_saved("projected", projected, {c.buffer_size}, query);
   enum { QUERY, KEY, VALUE, IN_WEIGHT, IN_BIAS, OUT_WEIGHT, OUT_BIAS, ATTN_MASK, PADDING, COUNT };
   const auto needs = [&](int64_t i) { return (need >> i & 1) != 0; };
@@ -172,7 +174,8 @@ std::vector<Tensor> mha_backward(const Backend& backend, Arguments& in) {
                                {.grad_out = c.split_output(layer::input_grad(grad_rows, out_proj_weight)),
                                 .grad_lse = std::nullopt,
                                 .out = c.split_output(attn_rows),
-                                .lse = aten::contiguous(lse)},
+                                .lse = aten::contiguous(lse),
+                                .stats = aten::contiguous(stats)},
                                gradients);
     if (need_attn_mask) grads[ATTN_MASK] = masks.attn_grad(*gradients.attn_mask);
     if (need_padding) grads[PADDING] = masks.padding_grad(*gradients.attn_mask);

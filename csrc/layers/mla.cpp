@@ -115,9 +115,10 @@ std::vector<Tensor> mla_forward(const Backend& backend, Arguments& arguments) {
   mla_rotate(backend, in, s.shared_key(kv_a), RotaryDirection::forward);
 
   const Tensor attn = layer::empty_rows(x, s.rows, s.heads * s.v);
-  const Tensor lse = aten::empty(x, {s.batch, s.heads, s.seq}, rstd_dtype);
+  const Tensor lse = aten::empty(x, {s.batch, s.heads, s.seq}, rstd_dtype),
+               stats = aten::empty(x, {s.batch, s.heads, s.seq, 2}, rstd_dtype);
   AttentionCall call = check_attention(mla_attention_args(in, s, query, mla_assemble_key(s, kv, kv_a), kv));
-  backend.attention.forward(call, {.out = s.heads_of(attn, s.v), .lse = lse});
+  backend.attention.forward(call, {.out = s.heads_of(attn, s.v), .lse = lse, .stats = stats});
   const Tensor out = layer::linear(attn, in.o_weight, std::nullopt);
 
   const auto sequence = [&](const Tensor& rows) { return layer::sequence(rows, s.batch, s.seq); };
@@ -130,7 +131,8 @@ std::vector<Tensor> mla_forward(const Backend& backend, Arguments& arguments) {
           q_a ? sequence(*q_a) : aten::none(x),
           q_a ? per_row(q_rstd) : aten::empty(x, {0}, rstd_dtype),
           sequence(attn),
-          lse};
+          lse,
+          stats};
 }
 
 }  // namespace attnjourney

@@ -18,6 +18,7 @@ void check_saved(const MlaShape& s, const MlaInputs& in, const MlaSaved& saved, 
   }
   layer::check_saved("attn", saved.attn, {s.batch, s.seq, s.heads * s.v}, in.x);
   layer::check_saved("lse", saved.lse, {s.batch, s.heads, s.seq}, in.x, rstd_dtype);
+  layer::check_saved("stats", saved.stats, {s.batch, s.heads, s.seq, 2}, in.x, rstd_dtype);
 }
 
 // out (batch, 1, seq, rope) = sum over the heads of grad (batch, heads, seq, rope)
@@ -68,7 +69,8 @@ struct Backward {
                                {.grad_out = s.heads_of(grad_attn, s.v),
                                 .grad_lse = std::nullopt,
                                 .out = s.heads_of(attn, s.v),
-                                .lse = aten::contiguous(saved.lse)},
+                                .lse = aten::contiguous(saved.lse),
+                                .stats = aten::contiguous(saved.stats)},
                                gradients);
     if (need_query) query_chain(grad_query);
     if (need_kv) key_value_chain(grad_key, grad_kv);
@@ -145,7 +147,8 @@ std::vector<Tensor> mla_backward(const Backend& backend, Arguments& arguments) {
                        .q_a = arguments.tensor(),
                        .q_rstd = arguments.tensor(),
                        .attn = arguments.tensor(),
-                       .lse = arguments.tensor()};
+                       .lse = arguments.tensor(),
+                       .stats = arguments.tensor()};
   read_mla_options(arguments, in);
   int64_t need = arguments.integer();
 

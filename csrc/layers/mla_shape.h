@@ -37,6 +37,7 @@ struct MlaSaved {
   Tensor q_rstd;   // (batch, seq); (0,) without q_a_weight
   Tensor attn;     // (batch, seq, heads * v), what the output projection reads
   Tensor lse;      // (batch, heads, seq)
+  Tensor stats;    // lse.shape + (2,): see HeadPointers
 };
 
 // bits of `need`

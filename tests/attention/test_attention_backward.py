@@ -40,11 +40,11 @@ def test_only_the_gradients_asked_for(need, kind, dtype):
     mask = None if kind == "none" else random_tensor((4, 9, 21), dtype if kind == "float" else torch.float32, 5)
     if kind == "bool":
         mask = mask > -1
-    out, lse = ops.attention_forward(q, k, v, mask, enable_gqa=True)
+    out, lse, stats = ops.attention_forward(q, k, v, mask, enable_gqa=True)
     grad_out = random_tensor(out.shape, dtype, 6)
 
     def gradients(need):
-        return ops.attention_backward(grad_out, None, q, k, v, mask, out, lse, enable_gqa=True, need=need)
+        return ops.attention_backward(grad_out, None, q, k, v, mask, out, lse, stats, enable_gqa=True, need=need)
 
     every, asked = gradients(15), gradients(need)
     for bit, (given, full, got) in enumerate(zip((q, k, v, mask), every, asked)):
@@ -89,11 +89,11 @@ def test_upstream_gradient_of_stride_zero(dtype):
 def test_layout_of_out_and_lse_changes_no_bit(layout):
     q, k, v = inputs()
     mask = random_tensor((9, 21), seed=4)
-    out, lse = ops.attention_forward(q, k, v, mask, enable_gqa=True)
+    out, lse, stats = ops.attention_forward(q, k, v, mask, enable_gqa=True)
     grad_out, grad_lse = random_tensor(out.shape, seed=5), random_tensor(lse.shape, seed=6)
 
     def gradients(out, lse, grad_lse):
-        return ops.attention_backward(grad_out, grad_lse, q, k, v, mask, out, lse, enable_gqa=True)
+        return ops.attention_backward(grad_out, grad_lse, q, k, v, mask, out, lse, stats, enable_gqa=True)
 
     move = LAYOUTS[layout]
     for got, expected in zip(gradients(move(out), move(lse), move(grad_lse)), gradients(out, lse, grad_lse)):
@@ -102,10 +102,10 @@ def test_layout_of_out_and_lse_changes_no_bit(layout):
 
 def test_expanded_out_and_lse():
     q, k, v = (expanded(t, 0) for t in inputs(kv_heads=4))
-    out, lse = ops.attention_forward(q, k, v)
+    out, lse, stats = ops.attention_forward(q, k, v)
     grad_out = random_tensor(out.shape, seed=5)
-    expected = ops.attention_backward(grad_out, None, q, k, v, None, out, lse)
-    got = ops.attention_backward(grad_out, None, q, k, v, None, expanded(out, 0), expanded(lse, 0))
+    expected = ops.attention_backward(grad_out, None, q, k, v, None, out, lse, stats)
+    got = ops.attention_backward(grad_out, None, q, k, v, None, expanded(out, 0), expanded(lse, 0), expanded(stats, 0))
     assert all(torch.equal(a, b) for a, b in zip(got, expected))
 
 

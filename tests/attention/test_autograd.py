@@ -182,7 +182,7 @@ def test_dropout_bits():
     query = torch.zeros(2, 3, 5, 1)
     value = torch.eye(21).expand(2, 3, 21, 21)
     seed = torch.tensor(-5)
-    out, _ = ops.attention_forward(query, torch.zeros(2, 3, 21, 1), value, None, 0.25, dropout_seed=seed)
+    out, _, _ = ops.attention_forward(query, torch.zeros(2, 3, 21, 1), value, None, 0.25, dropout_seed=seed)
     keep = reference.dropout_keep_mask(seed, 2, 3, 5, 21, 0.25)
     torch.testing.assert_close(out, keep / (21 * 0.75))
 
@@ -227,9 +227,9 @@ def test_only_wanted_gradients(wanted):
 def test_raw_backward_skips():
     """A gradient not asked for comes back with shape (0,)."""
     query, key, value = (x.detach() for x in qkv())
-    out, lse = ops.attention_forward(query, key, value)
+    out, lse, stats = ops.attention_forward(query, key, value)
     for need in range(8):
-        grads = ops.attention_backward(out, None, query, key, value, None, out, lse, need=need)
+        grads = ops.attention_backward(out, None, query, key, value, None, out, lse, stats, need=need)
         expected = [x.shape if need >> bit & 1 else (0,) for bit, x in enumerate((query, key, value))] + 3 * [(0,)]
         assert [g.shape for g in grads] == expected
 

@@ -144,9 +144,9 @@ def test_lists_the_operator_refuses(name, change, message):
     wrong = {n: change(t) if n == name else t for n, t in zip(names, mask.tensors)}
     with pytest.raises((ValueError, RuntimeError), match=message):
         ops.block_attention_forward(q, k, k, **wrong)
-    out, lse = ops.block_attention_forward(q, k, k, *mask.tensors)
+    out, lse, stats = ops.block_attention_forward(q, k, k, *mask.tensors)
     with pytest.raises((ValueError, RuntimeError), match=message):
-        ops.block_attention_backward(q, None, q, k, k, *wrong.values(), out, lse)
+        ops.block_attention_backward(q, None, q, k, k, *wrong.values(), out, lse, stats)
 
 
 @pytest.mark.parametrize("names", [(), ("sinks", "alibi_per_item", "dropout")], ids=str)

@@ -220,8 +220,9 @@ def test_memory_grows_with_the_length_alone(which):
 )
 def test_errors(name, value, message):
     q, k, v, arguments = make([])
-    out, lse = ops.attention_forward(q, k, v, **arguments)
-    call = {**arguments, "query": q, "key": k, "value": v, "attn_mask": None, "out": out, "lse": lse, name: value}
+    out, lse, stats = ops.attention_forward(q, k, v, **arguments)
+    call = {**arguments, "query": q, "key": k, "value": v, "attn_mask": None, "out": out, "lse": lse, "stats": stats}
+    call[name] = value
     with pytest.raises((ValueError, RuntimeError), match=message):
         ops.attention_jvp(**call)
 
@@ -230,12 +231,12 @@ def test_errors(name, value, message):
 def test_opcheck(names):
     q, k, v, arguments = make(names)
     mask = arguments.pop("attn_mask", None)
-    out, lse = ops.attention_forward(q, k, v, mask, **arguments)
+    out, lse, stats = ops.attention_forward(q, k, v, mask, **arguments)
     tangents = {f"{n}_tangent": torch.ones_like(x) for n, x in (("query", q), ("value", v))}
     options = {**arguments, **tangents}
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(ops.attention_jvp.default, (q, k, v, mask, out, lse), options, test_utils=tests)
-    given = (out, None, q, k, v, mask, out, lse, out, lse)
+    torch.library.opcheck(ops.attention_jvp.default, (q, k, v, mask, out, lse, stats), options, test_utils=tests)
+    given = (out, None, q, k, v, mask, out, lse, stats, out, lse)
     torch.library.opcheck(ops.attention_backward_jvp.default, given, options, test_utils=tests)
 
 

@@ -137,7 +137,7 @@ def test_probability_0_changes_no_bit_and_draws_nothing():
 
 def test_a_probability_too_small_to_drop_anything_keeps_everything():
     q, k, v = inputs()
-    out, _ = ops.attention_forward(q, k, v, None, 1e-6, dropout_seed=torch.tensor(3))
+    out, _, _ = ops.attention_forward(q, k, v, None, 1e-6, dropout_seed=torch.tensor(3))
     torch.testing.assert_close(out, ops.attention_forward(q, k, v)[0])
 
 

@@ -130,8 +130,9 @@ WRONG = {
 
 
 def backward(*, dropout_p=0.0, is_causal=False, attn_mask=None, query, key, value, **options):
-    out, lse = torch.zeros(2, 4, 5, 6), torch.zeros(2, 4, 5)
-    return ops.attention_backward(out, None, query, key, value, attn_mask, out, lse, dropout_p, is_causal, **options)
+    out, lse, stats = torch.zeros(2, 4, 5, 6), torch.zeros(2, 4, 5), torch.zeros(2, 4, 5, 2)
+    saved = out, lse, stats
+    return ops.attention_backward(out, None, query, key, value, attn_mask, *saved, dropout_p, is_causal, **options)
 
 
 CALLS = {
@@ -226,6 +227,7 @@ def test_dropout_seed(call, seed, exception, patterns):
 GOOD = {
     "grad_out": zeros(2, 4, 5, 6), "grad_lse": zeros(2, 4, 5), "query": zeros(2, 4, 5, 8), "key": zeros(2, 4, 7, 8),
     "value": zeros(2, 4, 7, 6), "attn_mask": None, "out": zeros(2, 4, 5, 6), "lse": zeros(2, 4, 5),
+    "stats": zeros(2, 4, 5, 2),
 }  # fmt: skip
 OUT_SHAPES = [(2, 4, 5, 8), (2, 4, 6, 6), (2, 5, 5, 6), (3, 4, 5, 6), (1, 4, 5, 6), (4, 5, 6), (0,), (), (2, 4, 5, 0)]
 LSE_SHAPES = [(2, 4, 6), (2, 5, 5), (3, 4, 5), (1, 4, 5), (4, 5), (0,), (), (2, 4, 5, 1), (2, 4, 0)]
@@ -234,7 +236,8 @@ LSE_SHAPES = [(2, 4, 6), (2, 5, 5), (3, 4, 5), (1, 4, 5), (4, 5), (0,), (), (2, 
 @pytest.mark.parametrize(
     "name, shape",
     [(n, s) for n in ("grad_out", "out") for s in OUT_SHAPES]
-    + [(n, s) for n in ("grad_lse", "lse") for s in LSE_SHAPES],
+    + [(n, s) for n in ("grad_lse", "lse") for s in LSE_SHAPES]
+    + [("stats", s) for s in [(2, 4, 5), (2, 4, 5, 1), (2, 4, 2, 5), (2, 2, 4, 5), (0,)]],
 )
 def test_backward_checks_shapes(name, shape):
     expected = str(tuple(GOOD[name].shape)).replace("(", r"\(").replace(")", r"\)")
@@ -242,14 +245,14 @@ def test_backward_checks_shapes(name, shape):
     raises(ops.attention_backward, {**GOOD, name: zeros(*shape)}, ValueError, (name, expected, got))
 
 
-@pytest.mark.parametrize("name", ("grad_out", "out", "lse", "grad_lse"))
+@pytest.mark.parametrize("name", ("grad_out", "out", "lse", "stats", "grad_lse"))
 @pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16, torch.int64), ids=str)
 def test_backward_checks_dtypes(name, dtype):
     kwargs = {**GOOD, name: GOOD[name].to(dtype)}
     raises(ops.attention_backward, kwargs, RuntimeError, (name, "torch.float32", str(dtype)))
 
 
-@pytest.mark.parametrize("name", ("grad_out", "out", "lse", "grad_lse"))
+@pytest.mark.parametrize("name", ("grad_out", "out", "lse", "stats", "grad_lse"))
 def test_backward_checks_devices(name):
     with pytest.raises(RuntimeError, match=r"(?s)device"):
         ops.attention_backward(**{**GOOD, name: GOOD[name].to("meta")})
@@ -261,7 +264,7 @@ def test_backward_checks_need(need):
 
 
 def test_lse_of_16_bit_inputs_is_float32():
-    good = {name: t if t is None or name in ("lse", "grad_lse") else t.bfloat16() for name, t in GOOD.items()}
+    good = {name: t if t is None or name in ("lse", "stats", "grad_lse") else t.bfloat16() for name, t in GOOD.items()}
     ops.attention_backward(**good)
     raises(
         ops.attention_backward,

@@ -114,14 +114,14 @@ def valid_call(draw):
 @given(valid_call(), st.data())
 def test_valid_arguments_give_right_results(call, data):
     q, k, v, mask, options = call
-    out, lse = ops.attention_forward(q, k, v, mask, **options)
+    out, lse, stats = ops.attention_forward(q, k, v, mask, **options)
     grad_out = data.draw(strided(out.shape, q.dtype, 5))
     grad_lse = data.draw(strided(lse.shape, lse.dtype, 6)) if data.draw(coin) else None
     result = check_attention(q, k, v, mask, grad_out=grad_out, grad_lse=grad_lse, ulps=ULPS, **options)
     assert result.out.is_contiguous() and result.lse.is_contiguous()
     need = data.draw(st.integers(0, 15))
     again = ops.attention_backward(
-        grad_out, grad_lse, q, k, v, mask, data.draw(relaid(out)), data.draw(relaid(lse)), **options, need=need
+        grad_out, grad_lse, q, k, v, mask, *(data.draw(relaid(x)) for x in (out, lse, stats)), **options, need=need
     )
     for bit, grad in enumerate(again[:4]):
         full = (result.grad_query, result.grad_key, result.grad_value, result.grad_attn_mask)[bit]

@@ -136,7 +136,7 @@ def test_lse_under_grad():
     inputs = qkv(1, 2, 3, 4)
 
     def ours(*x):
-        out, lse = torch.ops.attnjourney.attention_forward(*x)
+        out, lse, _ = torch.ops.attnjourney.attention_forward(*x)
         return out.sum() + lse.square().sum()
 
     def theirs(*x):
@@ -193,8 +193,8 @@ def test_autocast():
 def test_raw_backward_under_vmap():
     query, key, value = qkv(SAMPLES, 2, 3, 4)
     mask = torch.randn(SAMPLES, 3, 3, dtype=torch.float64)
-    out, lse = vmap(torch.ops.attnjourney.attention_forward)(query, key, value, mask)
-    inputs = (torch.ones_like(out), lse, query, key, value, mask, out, lse)
+    out, lse, stats = vmap(torch.ops.attnjourney.attention_forward)(query, key, value, mask)
+    inputs = (torch.ones_like(out), lse, query, key, value, mask, out, lse, stats)
     batched = vmap(torch.ops.attnjourney.attention_backward)(*inputs)
     looped = [torch.ops.attnjourney.attention_backward(*(x[i] for x in inputs)) for i in range(SAMPLES)]
     torch.testing.assert_close(batched, tuple(torch.stack(x) for x in zip(*looped)))

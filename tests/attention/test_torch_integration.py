@@ -83,9 +83,9 @@ def test_opcheck(name):
     opcheck(ops.attention_forward, (*inputs, mask), options)
     inputs = [x.detach() for x in inputs]
     mask = None if mask is None else mask.detach()
-    out, lse = ops.attention_forward(*inputs, mask, **options)
+    out, lse, stats = ops.attention_forward(*inputs, mask, **options)
     for grad_lse, need in ((None, 1), (torch.ones_like(lse), 15)):
-        opcheck(ops.attention_backward, (out, grad_lse, *inputs, mask, out, lse), {**options, "need": need})
+        opcheck(ops.attention_backward, (out, grad_lse, *inputs, mask, out, lse, stats), {**options, "need": need})
 
 
 def test_opcheck_dropout_and_bfloat16():
@@ -93,8 +93,8 @@ def test_opcheck_dropout_and_bfloat16():
     options = dict(dropout_p=0.4, dropout_seed=torch.tensor(7))
     opcheck(ops.attention_forward, inputs, options)
     inputs = [x.detach() for x in inputs]
-    out, lse = ops.attention_forward(*inputs, **options)
-    opcheck(ops.attention_backward, (out, None, *inputs, None, out, lse), options)
+    out, lse, stats = ops.attention_forward(*inputs, **options)
+    opcheck(ops.attention_backward, (out, None, *inputs, None, out, lse, stats), options)
 
 
 @pytest.mark.parametrize("shapes", [((3, 4), (5, 4)), ((1, 3, 4), (6, 5, 4)), ((2, 1, 3, 4), (1, 4, 5, 4))])
@@ -245,7 +245,7 @@ def test_saved_tensor_hooks():
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         out = attention(*inputs)
     out.square().sum().backward()
-    assert packed == [(2, 2, 3, 4)] * 4 + [(2, 2, 3)]  # query, key, value, out, lse
+    assert packed == [(2, 2, 3, 4)] * 4 + [(2, 2, 3), (2, 2, 3, 2)]  # query, key, value, out, lse, stats
     torch.testing.assert_close([x.grad for x in inputs], list(gradients(attention, clones(inputs))[1:]))
     with torch.autograd.graph.save_on_cpu():
         torch.testing.assert_close(gradients(attention, inputs), gradients(attention, clones(inputs)))
@@ -354,7 +354,7 @@ def test_autocast(dtype, mask):
     with torch.autocast("cpu", dtype=dtype):
         out = attention(query, key, value, mask)
         assert out.dtype == F.scaled_dot_product_attention(query, key, value, mask).dtype == dtype
-        raw, lse = ops.attention_forward(query, key, value, mask)
+        raw, lse, _ = ops.attention_forward(query, key, value, mask)
     assert torch.equal(raw, out) and lse.dtype == torch.float32
     cast = [x.to(dtype) for x in inputs]
     by_hand = attention(*cast, *([mask] if len(cast) == 3 else []))

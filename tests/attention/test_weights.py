@@ -70,7 +70,7 @@ def test_weights_of_the_worked_example():
 def test_the_operator_has_no_derivative_and_says_so():
     q = random_tensor((2, 5, 4)).requires_grad_()
     index = torch.arange(5), torch.arange(2)
-    weights = torch.ops.attnjourney._attention_weights(q, q, torch.zeros(2, 5), *index, None, False)
+    weights = torch.ops.attnjourney._attention_weights(q, q, torch.zeros(2, 5), None, *index, None, False)
     with pytest.raises(NotImplementedError, match="attention_weights"):
         weights.sum().backward()
     with pytest.raises(NotImplementedError, match="attention_weights"):

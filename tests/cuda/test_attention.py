@@ -62,7 +62,7 @@ def test_values(shape, layout, dtype):
     expected = reference_run((*inputs, None), grad_out, grad_lse, **options)
     plain, rounding = plain_run((*inputs, None), grad_out, grad_lse, **options)
     device = [on_device(x) for x in inputs]
-    out, lse = torch.ops.attnjourney.attention_forward(*device, **options)
+    out, lse, stats = torch.ops.attnjourney.attention_forward(*device, **options)
     backward = torch.ops.attnjourney.attention_backward
     grads = backward(grad_out.cuda(), grad_lse.cuda(), *device, None, out, lse, need=7, **options)[:3]
     for i, got in enumerate((out, lse, *grads)):
@@ -97,8 +97,8 @@ def check_options(case, dtype, head_dim, deterministic):
     ops, device = torch.ops.attnjourney, [x.cuda() for x in tensors]
     torch.use_deterministic_algorithms(deterministic)
     try:
-        out, lse = ops.attention_forward(*device, mask, **given)
-        grads = ops.attention_backward(grad_out.cuda(), grad_lse.cuda(), *device, mask, out, lse, **given)
+        out, lse, stats = ops.attention_forward(*device, mask, **given)
+        grads = ops.attention_backward(grad_out.cuda(), grad_lse.cuda(), *device, mask, out, lse, stats, **given)
     finally:
         torch.use_deterministic_algorithms(False)
     trained = [mask, given.get("sinks"), given.get("alibi_slopes")]
@@ -131,9 +131,9 @@ def check_packed(case, dtype, head_dim):
         given["causal_alignment"] = 1
     ops, rows_first = torch.ops.attnjourney, [x[0].transpose(0, 1).cuda() for x in (*tensors, grad_out)]
     offsets = [torch.tensor(x, device="cuda") for x in case[1:3]]
-    out, lse = ops.varlen_attention_forward(*rows_first[:3], *offsets, **given)
+    out, lse, stats = ops.varlen_attention_forward(*rows_first[:3], *offsets, **given)
     grads = ops.varlen_attention_backward(
-        rows_first[3], grad_lse[0].cuda(), *rows_first[:3], *offsets, out, lse, **given
+        rows_first[3], grad_lse[0].cuda(), *rows_first[:3], *offsets, out, lse, stats, **given
     )
     results = [out.transpose(0, 1)[None], lse[None], *(g.transpose(0, 1)[None] for g in grads[:3])]
     results += [g for g, name in zip(grads[3:], ("sinks", "alibi_slopes")) if name in given]
@@ -145,7 +145,7 @@ def check_packed(case, dtype, head_dim):
 def test_192_128_forward():
     shape = (1, 4, 4, 200, 300, 192, 128, True)
     inputs = operands(shape, torch.bfloat16)
-    out, lse = torch.ops.attnjourney.attention_forward(*[x.cuda() for x in inputs], is_causal=True)
+    out, lse, stats = torch.ops.attnjourney.attention_forward(*[x.cuda() for x in inputs], is_causal=True)
     grad_out = torch.zeros(out.shape, dtype=out.dtype)
     expected = reference_run((*inputs, None), grad_out, is_causal=True)
     plain, rounding = plain_run((*inputs, None), grad_out, is_causal=True)
@@ -157,11 +157,12 @@ def test_192_128_forward():
 def test_deterministic_backward(shape):
     inputs = [x.cuda() for x in operands(shape, torch.bfloat16)]
     options = {"is_causal": shape[-1], "enable_gqa": True}
-    out, lse = torch.ops.attnjourney.attention_forward(*inputs, **options)
+    out, lse, stats = torch.ops.attnjourney.attention_forward(*inputs, **options)
     grad_out = torch.randn_like(out)
 
     def gradients():
-        return torch.ops.attnjourney.attention_backward(grad_out, None, *inputs, None, out, lse, need=7, **options)[:3]
+        saved = out, lse, stats
+        return torch.ops.attnjourney.attention_backward(grad_out, None, *inputs, None, *saved, need=7, **options)[:3]
 
     usual = gradients()
     torch.use_deterministic_algorithms(True)

@@ -105,7 +105,7 @@ for name in ("_C_cpu.so", "_C_cuda.so"):
 has = torch._C._dispatch_has_kernel_for_dispatch_key
 assert has("attnjourney::attention_forward", "CUDA") and has("attnjourney::attention_backward", "CUDA")
 x = torch.randn(1, 2, 5, 8)
-out, lse = torch.ops.attnjourney.attention_forward(x, x, x)
+out, lse, stats = torch.ops.attnjourney.attention_forward(x, x, x)
 torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(x, x, x))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

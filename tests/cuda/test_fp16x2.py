@@ -30,7 +30,7 @@ CALLS = [  # as test_cuda_emulator.SHAPES, and the options that say the same
 def forward(tensors, options):
     options = {n: torch.tensor(x, device="cuda") if n.endswith("lengths") else x for n, x in options.items()}
     device = [x.cuda() for x in tensors]
-    out, lse = torch.ops.attnjourney.attention_forward(*device, enable_gqa=True, **options)
+    out, lse, stats = torch.ops.attnjourney.attention_forward(*device, enable_gqa=True, **options)
     return out.cpu(), lse.cpu()
 
 
@@ -70,10 +70,11 @@ def test_what_is_not_finite(which, bad):
 def gradients(tensors, out, lse, grad_out, grad_lse, options, deterministic=False):
     options = {n: torch.tensor(x, device="cuda") if n.endswith("lengths") else x for n, x in options.items()}
     q, k, v, o, row, g, grad_row = [x.cuda() for x in (*tensors, out, lse, grad_out, grad_lse)]
+    stats = torch.stack([row / math.log(2), torch.ones_like(row)], -1)
     torch.use_deterministic_algorithms(deterministic)
     try:
         grads = torch.ops.attnjourney.attention_backward(
-            g, grad_row, q, k, v, None, o, row, need=7, enable_gqa=True, **options
+            g, grad_row, q, k, v, None, o, row, stats, need=7, enable_gqa=True, **options
         )[:3]
     finally:
         torch.use_deterministic_algorithms(False)
@@ -114,10 +115,10 @@ def test_streams_and_graph(bad):
     ops = torch.ops.attnjourney
 
     def run():
-        out, lse = ops.attention_forward(*inputs[:3], is_causal=True)
+        out, lse, stats = ops.attention_forward(*inputs[:3], is_causal=True)
         torch.use_deterministic_algorithms(True)
         try:
-            grads = ops.attention_backward(inputs[3], None, *inputs[:3], None, out, lse, is_causal=True, need=7)
+            grads = ops.attention_backward(inputs[3], None, *inputs[:3], None, out, lse, stats, is_causal=True, need=7)
         finally:
             torch.use_deterministic_algorithms(False)
         return [out, *grads[:3]]

@@ -119,9 +119,9 @@ def test_gradients_only_where_asked():
         torch.testing.assert_close(gradients, tuple(full[i] for i in subset), rtol=1e-13, atol=1e-13)
 
     x, *weights = tensors
-    out, attn, lse, qkv = ops.gpt_attention_forward(x, 2, *weights)
+    out, attn, lse, stats, qkv = ops.gpt_attention_forward(x, 2, *weights)
     for bit, shape in enumerate(((2, 3, 4), (12, 4), (12,), (4, 4), (4,))):
-        gradients = ops.gpt_attention_backward(out, x, 2, weights[0], weights[2], attn, lse, qkv, need=1 << bit)
+        gradients = ops.gpt_attention_backward(out, x, 2, weights[0], weights[2], attn, lse, stats, qkv, need=1 << bit)
         assert [g.shape for g in gradients] == [shape if i == bit else (0,) for i in range(5)]
 
 
@@ -188,9 +188,9 @@ def test_opcheck(grad):
     weights = [t.requires_grad_(grad) for t in weights]
     torch.library.opcheck(ops.gpt_attention.default, (x, 2, *weights), {})
     torch.library.opcheck(ops.gpt_attention_forward.default, (x, 2, weights[0], None, weights[2], None), {})
-    out, attn, lse, qkv = (t.detach() for t in ops.gpt_attention_forward(x, 2, *weights))
+    out, attn, lse, stats, qkv = (t.detach() for t in ops.gpt_attention_forward(x, 2, *weights))
     for need in (31, 0b01010):
-        args = (out, x.detach(), 2, weights[0].detach(), weights[2].detach(), attn, lse, qkv)
+        args = (out, x.detach(), 2, weights[0].detach(), weights[2].detach(), attn, lse, stats, qkv)
         torch.library.opcheck(ops.gpt_attention_backward.default, args, dict(need=need))
 
 

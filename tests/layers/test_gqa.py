@@ -129,7 +129,7 @@ def test_raw_backward_leaves_out_what_is_not_needed():
     tensors, constants = make()
     out, *saved = ops.gqa_forward(**tensors, **constants)
     inputs = {n: tensors[n] for n in TENSORS[:5]}
-    saved = dict(zip(("query", "key", "value", "attn", "lse"), saved))
+    saved = dict(zip(("query", "key", "value", "attn", "lse", "stats"), saved))
     for bit in range(len(TENSORS)):
         results = ops.gqa_backward(grad_out_of(tensors), **inputs, **saved, **constants, need=1 << bit)
         assert [tuple(r.shape) != (0,) for r in results] == [i == bit for i in range(len(TENSORS))]
@@ -274,7 +274,10 @@ def test_no_copies():
     out, *saved = ops.gqa_forward(**tensors, **constants)
     forward = aten_calls(lambda: ops.gqa_forward(**tensors, **constants))
     assert forward.count("linear") == 4
-    inputs, saved = {n: tensors[n] for n in TENSORS[:5]}, dict(zip(("query", "key", "value", "attn", "lse"), saved))
+    inputs, saved = (
+        {n: tensors[n] for n in TENSORS[:5]},
+        dict(zip(("query", "key", "value", "attn", "lse", "stats"), saved)),
+    )
     grad_out = grad_out_of(tensors)
     backward = aten_calls(lambda: ops.gqa_backward(grad_out, **inputs, **saved, **constants))
     assert backward.count("mm") >= 6  # 4 weights, 2 inputs; the other 2 inputs are added to the gradient of x
@@ -289,7 +292,7 @@ def test_opcheck():
     with torch.no_grad():
         out, *saved = ops.gqa_forward(**tensors, **constants)
     detached = {n: tensors[n].detach() for n in TENSORS[:5]}
-    saved = dict(zip(("query", "key", "value", "attn", "lse"), saved))
+    saved = dict(zip(("query", "key", "value", "attn", "lse", "stats"), saved))
     for need in (511, 18):
         opcheck(ops.gqa_backward.default, (torch.ones_like(out),), {**detached, **saved, **constants, "need": need})
 

@@ -143,9 +143,9 @@ def function_of_everything(leaves):
 def test_backward_returns_nothing_unasked():
     inputs, weights = make_inputs("q k v", 2, 3, 4, 4), make_weights(4)
     mask = make_mask("float", (3, 4), torch.float64)
-    out, attn, lse, projected = ops.mha_forward(*inputs, 2, *weights, attn_mask=mask)
+    out, attn, lse, stats, projected = ops.mha_forward(*inputs, 2, *weights, attn_mask=mask)
     for bit, shape in enumerate(((2, 3, 4), (2, 4, 4), (2, 4, 4), (12, 4), (12,), (4, 4), (4,), (3, 4), (0,))):
-        args = (out, *inputs, 2, weights[0], weights[2], mask, None, attn, lse, projected)
+        args = (out, *inputs, 2, weights[0], weights[2], mask, None, attn, lse, stats, projected)
         gradients = ops.mha_backward(*args, need=1 << bit)
         assert [g.shape for g in gradients] == [shape if i == bit else (0,) for i in range(9)]
 

@@ -100,10 +100,10 @@ def test_opcheck(grad):
     torch.library.opcheck(ops.mha.default, (query, query, query, 2, weights[0], None, weights[2], None), {})
     torch.library.opcheck(ops.mha_forward.default, (query, key, value, 2, *weights), options)
     torch.library.opcheck(ops.mha_forward.default, (query, key, None, 2, *weights), {})
-    out, attn, lse, projected = (t.detach() for t in ops.mha_forward(query, key, None, 2, *weights, **options))
+    out, attn, lse, stats, projected = (t.detach() for t in ops.mha_forward(query, key, None, 2, *weights, **options))
     query, key, mask, *weights = (t.detach() for t in (query, key, mask, *weights))
     for need in (511, 0b010011010):
-        args = (out, query, key, None, 2, weights[0], weights[2], mask, padding, attn, lse, projected)
+        args = (out, query, key, None, 2, weights[0], weights[2], mask, padding, attn, lse, stats, projected)
         torch.library.opcheck(ops.mha_backward.default, args, dict(is_causal=True, need=need))
 
 

@@ -22,7 +22,7 @@ from tests.support.testing import DTYPES, LAYOUTS, pairs, poison_memory, random_
 
 ops = torch.ops.attnjourney
 TENSORS = "x q_a_weight q_a_norm_weight q_b_weight kv_a_weight kv_a_norm_weight kv_b_weight o_weight".split()
-SAVED = "query kv kv_a kv_rstd q_a q_rstd attn lse".split()
+SAVED = "query kv kv_a kv_rstd q_a q_rstd attn lse stats".split()
 numbers = functools.partial(random_tensor, outliers=False)
 
 

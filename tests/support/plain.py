@@ -45,8 +45,8 @@ def _formula(
     sinks=None,
     alibi_slopes=None,
 ):
-    """All quantities of forward and backward by name. The backward recomputes the weights from lse, as the operator
-    does. 16-bit inputs: products of 16-bit matrices, scores and softmax in float32."""
+    """All quantities of forward and backward by name. 16-bit inputs: products of 16-bit matrices, scores and softmax in
+    float32."""
     q, k, v = expand_heads(query, key, value, enable_gqa)
     dtype, wide = query.dtype, LSE_DTYPE.get(query.dtype, torch.float32)
     scale = query.size(-1) ** -0.5 if scale is None else scale
@@ -76,7 +76,8 @@ def _formula(
     lse = torch.where(total > 0, peak + total.log(), -INFINITY)
 
     row = lse.nan_to_num(neginf=0.0)
-    p, p_sink = (scores - row).exp(), (sink - row).exp()
+    total = total.clamp_min(torch.finfo(wide).tiny)
+    p, p_sink = (scores - peak).exp() / total, (sink - peak).exp() / total
     delta = (grad_out.to(wide) * out.to(wide)).sum(-1, keepdim=True)
     if grad_lse is not None:
         delta = delta - grad_lse.unsqueeze(-1)
@@ -119,7 +120,7 @@ def _rounding(f, mask_dtype, ulps):
         + sum(b.double().nan_to_num(0.0, 0.0, 0.0).square() for b in f["bias"])
     )
     score = score.masked_fill(~shown, 0.0)
-    row = (p.square() * score).sum(-1, keepdim=True) + uw**2 * (lse.square() + 1)
+    row = (p.square() * score).sum(-1, keepdim=True) + uw**2  # of the logarithm of a row's sum
     sink_score = torch.where(p_sink > 0, get("sink"), 0.0).square()
     row = row + p_sink.square() * uw**2 * sink_score
     # an exponential as exact as 16 bits need is enough
@@ -135,13 +136,11 @@ def _rounding(f, mask_dtype, ulps):
     k_signed = get("k")
     variances = dict(
         out=result,
-        lse=row.squeeze(-1),
+        lse=(row + uw**2 * lse.square()).squeeze(-1),
         grad_query=scale * (inner @ k + of_delta * (p_in @ k_signed).square() + row * (ds_in @ k_signed).square()),
         grad_key=scale * (inner.mT @ q + p_in.square().mT @ (of_delta * q) + ds_in.square().mT @ (row * q)),
         grad_value=weight.mT @ g + (p * dropped).square().mT @ (row * g),
-        grad_sinks=(p_sink.square() * (of_delta + delta.square() * (row + uw**2 * (sink_score + lse.square())))).sum(
-            -2, keepdim=True
-        ),
+        grad_sinks=(p_sink.square() * (of_delta + delta.square() * (row + uw**2 * sink_score))).sum(-2, keepdim=True),
         grad_alibi_slopes=(
             (distance**2 * of_ds).sum(-1, keepdim=True)
             + of_delta * (p * distance).sum(-1, keepdim=True).square()

@@ -118,13 +118,13 @@ def rounded_attention(dtype):
             if query_lengths is not None:
                 sink = sink.masked_fill(torch.arange(q.size(-2))[:, None] >= per_item(query_lengths, q), -math.inf)
 
-        # The weights are computed from lse, a constant here; its derivative enters by factors of 1. That of `out` meets
+        # The sum of a row is a constant here; its derivative enters by factors of 1. That of `out` meets
         # the rounded result: delta and lse_tangent * out are computed from it.
         logits = torch.cat([scores, sink], -1).detach()
         empty = (logits == -math.inf).all(-1, keepdim=True)
         exact = logits.masked_fill(empty, 0.0).logsumexp(-1, keepdim=True)
         exponential = narrow / 1024 if dtype.itemsize == 2 else 0.0  # as exact as 16 bits need is enough
-        given = _noise(exact, wide * (exact.abs() + 1) + exponential)
+        given = _noise(exact, torch.full_like(exact, wide + exponential))
         p, p_sink = (Rounded.apply((x - given).exp(), wide, wide) for x in (scores, sink))
         error = (exact - given).exp()  # of the sum, which the operators take for 1
         total = Product.apply(p, p.new_ones(p.size(-1), 1), wide) + p_sink

@@ -131,8 +131,10 @@ def attention_and_gradients(
     if "causal_alignment" in options:
         options["causal_alignment"] = ("top_left", "bottom_right").index(options["causal_alignment"])
     with torch.no_grad():
-        out, lse = ops.attention_forward(query, key, value, attn_mask, **options, **seed)
-        grads = ops.attention_backward(grad_out, grad_lse, query, key, value, attn_mask, out, lse, **options, **seed)
+        out, lse, stats = ops.attention_forward(query, key, value, attn_mask, **options, **seed)
+        grads = ops.attention_backward(
+            grad_out, grad_lse, query, key, value, attn_mask, out, lse, stats, **options, **seed
+        )
     optional = (attn_mask, options.get("sinks"), options.get("alibi_slopes"))
     return Result(out, lse, *grads[:3], *(grad if is_float(t) else None for grad, t in zip(grads[3:], optional)))
 

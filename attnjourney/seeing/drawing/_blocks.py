@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops import attention, attention_weights
+from ...ops._attention_checks import alignment_index
+from ...ops.attention_weights import chosen_weights, row_sums
 
 BLOCK_ELEMENTS = 1 << 18  # of weights at once: 1 MiB in float32
 
@@ -17,7 +18,8 @@ class WeightBlocks:
     """The weights of one call of attention, head after head, in blocks of query rows; never (q_len, kv_len) at once.
 
     Iterating gives (head, first_row, weights): head counts within `heads`, weights are (*batch, rows, kv_len) in
-    query's dtype. lse is computed once, when the object is made; what attention raises is raised then.
+    query's dtype. The sums of the rows are computed once, when the object is made; what attention
+    raises is raised then.
     """
 
     def __init__(
@@ -26,12 +28,15 @@ class WeightBlocks:
         self.options = bind(*args, **options)
         self.query, self.key = query.detach(), key.detach()
         self.q_len, self.kv_len = query.shape[-2], key.shape[-2]
-        with torch.no_grad():
-            value = self.key[..., :1]  # any: lse does not depend on it
-            _, self.lse = attention(self.query, self.key, value, return_lse=True, **self.options)
-        n_heads = self.lse.shape[-2] if query.dim() >= 3 else 1
+        options = dict(self.options)
+        self.mask, self.is_causal = options.pop("attn_mask"), options.pop("is_causal")
+        options["causal_alignment"] = alignment_index(options.get("causal_alignment", "top_left"))
+        self.of_operator = options
+        self.sums = row_sums(self.query, self.key, self.mask, self.is_causal, options)
+        rows = self.sums[0].shape  # (*batch, heads, q_len)
+        n_heads = rows[-2] if query.dim() >= 3 else 1
         self.heads = list(range(n_heads)) if heads is None else torch.as_tensor(heads).tolist()
-        self.batch = tuple(self.lse.shape[:-2])
+        self.batch = tuple(rows[:-2])
         self.device = query.device
 
     def __iter__(self) -> Iterator[tuple[int, int, Tensor]]:
@@ -39,8 +44,8 @@ class WeightBlocks:
         for index, head in enumerate(self.heads):
             for first in range(0, self.q_len, rows_at_once):
                 rows = torch.arange(first, min(first + rows_at_once, self.q_len))
-                weights = attention_weights(
-                    self.query, self.key, lse=self.lse, rows=rows, heads=[head], **self.options
+                weights = chosen_weights(
+                    self.query, self.key, self.mask, self.is_causal, self.of_operator, *self.sums, rows, [head]
                 )  # (*batch, 1, rows, kv_len), or (rows, kv_len) where query has no heads
                 yield index, first, weights.squeeze(-3) if self.query.dim() >= 3 else weights
 

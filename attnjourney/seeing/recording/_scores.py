@@ -1,7 +1,7 @@
 """What the softmax of each operator reads: its query, key, lse and options, from the arguments and results of a call.
 
-The layers' forward operators give out their projected queries and keys for the backward, and every forward its lse, so
-that nothing is computed twice.
+The layers' forward operators give out their projected queries and keys for the backward, and every forward its lse and
+stats, so that nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ..._dtypes import accumulation_dtype
 from ..._options import AttentionOptions
 from ...block_mask import BlockMask
 from ...nn._parts import split_heads
+from ...ops.attention_weights import chosen_weights, row_sums
 from ...ops.block_attention import BLOCKS
 from ...reference.mha import attention_mask
 from ._stages import attention_stages
@@ -29,13 +30,14 @@ FUSED = ("cpu", "cuda", "meta")  # devices that have _attention_weights
 
 @dataclass
 class Scores:
-    """weights = exp(score - lse). query (..., H, L, E), key (..., Hk, S, E), lse (..., H, L); options as
+    """query (..., H, L, E), key (..., Hk, S, E), lse (..., H, L), stats (..., H, L, 2) or None; options as
     torch.ops.attnjourney.attention has them, with attn_mask (a tensor or a BlockMask) and is_causal."""
 
     query: Tensor
     key: Tensor
     lse: Tensor
     options: dict = field(default_factory=dict)
+    stats: Tensor | None = None  # computed where missing
     dtype: torch.dtype | None = None  # of the weights, query's by default
     first_key: Tensor | None = None  # (B,), the number in its sequence of what is key 0 here
     row_mask: Callable[[Tensor], Tensor] | None = None  # rows -> the whole mask of these rows, in place of options
@@ -65,13 +67,10 @@ class Scores:
         query, options, at = self.of_rows(rows)
         if query.device.type in FUSED:
             lse = self.lse if at is rows else self.lse.index_select(-1, rows.to(self.lse.device))
-            mask = options.get("attn_mask")
-            masks: tuple[Any, ...] = (mask,)
-            operator = torch.ops.attnjourney._attention_weights
-            if isinstance(mask, BlockMask):
-                operator, masks = torch.ops.attnjourney._block_attention_weights, mask.tensors
-            others = {name: x for name, x in options.items() if name != "attn_mask"}
-            weights = operator(query, self.key, lse, at, heads, *masks, **others)
+            others = {name: x for name, x in options.items() if name not in ("attn_mask", "is_causal")}
+            call = query, self.key, options.get("attn_mask"), options.get("is_causal", False), others
+            stats = self.stats if at is rows and self.stats is not None else row_sums(*call)[1]
+            weights = chosen_weights(*call, lse, stats, at, heads)
         else:
             weights = attention_stages(query, self.key, None, heads, at, **options)["weights"].to(query.dtype)
         lse = self.lse.index_select(-1, rows.to(self.lse.device))
@@ -93,10 +92,11 @@ class StagedScores(Scores):
 
 
 class PackedScores(Scores):
-    """Sequences packed one after the other: query (total, H, E), key (total, Hk, E), lse (H, total)."""
+    """Sequences packed one after the other: query (total, H, E), key (total, Hk, E), lse (H, total), stats
+    (H, total, 2)."""
 
-    def __init__(self, query, key, lse, ends_q, ends_k, options):
-        super().__init__(query, key, lse, options)
+    def __init__(self, query, key, lse, stats, ends_q, ends_k, options):
+        super().__init__(query, key, lse, options, stats)
         self.ends = ends_q.tolist(), ends_k.tolist()
 
     @property
@@ -118,7 +118,13 @@ class PackedScores(Scores):
                 for name, x in self.options.items()
             }
             query, key = self.query[q].transpose(0, 1), self.key[k].transpose(0, 1)
-            scores = Scores(query, key, self.lse[:, q], options | {"enable_gqa": True})
+            scores = Scores(
+                query,
+                key,
+                self.lse[:, q],
+                options | {"enable_gqa": True},
+                self.stats if self.stats is None else self.stats[:, q],
+            )
             part, part_lse = scores.weights(heads, own[here])
             weights[b, :, here, : k.stop - k.start], lse[b, :, here] = part, part_lse
         return weights, lse
@@ -135,9 +141,14 @@ def _dropout(call: dict) -> dict:
     return {name: call[name] for name in ("dropout_p", "dropout_seed")}
 
 
+def _stats(outputs: tuple) -> Tensor | None:
+    """Those of op_forward; attention_with_lse has none."""
+    return outputs[2] if len(outputs) > 2 else None
+
+
 def _attention(call: dict, outputs: tuple) -> Scores:
     query, key, value = call["query"], call["key"], call["value"]
-    return Scores(query, key, outputs[1], _options(call), value=value, dropout=_dropout(call))
+    return Scores(query, key, outputs[1], _options(call), _stats(outputs), value=value, dropout=_dropout(call))
 
 
 def _block_attention(call: dict, outputs: tuple) -> Scores:
@@ -145,23 +156,29 @@ def _block_attention(call: dict, outputs: tuple) -> Scores:
     offsets, index, partial, elements = (call[name] for name in BLOCKS)
     mask = BlockMask(offsets, index, partial, elements, query.shape[-2], key.shape[-2])
     options = _options(call) | {"attn_mask": mask}
-    return Scores(query, key, outputs[1], options, value=call["value"], dropout=_dropout(call))
+    return Scores(query, key, outputs[1], options, _stats(outputs), value=call["value"], dropout=_dropout(call))
 
 
 def _varlen(call: dict, outputs: tuple) -> Scores:
     return PackedScores(
-        call["query"], call["key"], outputs[1], call["cu_seqlens_q"], call["cu_seqlens_k"], _options(call)
+        call["query"],
+        call["key"],
+        outputs[1],
+        _stats(outputs),
+        call["cu_seqlens_q"],
+        call["cu_seqlens_k"],
+        _options(call),
     )
 
 
 def _gpt(call: dict, outputs: tuple) -> Scores:
-    _, _, lse, qkv = outputs
+    _, _, lse, stats, qkv = outputs
     query, key, value = (split_heads(x, call["num_heads"]) for x in qkv.chunk(3, -1))
-    return Scores(query, key, lse, {"is_causal": True}, value=value, dropout=_dropout(call))
+    return Scores(query, key, lse, {"is_causal": True}, stats, value=value, dropout=_dropout(call))
 
 
 def _gqa(call: dict, outputs: tuple) -> Scores:
-    _, query, key, value, _, lse = outputs
+    _, query, key, value, _, lse, stats = outputs
     counts = {"q": call["num_heads"], "k": call["num_kv_heads"], "v": call["num_kv_heads"]}
     query, key, value = (split_heads(x, n) for x, n in zip((query, key, value), counts.values()))
 
@@ -172,11 +189,11 @@ def _gqa(call: dict, outputs: tuple) -> Scores:
         return dict(zip(("query_unrotated", "key_unrotated"), raw))
 
     options = {"is_causal": call["is_causal"], "enable_gqa": True}
-    return Scores(query, key, lse, options, value=value, before=before)
+    return Scores(query, key, lse, options, stats, value=value, before=before)
 
 
 def _mla(call: dict, outputs: tuple) -> Scores:
-    _, query, kv, kv_a, _, q_a, _, _, lse = outputs
+    _, query, kv, kv_a, _, q_a, _, _, lse, stats = outputs
     heads, nope, rope = call["num_heads"], call["qk_nope_head_dim"], call["qk_rope_head_dim"]
     rank, eps = kv_a.shape[-1] - rope, call["eps"]
     k_pe = kv_a[..., rank:]  # already turned; of all heads
@@ -193,11 +210,11 @@ def _mla(call: dict, outputs: tuple) -> Scores:
         return stages | {"latent": rms_norm(kv_a[..., :rank], weight.shape, weight, eps), "k_pe": k_pe}
 
     options = {"is_causal": call["is_causal"], "scale": call["scale"]}
-    return Scores(split_heads(query, heads), key, lse, options, value=kv[..., nope:], before=before)
+    return Scores(split_heads(query, heads), key, lse, options, stats, value=kv[..., nope:], before=before)
 
 
 def _mha(call: dict, outputs: tuple) -> Scores:
-    _, _, lse, projected = outputs
+    _, _, lse, _, projected = outputs  # stats are in the unit of the combined mask, which is made again here
     query, key, value, heads = call["query"], call["key"], call["value"], call["num_heads"]
     batch, length, embed = query.shape
     keys = length if key is None else key.shape[1]

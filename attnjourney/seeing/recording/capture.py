@@ -32,7 +32,7 @@ class capture:
 
     Every call of this package's operators is seen, whether a module of attnjourney.nn makes it, a model's own code, a
     cache or a compiled graph. The model computes what it computes without: the same fused kernels, the same random
-    numbers, gradients too. The weights are exp(score - lse) from the queries, keys and lse of that very call, in
+    numbers, gradients too. The weights are made again from the queries, keys and sums of that very call, in
     O(rows * S) memory for the rows and heads asked for. A run during backward (activation checkpointing) is not
     recorded again. InfiniAttention's weights are those of its local part, each row's keys those of its own segment;
     linear attention has none. A compiled graph has no modules: its calls are named by their order.

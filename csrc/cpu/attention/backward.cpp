@@ -50,7 +50,7 @@ void backward(AttentionCall& c, const AttentionSaved& saved, const AttentionTang
 
   const Sequences sequences(c);
   const Tangents directions(c, tangents ? *tangents : AttentionTangents{});
-  const HeadInputs heads(c, sequences, saved.out, saved.lse);
+  const HeadInputs heads(c, sequences, saved.out, saved.lse, saved.stats);
   const HeadMap grad_out_map = head_map(c, saved.grad_out, c.q_heads);
   const auto map_of = [&](const OptionalTensor& t, int64_t heads) { return t ? head_map(c, *t, heads) : HeadMap{}; };
   const HeadMap gq_map = map_of(gradients.query, c.q_heads), gk_map = map_of(gradients.key, c.kv_heads);

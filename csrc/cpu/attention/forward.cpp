@@ -1,4 +1,5 @@
 // CPU entry of attention's forward: the walk over batch, heads and work items.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -27,19 +28,21 @@ void clear_rows(const AttentionCall& c, const Sequences& sequences, const HeadWa
 }
 
 void cpu_attention_forward(AttentionCall& c, const AttentionResults& results) {
-  const auto& [out, lse] = results;
+  const auto& [out, lse, stats] = results;
   AttentionParams& p = c.params;
   if (c.q_heads * p.q_len == 0) return;
   p.dropout = Dropout::from(c.args.options.dropout_p, seed_of(c.args.options));
   p.out_row = out.stride(c.rank - 2);
   const Sequences sequences(c);
-  const HeadInputs heads(c, sequences, out, lse);
-  char* lses = static_cast<char*>(lse.mutable_data_ptr());
+  const HeadInputs heads(c, sequences, out, lse, stats);
+  char *lses = static_cast<char*>(lse.mutable_data_ptr()), *all_stats = static_cast<char*>(stats.mutable_data_ptr());
 
   clear_rows(c, sequences, heads.out(), c.q_heads, out);
   sequences.unused_rows([&](int64_t b, int64_t first, int64_t count) {
     for (int64_t h = 0; h < c.q_heads; h++) {
       void* at = lse_at(c, lses, b, h, 0);
+      char* const both = lse_at(c, all_stats, b, h, first, 2);
+      std::fill(both, both + 2 * count * item_size(c.lse_dtype), char{0});
       for (int64_t r = first; r < first + count; r++)
         if (c.lse_dtype == ScalarType::Double)
           static_cast<double*>(at)[r] = -INFINITY;

@@ -8,8 +8,9 @@ namespace attnjourney {
 
 class HeadInputs {
  public:
-  // out and dense lse: written by the forward, read by the others
-  HeadInputs(const AttentionCall& call, const Sequences& sequences, const Tensor& out, const Tensor& lse)
+  // out, dense lse and stats: written by the forward, read by the others
+  HeadInputs(const AttentionCall& call, const Sequences& sequences, const Tensor& out, const Tensor& lse,
+             const Tensor& stats)
       : call_(call),
         sequences_(sequences),
         out_map_(head_map(call, out, call.q_heads)),
@@ -18,6 +19,7 @@ class HeadInputs {
         value_(call, call.value_map, call.args.value),
         out_(call, out_map_, out),
         lse_(static_cast<char*>(lse.data_ptr())),
+        stats_(static_cast<char*>(stats.data_ptr())),
         blocks_(call) {
     const auto& [attn_mask, cu_seqlens_q, cu_seqlens_k, blocks, dropout_p, is_causal, scale, enable_gqa,
                  causal_alignment, window, prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes,
@@ -46,6 +48,7 @@ class HeadInputs {
     if (!slopes_.empty()) h.slope = slopes_[index];
     h.out = out_.at(batch, head, q_begin);
     h.lse = lse_at(call_, lse_, batch, head, q_begin);
+    h.stats = lse_at(call_, stats_, batch, head, q_begin, 2);
     return h;
   }
   const HeadWalk& out() const { return out_; }
@@ -56,7 +59,7 @@ class HeadInputs {
   const HeadMap out_map_;
   const HeadWalk query_, key_, value_, out_;
   std::optional<HeadWalk> mask_;
-  char* lse_;
+  char *lse_, *stats_;
   const BlockLists blocks_;
   std::vector<double> sinks_, slopes_;  // [batch * q_heads], or empty
 };

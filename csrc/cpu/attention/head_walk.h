@@ -27,10 +27,11 @@ class HeadWalk {
   int64_t item_, row_;
 };
 
-// lse and its gradient: [batch, q_heads, q_len] dense, or [q_heads, total] packed
-inline char* lse_at(const AttentionCall& c, char* base, int64_t batch, int64_t head, int64_t begin) {
+// lse and its gradient: [batch, q_heads, q_len] dense, or [q_heads, total] packed; stats: with two `numbers` a row
+inline char* lse_at(const AttentionCall& c, char* base, int64_t batch, int64_t head, int64_t begin,
+                    int64_t numbers = 1) {
   const int64_t row = c.packed ? head * c.params.q_len + begin : (batch * c.q_heads + head) * c.params.q_len;
-  return base + row * item_size(c.lse_dtype);
+  return base + row * numbers * item_size(c.lse_dtype);
 }
 
 }  // namespace attnjourney

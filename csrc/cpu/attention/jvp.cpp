@@ -15,7 +15,7 @@ void cpu_attention_jvp(AttentionCall& c, const AttentionResults& results, const 
   p.dropout = Dropout::from(c.args.options.dropout_p, seed_of(c.args.options));
   p.out_row = results.out.stride(c.rank - 2);
   const Sequences sequences(c);
-  const HeadInputs heads(c, sequences, results.out, results.lse);
+  const HeadInputs heads(c, sequences, results.out, results.lse, results.stats);
   const HeadMap written_map = head_map(c, *tangents.out, c.q_heads);
   const HeadWalk written(c, written_map, *tangents.out);
   const Tangents directions(c, tangents);

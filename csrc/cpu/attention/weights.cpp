@@ -1,4 +1,4 @@
-// CPU entry of attention_weights: exp(score - lse) for chosen rows and heads.
+// CPU entry of attention_weights: the weights of chosen rows and heads.
 #include <algorithm>
 
 #include "attention_cpu.h"
@@ -50,6 +50,7 @@ void cpu_attention_weights(const WeightsCall& w, const Tensor& out) {
       masks(c, c.mask_map, options.attn_mask.value_or(c.args.query));
   const BlockLists blocks(c);
   char *base = static_cast<char*>(out.data_ptr()), *lses = static_cast<char*>(w.lse.data_ptr());
+  char* const all_stats = w.stats ? static_cast<char*>(w.stats->data_ptr()) : nullptr;
 
   const AttentionKernels& kernel = kernels_for(c);
   const std::vector<Run> runs = runs_of(row_list, kernel.backward_tile, std::max<int64_t>(1, p.block_size));
@@ -65,6 +66,7 @@ void cpu_attention_weights(const WeightsCall& w, const Tensor& out) {
     h.mask = options.attn_mask ? masks.at(b, head) : blocks.at(b, head);
     if (options.alibi_slopes) h.slope = slopes[static_cast<size_t>(b * c.q_heads + head)];
     h.lse = lse_at(c, lses, b, head, 0);
+    if (all_stats) h.stats = lse_at(c, all_stats, b, head, 0, 2);
     const int64_t row_bytes = p.kv_len * item_size(c.dtype);
     char* at = base + ((b * n_heads + place) * n_rows + run.place) * row_bytes;
     h.out = at;

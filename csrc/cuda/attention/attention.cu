@@ -25,7 +25,8 @@ AttentionCase case_of(const AttentionCall& c, bool full) {
 template <class Real>
 void forward_in(const AttentionCall& c, const AttentionResults& results) {
   const auto& [query, key, value, options] = c.args;
-  Tensor out = results.out, lse = results.lse;
+  Tensor out = results.out, lse = results.lse, stats = results.stats;
+  torch::stable::zero_(stats);  // the backward here has the weights from lse
   const auto write_nothing_seen = [&] {
     torch::stable::zero_(out);
     torch::stable::fill_(lse, -INFINITY);
@@ -95,9 +96,9 @@ void backward_in(const AttentionCall& c, const AttentionSaved& saved, const Atte
   p.tile_rows = rows, p.tile_keys = keys;
   const int64_t pairs = c.packed ? c.q_heads : c.batch * c.q_heads;
   const Tensor sum = aten::empty(query, std::vector<int64_t>{pairs, p.rows, size}, c.lse_dtype);
-  const Tensor stats = aten::empty(query, std::vector<int64_t>{2, pairs, p.rows}, c.lse_dtype);
+  const Tensor of_rows = aten::empty(query, std::vector<int64_t>{2, pairs, p.rows}, c.lse_dtype);
   p.query_sum = static_cast<Real*>(sum.data_ptr());
-  p.lse2 = static_cast<Real*>(stats.data_ptr()), p.delta = p.lse2 + pairs * p.rows;
+  p.lse2 = static_cast<Real*>(of_rows.data_ptr()), p.delta = p.lse2 + pairs * p.rows;
   OptionalTensor key_value_sum, turn;
   if (deterministic) {
     turn = aten::empty(query, {pairs, p.rows / rows, 2}, ScalarType::Int);

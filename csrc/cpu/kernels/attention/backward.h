@@ -1,4 +1,4 @@
-// Attention backward (Dao et al. 2022, arXiv 2205.14135): P is recomputed from lse, O(len) memory.
+// Attention backward (Dao et al. 2022, arXiv 2205.14135): P is recomputed, O(len) memory.
 //
 // S^T = K Q^T and dP^T = V dO^T have lanes over queries, so exp2 and P * (dP - delta) are vertical; dV = P^T dO,
 // dK = dS^T Q and dQ = dS K have lanes over head_dim.
@@ -28,8 +28,7 @@ struct Backward : TileStages<Real> {
     queries.query_t = scratch.take<Real>(tile * round_up(params.head_dim, line));
     queries.grad_t = scratch.take<Real>(tile * round_up(params.v_head_dim, line));
     queries.grad_query = scratch.take<Real>(tile * key_ld(params));
-    queries.minus_lse = scratch.take<Real>(tile);
-    queries.minus_lse_low = scratch.take<Real>(tile);
+    S::take_rows(scratch, queries);
     queries.minus_delta = scratch.take<Real>(tile);
     queries.query_copy = scratch.take<Real>(tile * key_ld(params));
     queries.grad_copy = scratch.take<Real>(tile * value_ld(params));
@@ -39,6 +38,7 @@ struct Backward : TileStages<Real> {
     BackwardTile tiles[Tuning::backward_max_tiles];
     Real *P, *dS, *cap_tanh;      // [key_block][tile]; the last one null without softcap
     Real *key, *value;            // [key_block][ld]
+    Real* out_t;                  // panels [dim][panel]
     Real *grad_key, *grad_value;  // [kv_len][dim, padded to a line]
     Buffers(const AttentionParams& params, Scratch& scratch)
         : chunk(S::template chunk_tiles<BackwardTile>(params, take_tile)) {
@@ -48,6 +48,7 @@ struct Backward : TileStages<Real> {
       cap_tanh = params.softcap > 0 ? scratch.take<Real>(key_block * tile) : nullptr;
       key = scratch.take<Real>(key_block * key_ld(params));
       value = scratch.take<Real>(key_block * value_ld(params));
+      out_t = scratch.take<Real>(tile * round_up(params.v_head_dim, line));
       grad_key = scratch.take<Real>(params.kv_len * round_up(params.head_dim, line));
       grad_value = scratch.take<Real>(params.kv_len * round_up(params.v_head_dim, line));
     }
@@ -66,28 +67,27 @@ struct Backward : TileStages<Real> {
 
   template <class T>
   static ATTN_NOINLINE void prepare(const AttentionParams& params, const HeadPointers& head, int64_t first,
-                                    int64_t count, BackwardTile& queries, double* grad_sink) {
+                                    int64_t count, BackwardTile& queries, Real* out_t, double* grad_sink) {
     const int64_t D = params.head_dim, Dv = params.v_head_dim;
     const T* q = static_cast<const T*>(head.query) + first * params.q_row;
     const T* g = static_cast<const T*>(head.grad_out) + first * params.grad_out_row;
-    const T* o = static_cast<const T*>(head.out) + first * params.out_row;
-    const Real* lse = static_cast<const Real*>(head.lse) + first;
-    S::begin(head, first, count, queries);
+    S::begin(params, head, first, count, queries);
     queries.query_finite =
         S::template pack_panels<T>(head.query, params.q_row, queries, D, query_factor<Real>(params), queries.query_t);
     queries.grad_finite = S::template pack_panels<T>(head.grad_out, params.grad_out_row, queries, Dv,
                                                      Real(params.dropout.keep_scale), queries.grad_t);
     queries.query = rows_of(q, params.q_row, count, D, queries.query_copy, key_ld(params), queries.query_ld);
     queries.grad = rows_of(g, params.grad_out_row, count, Dv, queries.grad_copy, value_ld(params), queries.grad_ld);
+    S::template pack_out<T>(params, head.out, params.out_row, queries, out_t);
+    S::products_of_rows(queries, out_t, queries.grad_t, Dv, queries.minus_delta);
     for (int64_t r = 0; r < tile; r++) {
       Real delta = 0;
       if (r < count) {
-        delta = S::dot(o + r * params.out_row, queries.grad + r * queries.grad_ld, Dv);
+        delta = queries.minus_delta[r];
         if (head.grad_lse) delta -= static_cast<const Real*>(head.grad_lse)[first + r];
       }
-      split_lse(r < count ? lse[r] : Real(0), queries.minus_lse[r], queries.minus_lse_low[r]);
       if (grad_sink && r < count && head.sink != -__builtin_inf())
-        *grad_sink -= __builtin_exp2((head.sink - double(lse[r])) * log2_e) * double(delta);
+        *grad_sink -= S::sink_weight_of(params, queries, r) * double(delta);
       queries.minus_delta[r] = -delta;
     }
     memset(queries.grad_query, 0, size_t(tile * key_ld(params)) * sizeof(Real));
@@ -180,7 +180,7 @@ struct Backward : TileStages<Real> {
     Kernel(const Walk& walk_, void* space) : walk(walk_), buffers(buffers_in<Buffers>(space, walk_.params)) {}
     void prepare(int64_t i, int64_t head, int64_t first, int64_t count) {
       used = i + 1;
-      Backward::template prepare<T>(walk.params, walk.heads[head], first, count, buffers.tiles[i],
+      Backward::template prepare<T>(walk.params, walk.heads[head], first, count, buffers.tiles[i], buffers.out_t,
                                     walk.part == 0 ? walk.gradients[head].sink : nullptr);
     }
     void load(int64_t k0, int64_t block) {

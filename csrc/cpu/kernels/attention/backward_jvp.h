@@ -41,8 +41,7 @@ struct BackwardJvp : TileStages<Real> {
     queries.sum = take(key_ld(params));
     queries.grad = take(value_ld(params));
     queries.grad_tangent = take(value_ld(params));
-    queries.minus_lse = take(1);
-    queries.minus_lse_low = take(1);
+    S::take_rows(scratch, queries);
     queries.mu = take(1);
     queries.minus_delta = take(1);
     queries.minus_delta_change = take(1);
@@ -56,6 +55,7 @@ struct BackwardJvp : TileStages<Real> {
     ChangeTile tiles[Tuning::backward_max_tiles];
     Blocks blocks;
     Real *key, *key_tangent, *value, *value_tangent;  // [key_block][ld]
+    Real* out_t;                                      // panels [dim][panel]
     Real *grad_key, *grad_value;                      // [kv_len][dim, padded to a line]
     Buffers(const AttentionParams& params, Scratch& scratch)
         : chunk(S::template chunk_tiles<ChangeTile>(params, take_tile)) {
@@ -72,6 +72,7 @@ struct BackwardJvp : TileStages<Real> {
       key_tangent = scratch.take<Real>(key_block * key_ld(params));
       value = scratch.take<Real>(key_block * value_ld(params));
       value_tangent = scratch.take<Real>(key_block * value_ld(params));
+      out_t = scratch.take<Real>(tile * round_up(params.v_head_dim, line));
       grad_key = scratch.take<Real>(params.kv_len * round_up(params.head_dim, line));
       grad_value = scratch.take<Real>(params.kv_len * round_up(params.v_head_dim, line));
     }
@@ -91,10 +92,10 @@ struct BackwardJvp : TileStages<Real> {
   template <class T>
   static ATTN_NOINLINE void prepare(const AttentionParams& params, const HeadPointers& head,
                                     const HeadTangents& tangents, int64_t first, int64_t count, ChangeTile& queries,
-                                    double* grad_sink) {
+                                    Real* out_t, double* grad_sink) {
     const int64_t D = params.head_dim, Dv = params.v_head_dim, ldk = key_ld(params), ldv = value_ld(params);
     const Real factor = query_factor<Real>(params), keep = Real(params.dropout.keep_scale);
-    S::begin(head, first, count, queries);
+    S::begin(params, head, first, count, queries);
     queries.tangents = &tangents;
     queries.query_finite =
         pack_both<T>(head.query, params.q_row, queries, D, factor, queries.query_t, queries.query, ldk);
@@ -105,20 +106,21 @@ struct BackwardJvp : TileStages<Real> {
     queries.grad_tangent_finite = pack_both<T>(tangents.grad_out, tangents.grad_out_row, queries, Dv, keep,
                                                queries.grad_tangent_t, queries.grad_tangent, ldv);
     const auto number = [&](const void* x, int64_t r) { return x ? static_cast<const Real*>(x)[first + r] : Real(0); };
+    S::template pack_out<T>(params, tangents.out, tangents.out_row, queries, out_t);
+    S::products_of_rows(queries, out_t, queries.grad_t, Dv, queries.minus_delta_change);
+    S::template pack_out<T>(params, head.out, params.out_row, queries, out_t);
+    S::products_of_rows(queries, out_t, queries.grad_t, Dv, queries.minus_delta);
+    if (tangents.grad_out)
+      S::products_of_rows(queries, out_t, queries.grad_tangent_t, Dv, queries.minus_delta_change, true);
     for (int64_t r = 0; r < tile; r++) {
       Real delta = 0, change = 0, mu = 0;
-      split_lse(r < count ? number(head.lse, r) : Real(0), queries.minus_lse[r], queries.minus_lse_low[r]);
       if (r < count) {
-        const Real* g = queries.grad + r * ldv;
-        const T* out = static_cast<const T*>(head.out) + (first + r) * params.out_row;
         mu = number(tangents.lse, r);
-        delta = S::dot(out, g, Dv) - number(head.grad_lse, r);
-        change = S::dot(static_cast<const T*>(tangents.out) + (first + r) * tangents.out_row, g, Dv) -
-                 number(tangents.grad_lse, r);
-        if (tangents.grad_out) change += S::dot(out, queries.grad_tangent + r * ldv, Dv);
+        delta = queries.minus_delta[r] - number(head.grad_lse, r);
+        change = queries.minus_delta_change[r] - number(tangents.grad_lse, r);
         if (grad_sink && head.sink != -__builtin_inf())
-          *grad_sink -= __builtin_exp2((head.sink - double(number(head.lse, r))) * log2_e) *
-                        ((tangents.sink - double(mu)) * double(delta) + double(change));
+          *grad_sink -=
+              S::sink_weight_of(params, queries, r) * ((tangents.sink - double(mu)) * double(delta) + double(change));
       }
       queries.mu[r] = mu;
       queries.minus_delta[r] = -delta;
@@ -159,9 +161,9 @@ struct BackwardJvp : TileStages<Real> {
         const Vec<Real> mu = load(queries->mu + lane0 + width * j);
         ATTN_UNROLL for (int r = 0; r < M; r++) {
           const Vec<Real> marked = load(b.P + at(r, j)), w = max(marked, zero - marked);
-          Vec<Real> a = x.acc[r][j] * f - mu;
+          Vec<Real> a = x.acc[r][j] * f;
           if (added) a = a + load(b.P_change + at(r, j));
-          store(b.P_change + at(r, j), select(eq(w, zero), zero, w * a));
+          store(b.P_change + at(r, j), select(eq(w, zero), zero, w * (a - mu)));
         }
       }
     }
@@ -302,7 +304,7 @@ struct BackwardJvp : TileStages<Real> {
         : walk(walk_), tangents(tangents_), buffers(buffers_in<Buffers>(space, walk_.params)) {}
     void prepare(int64_t i, int64_t head, int64_t first, int64_t count) {
       BackwardJvp::template prepare<T>(walk.params, walk.heads[head], tangents[head], first, count, buffers.tiles[i],
-                                       walk.part == 0 ? walk.gradients[head].sink : nullptr);
+                                       buffers.out_t, walk.part == 0 ? walk.gradients[head].sink : nullptr);
     }
     void load(int64_t k0, int64_t block) {
       const AttentionParams& params = walk.params;

@@ -6,7 +6,8 @@
 // arithmetic, attention/pair_products.h by pairs of bfloat16 numbers, attention/matrix_products.h on a matrix unit.
 //
 // exp2 is applied on the accumulators against a reference that starts at 0 and moves, with that block redone, only when
-// a row's maximum leaves (-40, 60): no pass for the maximum, no rescaling per block.
+// a row's maximum leaves (-40, 60) in log2 units: no pass for the maximum, no rescaling per block. Rows whose values
+// are too large or too small for weights against such a reference are computed again, against their maximum.
 #pragma once
 #include "attention/params.h"
 #include "cpu/kernels/common/log_sum.h"
@@ -28,7 +29,7 @@ namespace {
 //   whole_units(seen)           keys that it can take without taking others
 //   bias, bias_is_overwritten   [key][tile]: what is added to the scores, read by `weights` or replaced by P
 //   weights(tile, running, seen, masked, prefetch)   P of the keys seen
-//   top(j)                      the maximum of vector j of the tile, relative to its reference
+//   top(j)                      the largest scores of vector j of the tile
 //   save_running(tile, running) the running state after that
 //   drop(tile, seen)            dropout on P
 //   reaches_past(seen)          whether products with values take in keys that no row sees
@@ -44,10 +45,14 @@ class Forward {
 
   static int64_t space(const AttentionParams& params, int64_t rows) { return scratch_bytes<Buffers>(params, rows); }
 
-  // Rows first .. first + count - 1 (count <= tiles * tile) of one head.
-  static void run(const AttentionParams& params, const HeadPointers& head, int64_t first, int64_t count, void* space) {
-    if (params.alibi && Forward(params, head, first, count, true, space).pass()) return;
-    Forward(params, head, first, count, false, space).pass();
+  // Rows first .. first + count - 1 (count <= tiles * tile) of one head. False if scores are so large that their last
+  // bits matter, and are not those that derivatives compute: the rows are then another kernel's.
+  static bool run(const AttentionParams& params, const HeadPointers& head, int64_t first, int64_t count, void* space) {
+    Forward pass(params, head, first, count, false, space);
+    const bool settled = pass.pass();
+    if (Products::rounds && !pass.repeats_) return false;
+    if (!settled) Forward(params, head, first, count, true, space).pass();
+    return true;
   }
 
  private:
@@ -69,24 +74,26 @@ class Forward {
     }
   };
 
-  Forward(const AttentionParams& params, const HeadPointers& head, int64_t first, int64_t count, bool rising,
+  Forward(const AttentionParams& params, const HeadPointers& head, int64_t first, int64_t count, bool again,
           void* space)
       : params_(params),
         head_(head),
         first_(first),
         count_(count),
-        rising_(rising),
+        again_(again),
+        unit_(score_unit(params)),
         buffers_(buffers_in<Buffers>(space, params, count)),
         products_(params, head, buffers_.products) {}
 
-  // False if a row ended below the range.
+  // False if rows are to be computed again: their largest scores are then where the next pass finds them.
   ATTN_NOINLINE bool pass() {
     for (int64_t t = 0; t < buffers_.tiles_used; t++) {
       products_.pack_query(tile_at(t));
       const RunningRows<Real> running = buffers_.running.of_tile(t * tile);
       for (int64_t i = 0; i < tile; i++) {
-        running.reference[i] = running.total[i] = running.rounded[i] = Real(0);
-        running.top[i] = -Real(__builtin_inff());
+        running.reference[i] = again_ && running.top[i] > unseen ? -running.top[i] : Real(0);
+        running.total[i] = running.rounded[i] = Real(0);
+        running.top[i] = unseen;
       }
       started_[t] = false;
     }
@@ -138,6 +145,7 @@ class Forward {
       for (int64_t i = 0; i < rows.count; i++)
         unpack_rows<T>(sums + i * output.ld, output.ld, 1, params_.v_head_dim, output.inverse[i],
                        out + i * params_.out_row, params_.out_row);
+    if (last && !again_) look_again(rows, running, out);
   }
 
   // the mask of the step after this one
@@ -160,81 +168,114 @@ class Forward {
     };
     load();
     if (seen.empty()) return masked;
-    for (int tries = 0;; tries++) {  // again if the reference moves; bounded, for a NaN never settles
+    for (int tries = 0;; tries++) {  // again if the reference moves, which it does once
       products_.weights(rows, running, seen, masked, prefetch);
-      if (tries == 2 || !move_references(rows, running, sums)) break;
+      if (tries == 1 || !move_references(rows, running, sums)) break;
       if (Products::bias_is_overwritten && has_block(masked)) load();
     }
     products_.save_running(rows, running);
     return masked;
   }
 
-  // Under ALiBi the first keys of a row are its farthest: their maximum says nothing of what is to come. References
-  // then do not move down (`rising`), and if a row ends below the range, all are computed again.
-  static constexpr Real lowest_top = Real(-40), highest_top = Real(60);
-  static constexpr Real no_visible_key = MaskValue<Real>::lowest * Real(1.9);  // below: none so far
-  static ATTN_INLINE bool below_range(Real top) { return top <= lowest_top && top >= no_visible_key; }
+  // Largest scores against the reference, in log2 units. Under ALiBi the first keys of a row are its farthest: their
+  // maximum says nothing of what is to come, and references do not move down.
+  static constexpr Real lowest_top = Real(-40), highest_top = Real(60), unseen = -Real(__builtin_inff());
+  bool leaves_range(Real top, Real above) const {
+    return above >= highest_top || (!params_.alibi && above <= lowest_top && top > unseen);
+  }
 
   // Rows whose maximum left the range take it as their reference; what they hold is scaled. True if any moved.
   ATTN_INLINE bool move_references(const QueryTile& rows, const RunningRows<Real>& running, Real* sums) const {
-    Vec<Real> high = Vec<Real>::set(Real(-1e30)), low = Vec<Real>::set(Real(1e30));
-    const Vec<Real> none = Vec<Real>::set(no_visible_key);
+    const Vec<Real> exponents = Vec<Real>::set(Real(unit_.exponents)), none = Vec<Real>::set(unseen);
+    Vec<Real> high = none, low = Vec<Real>::zero();
     for (int64_t j = 0; j < rows.vectors_used; j++) {
-      const Vec<Real> top = products_.top(j);
-      high = max(high, top);
-      low = min(low, select(ge(top, none), top, Vec<Real>::zero()));
+      const Vec<Real> top = products_.top(j), above = (top + load(running.reference + j * width)) * exponents;
+      high = max(above, high);  // a NaN is passed over
+      low = min(select(eq(top, none), Vec<Real>::zero(), above), low);
     }
-    if (!any(ge(high, Vec<Real>::set(highest_top))) && (rising_ || !any(ge(Vec<Real>::set(lowest_top), low))))
+    if (!any(ge(high, Vec<Real>::set(highest_top))) && (params_.alibi || !any(ge(Vec<Real>::set(lowest_top), low))))
       return false;
     const int64_t ld = buffers_.output_ld;
     alignas(64) Real top[width], factor[width];
+    bool moved = false;
     for (int64_t j = 0; j < rows.vectors_used; j++) {
       store(top, products_.top(j));
       for (int i = 0; i < width; i++) {
-        const bool out = top[i] >= highest_top || (!rising_ && below_range(top[i]));
-        const Real move = out ? top[i] : Real(0);
-        running.reference[j * width + i] -= move;
-        // moved down: nothing of weight was kept so far, and 2^-move may be inf
-        factor[i] = move < 0 ? Real(0) : Real(__builtin_exp2(-double(move)));
-        if (out && started_[rows.index])
+        Real& reference = running.reference[j * width + i];
+        const Real above = (top[i] + reference) * Real(unit_.exponents);
+        const bool out = leaves_range(top[i], above);
+        // moved down: nothing of weight was kept so far, and 2^-above may be inf
+        factor[i] = !out ? Real(1) : above < 0 ? Real(0) : Real(__builtin_exp2(-double(above)));
+        if (!out) continue;
+        moved = true;
+        reference = -top[i];
+        if (started_[rows.index])
           for (int64_t d = 0; d < ld; d++) sums[(j * width + i) * ld + d] *= factor[i];
       }
       Real *const total = running.total + j * width, *const rounded = running.rounded + j * width;
       store(total, load(total) * load(factor));
       if constexpr (Products::rounds) store(rounded, load(rounded) * load(factor));
     }
-    return true;
+    return moved;
   }
 
-  // lse, and what the sums over keys are divided by
+  // lse, what derivatives need, and what the sums over keys are divided by
   ATTN_INLINE void finish_rows(const QueryTile& rows, const RunningRows<Real>& running) {
     constexpr Real unit = Products::weight_unit;
     const Real keep = Real(params_.dropout.keep_scale);
     Real* const lse = static_cast<Real*>(head_.lse) + rows.first;
+    RowStats<Real>* const stats = static_cast<RowStats<Real>*>(head_.stats) + rows.first;
+    const auto sum_of = [&](Real reference, Real sum) {
+      return head_.sink == -__builtin_inf() ? row_sum(reference, sum, unit_)
+                                            : row_sum(head_.sink, reference, sum, unit_);
+    };
     for (int64_t i = 0; i < rows.count; i++) {
-      const Real total = running.total[i] * unit, divisor = running.rounded[i] * unit,
-                 reference = -running.reference[i];
-      settled_ = settled_ && !(rising_ && below_range(running.top[i] + running.reference[i]));
-      Real inverse = divisor == Real(0) ? Real(0) : keep / divisor;  // 0: the row sees no key
-      lse[i] = natural_lse(reference, total);
-      if (head_.sink != -__builtin_inf()) {
-        add_sink(head_.sink, reference, divisor, inverse, lse[i]);
-        Real unused = 0;
-        if constexpr (Products::rounds) add_sink(head_.sink, reference, total, unused, lse[i]);
-        if (divisor != Real(0)) inverse *= keep;
-      }
-      buffers_.inverse[i] = inverse * unit;
+      const Real reference = -running.reference[i];
+      if constexpr (Products::rounds) repeats_ = repeats_ && pairs_repeat(running.top[i], unit_);
+      const RowSum<Real> sum = sum_of(reference, running.total[i] * unit);
+      lse[i] = sum.lse;
+      stats[i] = sum.stats;
+      buffers_.inverse[i] =
+          (Products::rounds ? sum_of(reference, running.rounded[i] * unit).inverse : sum.inverse) * keep * unit;
     }
+  }
+
+  // Rows to be computed again keep their largest score in running.top: those that ended below the range, and those far
+  // from their reference whose output is not finite, or so small that weighted values were not normal numbers.
+  ATTN_INLINE void look_again(const QueryTile& rows, const RunningRows<Real>& running, const T* out) {
+    constexpr Real far = Real(8);
+    for (int64_t i = 0; i < rows.count; i++) {
+      const Real top = running.top[i], above = (top + running.reference[i]) * Real(unit_.exponents);
+      const bool near = running.reference[i] == Real(0) && above <= far && above >= -far;
+      if (near || !(top > unseen) ||
+          (above > lowest_top && products_in_range(out + i * params_.out_row, above < -far, buffers_.inverse[i])))
+        running.top[i] = unseen;
+      else
+        settled_ = false;
+    }
+    for (int64_t i = rows.count; i < tile; i++) running.top[i] = unseen;
+  }
+  ATTN_NOINLINE bool products_in_range(const T* out, bool below, Real inverse) const {
+    constexpr Real least = sizeof(Real) == 4 ? Real(0x1p-100f) : Real(0x1p-960);
+    Real largest = 0, bad = 0;
+    for (int64_t d = 0; d < params_.v_head_dim; d++) {
+      const Real x = load_one(out + d), size = x < 0 ? -x : x;
+      largest = size > largest ? size : largest;
+      bad += x - x;
+    }
+    return bad == Real(0) && (!below || largest >= least * inverse);
   }
 
   const AttentionParams& params_;
   const HeadPointers& head_;
   const int64_t first_, count_;
-  const bool rising_;
+  const bool again_;  // the second pass
+  const ScoreUnit unit_;
   const Buffers buffers_;
   Products products_;
   bool started_[tiles];  // whether a tile's sums hold anything
-  bool settled_ = true;
+  bool settled_ = true;  // no row is to be computed again
+  bool repeats_ = true;  // scores are small enough for products by pairs
 };
 
 }  // namespace

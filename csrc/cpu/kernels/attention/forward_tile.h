@@ -17,11 +17,11 @@ struct QueryTile {
   int64_t vectors_used;
 };
 
-// The online softmax of the rows of a tile. The reference, in log2 units and negated, is added to every score.
+// The online softmax of the rows of a tile. The reference, negated, is added to every score.
 template <class Real>
 struct RunningRows {
   Real* reference;
-  Real* top;      // the maximum
+  Real* top;      // the largest score
   Real* total;    // sum of the weights against the reference
   Real* rounded;  // of the rounded ones, where products take those
   RunningRows of_tile(int64_t offset) const {

@@ -1,9 +1,13 @@
-// The derivative of attention in a direction, O(len) memory and one pass over the keys, since lse and out are known:
+// The derivative of attention in a direction, O(len) memory and one pass over the keys, since the sums of weights and
+// out are known:
 //
 //   A = d(score) = scale * (dQ K^T + Q dK^T) + d(mask) - d(slope) * distance
 //   d(lse) = mu = sum P A (+ P_sink d(sink)),   d(out) = (P A) V + P dV - mu out
 //
 // S^T and A^T have lanes over queries, the sums lanes over v_head_dim.
+//
+// A row with one key that has all but its weight is gone over again with that key's A as a pivot: (A - pivot) in place
+// of A is 0 there, where mu out would have to cancel (P A) V.
 #pragma once
 #include "tangent_stages.h"
 
@@ -19,9 +23,12 @@ struct Jvp : TileStages<Real> {
   static constexpr int64_t max_tiles = (max_rows + tile - 1) / tile;  // that share packed keys and values
 
   struct JvpTile : QueryRows {
-    Real* tangent_t;   // panels [head_dim][panel]: query_factor * dQ
-    Real* sum;         // [tile][value_ld]: (P A) V + P dV
-    Real *mu, *total;  // [2][tile]: sum P A, sum P, and what rounding took from them
+    Real* tangent_t;       // panels [head_dim][panel]: query_factor * dQ
+    Real* sum;             // [tile][value_ld]: (P A) V + P dV
+    Real *mu, *total;      // [2][tile]: sum P (A - pivot), sum P, and what rounding took from them
+    Real* pivot;           // [tile]
+    Real *most, *of_most;  // [tile]: the largest weight, and its A
+    bool again;            // it has a pivot
   };
 
   struct Buffers {
@@ -36,10 +43,12 @@ struct Jvp : TileStages<Real> {
         queries.query_t = scratch.take<Real>(tile * params.head_dim);
         queries.tangent_t = scratch.take<Real>(tile * params.head_dim);
         queries.sum = scratch.take<Real>(tile * value_ld(params));
-        queries.minus_lse = scratch.take<Real>(tile);
-        queries.minus_lse_low = scratch.take<Real>(tile);
+        S::take_rows(scratch, queries);
         queries.mu = scratch.take<Real>(2 * tile);
         queries.total = scratch.take<Real>(2 * tile);
+        queries.pivot = scratch.take<Real>(tile);
+        queries.most = scratch.take<Real>(tile);
+        queries.of_most = scratch.take<Real>(tile);
       }
       P = scratch.take<Real>(key_block * tile);
       A = scratch.take<Real>(key_block * tile);
@@ -82,7 +91,10 @@ struct Jvp : TileStages<Real> {
               store(products, load(products) * cap_slope(load(cap_tanh + at(r, j))));
         });
       ATTN_UNROLL for (int j = 0; j < N; j++) {
-        Real *mu_at = queries->mu + lane0 + width * j, *total_at = queries->total + lane0 + width * j;
+        const int64_t lane = lane0 + width * j;
+        Real *mu_at = queries->mu + lane, *total_at = queries->total + lane;
+        const Vec<Real> pivot = load(queries->pivot + lane);
+        Vec<Real> most = load(queries->most + lane), of_most = load(queries->of_most + lane);
         Vec<Real> mu = load(mu_at), mu_low = load(mu_at + tile), total = load(total_at),
                   total_low = load(total_at + tile);
         ATTN_UNROLL for (int r = 0; r < M; r++) {
@@ -94,11 +106,15 @@ struct Jvp : TileStages<Real> {
             store(P + at(r, j), kept);
           }
           const auto hidden = eq(w, zero);
-          const Vec<Real> s = select(hidden, zero, w * a);
+          of_most = select(ge(most, w), of_most, a);
+          most = max(w, most);
+          const Vec<Real> s = select(hidden, zero, w * (a - pivot));
           add_term(s, mu, mu_low);
           add_term(w, total, total_low);
           store(A + at(r, j), Dropout ? select(eq(kept, zero), zero, s) : s);
         }
+        store(queries->most + lane, most);
+        store(queries->of_most + lane, of_most);
         store(mu_at, mu);
         store(mu_at + tile, mu_low);
         store(total_at, total);
@@ -110,27 +126,40 @@ struct Jvp : TileStages<Real> {
   template <class T>
   static ATTN_NOINLINE void prepare(const AttentionParams& params, const HeadPointers& head,
                                     const HeadTangents& tangents, int64_t first, int64_t count, JvpTile& queries) {
-    S::begin(head, first, count, queries);
+    S::begin(params, head, first, count, queries);
     S::template pack_panels<T>(head.query, params.q_row, queries, params.head_dim, query_factor<Real>(params),
                                queries.query_t);
     if (tangents.query)
       S::template pack_panels<T>(tangents.query, tangents.q_row, queries, params.head_dim, query_factor<Real>(params),
                                  queries.tangent_t);
-    for (int64_t r = 0; r < tile; r++) {
-      split_lse(r < count ? static_cast<const Real*>(head.lse)[first + r] : Real(0), queries.minus_lse[r],
-                queries.minus_lse_low[r]);
+    for (int64_t r = 0; r < tile; r++) queries.pivot[r] = queries.most[r] = queries.of_most[r] = Real(0);
+    queries.again = false;
+    clear_sums(params, queries);
+  }
+  static void clear_sums(const AttentionParams& params, const JvpTile& queries) {
+    for (int64_t r = 0; r < tile; r++)
       queries.mu[r] = queries.mu[tile + r] = queries.total[r] = queries.total[tile + r] = Real(0);
-    }
     memset(queries.sum, 0, size_t(tile * value_ld(params)) * sizeof(Real));
+  }
+  // whether any row of the tile has one
+  static bool take_pivots(JvpTile& queries) {
+    for (int64_t r = 0; r < queries.count; r++) {
+      const Real a = queries.of_most[r];
+      if (queries.most[r] < Real(0.999) || a - a != Real(0) || a == Real(0)) continue;
+      queries.pivot[r] = a;
+      queries.again = true;
+    }
+    return queries.again;
   }
 
   template <class T>
   static void finish(const AttentionParams& params, const HeadPointers& head, const HeadTangents& tangents,
                      const JvpTile& queries) {
     for (int64_t r = 0; r < queries.count; r++) {
-      const RowMean<Real> mean(head, tangents, queries.first + r, queries.total[r] + queries.total[tile + r]);
+      const RowMean<Real> mean(params, head, tangents, queries.first + r, queries.total[r] + queries.total[tile + r],
+                               queries.pivot[r]);
       const Real mu = mean.of(queries.mu[r] + queries.mu[tile + r]);
-      static_cast<Real*>(tangents.lse)[queries.first + r] = mu;
+      static_cast<Real*>(tangents.lse)[queries.first + r] = queries.pivot[r] + mu;
       write_tangent<T>(params, head, tangents, queries.first + r, mu, mean.inverse, queries.sum + r * value_ld(params));
     }
   }
@@ -141,14 +170,28 @@ struct Jvp : TileStages<Real> {
                   int64_t count, void* space) {
     Buffers buffers = buffers_in<Buffers>(space, params, count);
     JvpTile* const tiles = buffers.tiles;
-    const int64_t n_tiles = buffers.tiles_used, D = params.head_dim, Dv = params.v_head_dim;
-    const int64_t ldk = key_ld(params), ldv = value_ld(params);
-    Real *const P = buffers.P, *const A = buffers.A, *const cap_tanh = buffers.cap_tanh;
+    const int64_t n_tiles = buffers.tiles_used;
     for (int64_t i = 0; i < n_tiles; i++)
       prepare<T>(params, head, tangents, first + i * tile, min_of(tile, count - i * tile), tiles[i]);
 
+    if (tangents.scores() || tangents.value) add_keys<T>(params, head, tangents, first, count, buffers, false);
+    bool again = false;
+    if (tangents.scores())
+      for (int64_t i = 0; i < n_tiles; i++)
+        if (take_pivots(tiles[i])) clear_sums(params, tiles[i]), again = true;
+    if (again) add_keys<T>(params, head, tangents, first, count, buffers, true);
+    for (int64_t i = 0; i < n_tiles; i++) finish<T>(params, head, tangents, tiles[i]);
+  }
+
+  // The sums over all keys; `again`: of the tiles that have pivots.
+  template <class T>
+  static void add_keys(const AttentionParams& params, const HeadPointers& head, const HeadTangents& tangents,
+                       int64_t first, int64_t count, const Buffers& buffers, bool again) {
+    const JvpTile* const tiles = buffers.tiles;
+    const int64_t n_tiles = buffers.tiles_used, D = params.head_dim, Dv = params.v_head_dim;
+    const int64_t ldk = key_ld(params), ldv = value_ld(params);
+    Real *const P = buffers.P, *const A = buffers.A, *const cap_tanh = buffers.cap_tanh;
     const bool scores = tangents.scores(), added = tangents.mask || tangents.slope != 0;
-    if (!scores && !tangents.value) return finish_all<T>(params, head, tangents, tiles, n_tiles);
     KeyWalk walk(params, head, first, count, key_block);
     do {
       const int64_t k0 = walk.k0, block = walk.block;
@@ -163,6 +206,7 @@ struct Jvp : TileStages<Real> {
 
       for (int64_t i = 0; i < n_tiles; i++) {
         const JvpTile& queries = tiles[i];
+        if (again && !queries.again) continue;
         const auto weights =
             S::template recompute_weights<T>(params, queries, buffers.keys, k0, block, P, scores ? cap_tanh : nullptr);
         const TileKeys& seen = weights.seen;
@@ -194,12 +238,6 @@ struct Jvp : TileStages<Real> {
                       queries.sum);
       }
     } while (walk.next());
-    finish_all<T>(params, head, tangents, tiles, n_tiles);
-  }
-  template <class T>
-  static void finish_all(const AttentionParams& params, const HeadPointers& head, const HeadTangents& tangents,
-                         const JvpTile* tiles, int64_t n_tiles) {
-    for (int64_t i = 0; i < n_tiles; i++) finish<T>(params, head, tangents, tiles[i]);
   }
 };
 

@@ -12,13 +12,13 @@
 namespace attnjourney {
 namespace {
 
-// The weights from lse, the tangents of the scores, their products, and sums of both over the keys.
+// The weights, the tangents of the scores, their products, and sums of both over the keys.
 struct JvpEpilogue {
   static constexpr int width = Vf::width, most = 3;
   static constexpr int64_t tile = PairTiles::tile;
   static constexpr bool matrix = false, softens = true;
-  struct Sums {  // of a query tile
-    float minus_lse[tile], minus_lse_low[tile];
+  struct Sums {                                                  // of a query tile
+    float shift[tile], inverse[tile], least[tile];               // see QueryRows in stages.h
     float mu[tile], mu_low[tile], total[tile], total_low[tile];  // sums of P A and of P, and what rounding took
     float rounded[tile];                                         // sum of the rounded P A
   };
@@ -30,7 +30,8 @@ struct JvpEpilogue {
   uint32_t *weights, *tangents;     // [key / 2][tile]: P, P A
   const float *bias, *bias_change;  // [key][tile]: what is added to S; its tangent, or null
   Sums* sums;
-  Vf scale, change, factor;  // of S in log2 units, with softcap 1; of A; query_factor
+  Vf scale, change, factor;  // of S in its unit, with softcap 1; of A; query_factor
+  Vf exponents;              // of a score beside a mask
 
   ATTN_INLINE void clear(int64_t at) const {
     store_pairs(weights + at, Pairs{});
@@ -55,21 +56,23 @@ struct JvpEpilogue {
     constexpr bool guard = H == Hidden::by_range || H == Hidden::by_bias;
     const Alibi<float>& alibi = task.alibi;
     const int64_t lane = cursor.lane, at = pending.key / 2 * tile + lane;
-    const Vf lse = load(sums->minus_lse + lane), lse_low = load(sums->minus_lse_low + lane), zero = Vf::zero();
+    const Vf shift = load(sums->shift + lane), inverse = load(sums->inverse + lane), least = load(sums->least + lane),
+             zero = Vf::zero();
+    const auto weigh = [&](Vf exponent) { return exp2(exponent, least) * inverse; };
     Vf weight[2] = {zero, zero}, tangent[2] = {zero, zero};
     ATTN_UNROLL for (int r = 0; r < 2; r++) {
       const int64_t key = pending.key + r;
       if (guard && key >= pending.end) break;  // a last single key is paired with weight 0
-      const Vf score = scores[r];
+      const Vf score = scores[r] * scale;      // rounded as in the forward
       if constexpr (H == Hidden::by_bias || H == Hidden::by_sum) {
         const Vf added = load(bias + key * tile + lane);
-        weight[r] = exp2((fma(score, scale, added) + lse) + lse_low);
+        weight[r] = weigh(((score + added) + shift) * exponents);
         if constexpr (H == Hidden::by_bias) weight[r] = select(eq(added, Vf::set(-__builtin_inff())), zero, weight[r]);
       } else if (H == Hidden::by_alibi || (H == Hidden::by_range && alibi.on)) {
         const Vf distance = alibi.distance(Vf::iota(), lane, key);
-        weight[r] = exp2((alibi.add(score * scale, distance) + lse) + lse_low);
+        weight[r] = weigh(alibi.add(score, distance) + shift);
       } else {
-        weight[r] = exp2(fma(score, scale, lse) + lse_low);
+        weight[r] = weigh(score + shift);
       }
       if constexpr (H == Hidden::by_range) {
         const auto range = lane_range<float>(*task.keys, task.first_row + lane, task.k0 + key);
@@ -155,10 +158,15 @@ class PairJvp : public PairTiles {
 
   static int64_t space(const AttentionParams& params, int64_t rows) { return scratch_bytes<Buffers>(params, rows); }
 
-  // Rows first .. first + count - 1 of one head, at most Tuning::forward_tiles tiles.
-  static void run(const AttentionParams& params, const HeadPointers& head, const HeadTangents& tangents, int64_t first,
+  // Rows first .. first + count - 1 of one head, at most Tuning::forward_tiles tiles. False if they are another
+  // kernel's: see Forward.
+  static bool run(const AttentionParams& params, const HeadPointers& head, const HeadTangents& tangents, int64_t first,
                   int64_t count, void* space) {
+    const ScoreUnit unit = score_unit(params);
+    for (int64_t r = first; r < first + count; r++)
+      if (!pairs_repeat(row_stats<float>(head, r, unit).reference, unit)) return false;
     PairJvp(params, head, tangents, count, space).walk(first, count);
+    return true;
   }
 
  private:
@@ -195,9 +203,13 @@ class PairJvp : public PairTiles {
     pack(head_.query, params_.q_row, rows.query);
     if (tangents_.query) pack(tangents_.query, tangents_.q_row, rows.tangent);
     memset(rows.sums, 0, sizeof(Sums));
-    for (int64_t r = 0; r < rows.count; r++)
-      split_lse(static_cast<const float*>(head_.lse)[rows.first + r], rows.sums->minus_lse[r],
-                rows.sums->minus_lse_low[r]);
+    const ScoreUnit unit = score_unit(params_);
+    for (int64_t r = 0; r < rows.count; r++) {
+      const RowStats<float> stats = row_stats<float>(head_, rows.first + r, unit);
+      rows.sums->shift[r] = -stats.reference;
+      rows.sums->inverse[r] = stats.inverse;
+      rows.sums->least[r] = least_exponent(stats.inverse);
+    }
   }
 
   void load_block(int64_t k0, int64_t block) {
@@ -246,7 +258,7 @@ class PairJvp : public PairTiles {
                                   .keys = &params_.keys,
                                   .first_row = rows.first,
                                   .k0 = k0_,
-                                  .cap = float(params_.softcap * log2_e),
+                                  .cap = float(params_.softcap * score_unit(params_).scores),
                                   .alibi = alibi_of<float>(params_, head_, rows.first, k0_, masked),
                                   .prefetch = &nothing},
                          .terms = {},
@@ -257,9 +269,10 @@ class PairJvp : public PairTiles {
                          .bias = buffers_.bias,
                          .bias_change = bias_changes ? buffers_.bias_change : nullptr,
                          .sums = rows.sums,
-                         .scale = Vf::set(params_.softcap > 0 ? 1 : float(params_.scale * log2_e)),
+                         .scale = Vf::set(params_.softcap > 0 ? 1 : query_factor<float>(params_)),
                          .change = Vf::set(float(params_.scale)),
-                         .factor = Vf::set(query_factor<float>(params_))};
+                         .factor = Vf::set(query_factor<float>(params_)),
+                         .exponents = Vf::set(float(score_unit(params_).exponents))};
     const auto add = [&](const PairTerm& key, const uint32_t* query) {
       epilogue.terms[epilogue.count++] = {key.X, key.ld, query};
     };
@@ -303,7 +316,7 @@ class PairJvp : public PairTiles {
     const Sums& sums = *rows.sums;
     for (int64_t r = 0; r < rows.count; r++) {
       const int64_t row = rows.first + r;
-      const RowMean<float> mean(head_, tangents_, row, sums.total[r] + sums.total_low[r]);
+      const RowMean<float> mean(params_, head_, tangents_, row, sums.total[r] + sums.total_low[r]);
       static_cast<float*>(tangents_.lse)[row] = mean.of(sums.mu[r] + sums.mu_low[r]);
       write_tangent<bf16>(params_, head_, tangents_, row, mean.of(sums.rounded[r]), mean.inverse,
                           rows.output + r * buffers_.value_ld);

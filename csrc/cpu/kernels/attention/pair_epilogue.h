@@ -52,8 +52,8 @@ ATTN_INLINE Vf cap_middle(Vf y, float cap) {
 
 // Of width queries.
 struct RunningQueries {
-  Vf reference;   // log2 units, negated
-  Vf top, total;  // running maximum relative to the reference, sum of the weights
+  Vf reference;   // negated
+  Vf top, total;  // the largest score so far, the sum of the block's weights
   Vf rounded;     // and of the rounded ones
 };
 
@@ -70,7 +70,8 @@ struct ForwardEpilogue {
   Queries* queries;     // [tile / width]
   const float* bias;    // [key][tile]
   uint32_t* weights;    // [key / 2][tile]
-  Vf scale, factor;     // scale * log2(e); with softcap 1 and query_factor
+  Vf scale, factor;     // scale in the unit of scores; with softcap 1 and query_factor
+  Vf exponents;         // of a score beside a mask, see common/units.h
   const float* scores;  // of a matrix unit: [key][tile], keys from `first_key` of the block on
   int64_t first_key;
 
@@ -111,8 +112,8 @@ struct ForwardEpilogue {
     ATTN_UNROLL for (int r = 0; r < 2; r++) {
       const int64_t key = pending.key + r;
       if (guard && key >= pending.end) break;  // a last single key is paired with weight 0
-      // rounded twice, as the maximum that the reference came from: a fused sum would show the product's rounding
-      Vf score = products[r] * scale + reference;
+      // rounded after every step, as the maximum that the reference came from
+      Vf score = products[r] * scale;
       if constexpr (H == Hidden::by_sum) score = score + load(at.bias + r * tile);
       if (H == Hidden::by_alibi || (H == Hidden::by_range && alibi.on))
         score = alibi.add(score, alibi.distance(Vf::iota(), at.lane, key));
@@ -120,14 +121,15 @@ struct ForwardEpilogue {
         const Vf added = load(at.bias + r * tile);
         const auto gone = eq(added, hidden);
         score = select(gone, hidden, score + added);
-        weight[r] = select(gone, zero, exp2_short(score));
+        weight[r] = select(gone, zero, exp2_short((score + reference) * exponents));
       } else if constexpr (H == Hidden::by_range) {
         const auto range = lane_range<float>(*task.keys, task.first_row + at.lane, task.k0 + key);
         const auto visible = range.visible(Vf::iota());
         score = select(visible, score, hidden);
-        weight[r] = select(visible, exp2_short(score, least_of_rising<float>), zero);
+        weight[r] = select(visible, exp2_short(score + reference, least_of_rising<float>), zero);
       } else {
-        weight[r] = H == Hidden::by_alibi ? exp2_short(score, least_of_rising<float>) : exp2_short(score);
+        const Vf t = H == Hidden::by_sum ? (score + reference) * exponents : score + reference;
+        weight[r] = H == Hidden::by_alibi ? exp2_short(t, least_of_rising<float>) : exp2_short(t);
       }
       mine.top = max(mine.top, score);
     }
@@ -136,7 +138,7 @@ struct ForwardEpilogue {
     mine.rounded = add_pairs(mine.rounded, pair);
     store_pairs(at.weights, pair);
   }
-  // scores -> softcap of them, in log2 units
+  // scores -> softcap of them, in their unit
   ATTN_NOINLINE void soften(float* x, const float*, int n) const {
     const float cap = task.cap;
     const Vf to_y = factor * Vf::set(float(1 / (2 * log2_e)));

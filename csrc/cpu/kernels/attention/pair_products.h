@@ -78,9 +78,10 @@ class PairProducts : public PairTiles {
   ATTN_INLINE Vf top(int64_t j) const { return queries_[j].top; }
   ATTN_INLINE void save_running(const QueryTile& rows, const RunningRows<float>& running) const {
     for (int64_t j = 0; j < rows.vectors_used; j++) {
-      store(running.top + j * width, queries_[j].top - load(running.reference + j * width));
-      store(running.total + j * width, queries_[j].total);
-      store(running.rounded + j * width, queries_[j].rounded);
+      const auto add = [&](float* sum, Vf of_block) { store(sum, load(sum) + of_block); };
+      store(running.top + j * width, queries_[j].top);
+      add(running.total + j * width, queries_[j].total);
+      add(running.rounded + j * width, queries_[j].rounded);
     }
   }
 
@@ -107,11 +108,8 @@ class PairProducts : public PairTiles {
             (seen.end - seen.begin + 1) / 2};
   }
   ATTN_INLINE void load_running(const QueryTile& rows, const RunningRows<float>& running) {
-    for (int64_t j = 0; j < rows.vectors_used; j++) {
-      const Vf reference = load(running.reference + j * width);
-      queries_[j] = {reference, load(running.top + j * width) + reference, load(running.total + j * width),
-                     load(running.rounded + j * width)};
-    }
+    for (int64_t j = 0; j < rows.vectors_used; j++)
+      queries_[j] = {load(running.reference + j * width), load(running.top + j * width), Vf::zero(), Vf::zero()};
   }
   template <class Epilogue>
   ATTN_INLINE Epilogue epilogue(const QueryTile& rows, MaskBlock masked, RowPrefetch& prefetch,
@@ -121,15 +119,16 @@ class PairProducts : public PairTiles {
                      .keys = &params_.keys,
                      .first_row = rows.first,
                      .k0 = k0_,
-                     .cap = float(params_.softcap * log2_e),
+                     .cap = float(params_.softcap * score_unit(params_).scores),
                      .alibi = alibi_of<float>(params_, head_, rows.first, k0_, masked),
                      .prefetch = &prefetch},
             .terms = {{keys_, key_ld_, query_of(rows)}},
             .queries = queries_,
             .bias = bias,
             .weights = buffers_.weights,
-            .scale = Vf::set(params_.softcap > 0 ? 1 : float(params_.scale * log2_e)),
+            .scale = Vf::set(params_.softcap > 0 ? 1 : query_factor<float>(params_)),
             .factor = Vf::set(query_factor<float>(params_)),
+            .exponents = Vf::set(float(score_unit(params_).exponents)),
             .scores = scores,
             .first_key = -1};
   }

@@ -18,7 +18,7 @@ struct PairTask {
   int64_t pairs, vectors_used;
   const KeyRanges* keys;
   int64_t first_row, k0;
-  float cap;  // softcap in log2 units, 0 for none
+  float cap;  // softcap in the unit of scores, 0 for none
   Alibi<float> alibi;
   RowPrefetch* prefetch;  // of the mask
 };

@@ -1,6 +1,6 @@
 // The forward's products as they are written, in the precision of the arithmetic.
 //
-// S^T = K Q^T with lanes over queries: K is broadcast in place, Q^T lies packed in panels with scale * log2(e) folded
+// S^T = K Q^T with lanes over queries: K is broadcast in place, Q^T lies packed in panels with scale and unit folded
 // in, so maximum, exponential and sum are vertical. O = P V with lanes over v_head_dim; the last block normalises and
 // stores. Row groups of P stop where their keys end.
 #pragma once
@@ -23,13 +23,14 @@ struct ScoreTile {
   static constexpr int64_t tile = Tuning::forward_panels * panel;       // queries
 
   const Real* query;      // panels [head_dim][panel]
-  const Real* reference;  // [tile], log2 units, negated
+  const Real* reference;  // [tile], negated
   Real* weights;          // [key][tile]
-  Vec<Real>*top, *total;  // [tile / width]: running maximum relative to the reference, running sum
+  Vec<Real>*top, *total;  // [tile / width]: the largest score so far, the sum of the block
   int64_t head_dim, vectors_used;
   const KeyRanges* keys;
   int64_t first_row;
-  Real cap;  // softcap in log2 units, 0 for none
+  Real cap;             // softcap in the unit of scores, 0 for none
+  Vec<Real> exponents;  // of a score beside a mask, see common/units.h
   Alibi<Real> alibi;
   RowPrefetch* prefetch;  // of the mask
 
@@ -58,23 +59,26 @@ struct ScoreTile {
       const Vec<Real> lane = Vec<Real>::iota() + Vec<Real>::set(Real(width * j));
       Vec<Real> distance = alibi.distance(lane, lane0, k);
       ATTN_UNROLL for (int r = 0; r < M; r++, distance = distance - Vec<Real>::set(Real(1))) {
-        // after the product: starting from it would round every sum at its size
-        Vec<Real> score = scores.acc[r][j] + shift;
-        Vec<Real> weight;
+        Vec<Real> score = scores.acc[r][j],
+                  weight;  // after the product: sums from the bias on would be rounded at its size
         if constexpr (H == Hidden::by_bias) {
           const Vec<Real> bias = load(P + r * tile + width * j);
           const auto gone = eq(bias, hidden);
           score = select(gone, hidden, score + bias);
-          weight = select(gone, Vec<Real>::zero(), exp2(score));
+          weight = select(gone, Vec<Real>::zero(), exp2((score + shift) * exponents));
         } else if constexpr (H == Hidden::by_range) {
           const auto visible = range[r].visible(lane);
           if (alibi.on) score = alibi.add(score, distance);
           score = select(visible, score, hidden);
-          weight = select(visible, exp2(score, least_of_rising<Real>), Vec<Real>::zero());
+          weight = select(visible, exp2(score + shift, least_of_rising<Real>), Vec<Real>::zero());
+        } else if constexpr (H == Hidden::by_sum) {
+          score = score + load(P + r * tile + width * j);
+          weight = exp2((score + shift) * exponents);
+        } else if constexpr (H == Hidden::by_alibi) {
+          score = alibi.add(score, distance);
+          weight = exp2(score + shift, least_of_rising<Real>);
         } else {
-          if constexpr (H == Hidden::by_sum) score = score + load(P + r * tile + width * j);
-          if constexpr (H == Hidden::by_alibi) score = alibi.add(score, distance);
-          weight = H == Hidden::by_alibi ? exp2(score, least_of_rising<Real>) : exp2(score);
+          weight = exp2(score + shift);
         }
         row_max = max(row_max, score);
         row_sum = row_sum + weight;
@@ -231,8 +235,8 @@ class PlainProducts {
   ATTN_INLINE void weights(const QueryTile& rows, const RunningRows<Real>& running, const TileKeys& seen,
                            MaskBlock masked, RowPrefetch& prefetch) {
     for (int64_t j = 0; j < rows.vectors_used; j++) {
-      top_[j] = load_vector(running.top, j) + load_vector(running.reference, j);
-      total_[j] = load_vector(running.total, j);
+      top_[j] = load_vector(running.top, j);
+      total_[j] = Vec<Real>::zero();
     }
     const ScoreTile<Real> scores{.query = query_of(rows),
                                  .reference = running.reference,
@@ -243,7 +247,8 @@ class PlainProducts {
                                  .vectors_used = rows.vectors_used,
                                  .keys = &params_.keys,
                                  .first_row = rows.first,
-                                 .cap = Real(params_.softcap * log2_e),
+                                 .cap = Real(params_.softcap * score_unit(params_).scores),
+                                 .exponents = Vec<Real>::set(Real(score_unit(params_).exponents)),
                                  .alibi = alibi_of<Real>(params_, head_, rows.first, k0_, masked),
                                  .prefetch = &prefetch};
     const bool bias = has_block(masked);
@@ -256,8 +261,8 @@ class PlainProducts {
   ATTN_INLINE Vec<Real> top(int64_t j) const { return top_[j]; }
   ATTN_INLINE void save_running(const QueryTile& rows, const RunningRows<Real>& running) const {
     for (int64_t j = 0; j < rows.vectors_used; j++) {
-      store(running.top + j * width, top_[j] - load_vector(running.reference, j));
-      store(running.total + j * width, total_[j]);
+      store(running.top + j * width, top_[j]);
+      store(running.total + j * width, load_vector(running.total, j) + total_[j]);
     }
   }
 
@@ -307,7 +312,7 @@ class PlainProducts {
   const AttentionParams& params_;
   const HeadPointers& head_;
   const Buffers& buffers_;
-  Vec<Real> top_[tile / width], total_[tile / width];  // of a tile: maxima relative to the references, sums
+  Vec<Real> top_[tile / width], total_[tile / width];  // of a tile: largest scores, sums of the block
   // the key block
   int64_t k0_ = 0, block_ = 0, key_ld_ = 0, value_ld_ = 0;
   const Real *keys_ = nullptr, *values_ = nullptr;

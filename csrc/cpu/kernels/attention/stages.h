@@ -41,20 +41,37 @@ struct TileStages {
 
   // What every kernel knows of its query tile.
   struct QueryRows {
-    Real* query_t;                    // panels [dim][panel]: query_factor * Q
-    Real *minus_lse, *minus_lse_low;  // [tile]; their sum is -lse in log2 units, beyond the precision of one number
+    Real* query_t;                  // panels [dim][panel]: query_factor * Q
+    Real *shift, *inverse, *least;  // [tile]: weights are inverse * 2^(score + shift), no exponent below least
     const HeadPointers* head;
     int64_t first, count;  // rows
     int64_t vectors_used;
     RowPrefetch* prefetch;  // a step with each group of keys, or null
   };
 
-  static void begin(const HeadPointers& head, int64_t first, int64_t count, QueryRows& queries) {
+  static void begin(const AttentionParams& params, const HeadPointers& head, int64_t first, int64_t count,
+                    QueryRows& queries) {
     queries.head = &head;
     queries.first = first;
     queries.count = count;
     queries.vectors_used = (count + width - 1) / width;
     queries.prefetch = nullptr;
+    const ScoreUnit unit = score_unit(params);
+    for (int64_t r = 0; r < tile; r++) {
+      const RowStats<Real> stats = r < count ? row_stats<Real>(head, first + r, unit) : RowStats<Real>{0, 0};
+      queries.shift[r] = -stats.reference;
+      queries.inverse[r] = stats.inverse;
+      queries.least[r] = least_exponent(stats.inverse);
+    }
+  }
+  static void take_rows(Scratch& scratch, QueryRows& queries) {
+    queries.shift = scratch.take<Real>(tile);
+    queries.inverse = scratch.take<Real>(tile);
+    queries.least = scratch.take<Real>(tile);
+  }
+  // the weight of the sink of row r of the tile
+  static double sink_weight_of(const AttentionParams& params, const QueryRows& queries, int64_t r) {
+    return sink_weight<Real>(queries.head->sink, {-queries.shift[r], queries.inverse[r]}, score_unit(params));
   }
   template <class T>
   static bool pack_panels(const void* X, int64_t ld, const QueryRows& queries, int64_t dim, Real factor, Real* Y) {
@@ -82,6 +99,29 @@ struct TileStages {
     Real total = sum(s);
     for (; d < n; d++) total += Real(load_one(x + d)) * Real(load_one(y + d));
     return total;
+  }
+
+  // sums[row] = the product of a row of X and one of Y, both in panels [dim][panel]: in the order of the products with
+  // lanes over queries, so that a row whose weight is 1 for one key has a delta that is its dP to the last bit
+  static ATTN_NOINLINE void products_of_rows(const QueryRows& queries, const Real* X, const Real* Y, int64_t dim,
+                                             Real* sums, bool add = false) {
+    for (int64_t v = 0; v < queries.vectors_used; v += vectors, X += panel * dim, Y += panel * dim)
+      with_rows<vectors>(min_of(vectors, queries.vectors_used - v), [&](auto n) {
+        Vec<Real> sum[n.count];
+        ATTN_UNROLL for (int j = 0; j < n.count; j++) sum[j] =
+            add ? load(sums + v * width + j * width) : Vec<Real>::zero();
+        for (int64_t d = 0; d < dim; d++)
+          ATTN_UNROLL for (int j = 0; j < n.count; j++) sum[j] =
+              fma(load(X + d * panel + j * width), load(Y + d * panel + j * width), sum[j]);
+        ATTN_UNROLL for (int j = 0; j < n.count; j++) store(sums + v * width + j * width, sum[j]);
+      });
+  }
+
+  // Rows of out, or of its tangent, as panels for that: dropout's factor is in the panels of dO.
+  template <class T>
+  static void pack_out(const AttentionParams& params, const void* out, int64_t ld, const QueryRows& queries, Real* Y) {
+    const double keep = params.dropout.keep_scale;
+    pack_panels<T>(out, ld, queries, params.v_head_dim, Real(keep > 0 ? 1 / keep : 0), Y);
   }
 
   // ---- products with lanes over queries, each finished by a step on the accumulators
@@ -188,7 +228,7 @@ struct TileStages {
     border_product(params, terms, queries, careful, bias, k0, seen.all_end, seen.end);
   }
 
-  // P = exp2(S - lse), of a tile of M keys and N vectors of queries
+  // P of a tile of M keys and N vectors of queries: the scores are the numbers that the forward had
   struct ScoreStep {
     static constexpr bool hides = true;
     const AttentionParams* params;
@@ -198,7 +238,7 @@ struct TileStages {
     ATTN_INLINE void clear(int64_t at) const { store(P + at, Vec<Real>::zero()); }
     template <int M, int N>
     ATTN_INLINE void capped(Real* x, int64_t at) const {
-      const Real cap = Real(params->softcap * log2_e);
+      const Real cap = Real(params->softcap * score_unit(*params).scores);
       if (!cap_tanh) return cap_scores(x, M * N, cap);
       alignas(64) Real tanh[M * N * width];
       cap_scores(x, M * N, cap, tanh);
@@ -215,17 +255,20 @@ struct TileStages {
         ATTN_UNROLL for (int r = 0; r < M; r++) range[r] =
             lane_range<Real>(params->keys, queries->first + lane0, key + r);
       const Vec<Real> hidden = Vec<Real>::set(-Real(__builtin_inff()));
+      const Vec<Real> exponents = Vec<Real>::set(Real(score_unit(*params).exponents));
       ATTN_UNROLL for (int j = 0; j < N; j++) {
-        const Vec<Real> lse = load(queries->minus_lse + lane0 + width * j),
-                        low = load(queries->minus_lse_low + lane0 + width * j);
+        const Vec<Real> shift = load(queries->shift + lane0 + width * j),
+                        inverse = load(queries->inverse + lane0 + width * j),
+                        least = load(queries->least + lane0 + width * j);
         const Vec<Real> lane = Vec<Real>::iota() + Vec<Real>::set(Real(width * j));
         ATTN_UNROLL for (int r = 0; r < M; r++) {
           Vec<Real> weight;
           if constexpr (H == Hidden::by_bias) {
             const Vec<Real> bias = load(out + r * tile + width * j);
-            weight = select(eq(bias, hidden), Vec<Real>::zero(), exp2((scores.acc[r][j] + bias) + lse + low));
+            const Vec<Real> exponent = ((scores.acc[r][j] + bias) + shift) * exponents;
+            weight = select(eq(bias, hidden), Vec<Real>::zero(), exp2(exponent, least) * inverse);
           } else {
-            weight = exp2((scores.acc[r][j] + lse) + low);
+            weight = exp2(scores.acc[r][j] + shift, least) * inverse;
             if constexpr (H == Hidden::by_range) weight = select(range[r].visible(lane), weight, Vec<Real>::zero());
           }
           store(out + r * tile + width * j, weight);

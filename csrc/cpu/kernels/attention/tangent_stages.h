@@ -38,17 +38,20 @@ ATTN_NOINLINE void load_tangent_bias(const AttentionParams& params, const HeadTa
   }
 }
 
-// What sums over a row's keys become. Its weights, with that of the sink, sum to 1 but for the rounding of lse: that is
-// taken out here, for what follows subtracts d(lse) from every A.
+// What sums over a row's keys become. Its weights, with that of the sink, sum to 1 but for rounding: that is taken out
+// here, for what follows subtracts d(lse) from every A.
 template <class Real>
 struct RowMean {
   Real inverse = 1, sink = 0;  // 1 / sum of the weights; the sink's term
 
-  ATTN_INLINE RowMean(const HeadPointers& head, const HeadTangents& tangents, int64_t row, Real total) {
+  // pivot: what every A is taken against
+  ATTN_INLINE RowMean(const AttentionParams& params, const HeadPointers& head, const HeadTangents& tangents,
+                      int64_t row, Real total, Real pivot = 0) {
     if (head.sink != -__builtin_inf()) {
-      const Real weight = Real(__builtin_exp2((head.sink - double(static_cast<const Real*>(head.lse)[row])) * log2_e));
+      const ScoreUnit unit = score_unit(params);
+      const Real weight = Real(sink_weight(head.sink, row_stats<Real>(head, row, unit), unit));
       total += weight;
-      sink = weight * Real(tangents.sink);
+      sink = weight * (Real(tangents.sink) - pivot);
     }
     if (tangents.scores() && total > Real(0)) inverse = Real(1) / total;
   }
@@ -58,7 +61,7 @@ struct RowMean {
 // x: products with packed queries -> the tangents of the scaled scores, before any softcap
 template <class Real>
 ATTN_INLINE Real tangent_factor(const AttentionParams& params) {
-  return Real(params.softcap > 0 ? params.softcap / (2 * log2_e) : 1 / log2_e);
+  return Real(params.softcap > 0 ? params.softcap / (2 * log2_e) : 1 / score_unit(params).scores);
 }
 
 // d(out) of one row, from its sum over the keys: factor * sum - mu * out

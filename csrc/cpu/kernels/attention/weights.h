@@ -1,4 +1,4 @@
-// The weights exp(score - lse) of some rows, a tile of P^T at a time; the products and masks are those of the backward.
+// The weights of some rows, a tile of P^T at a time; the products and masks are those of the backward.
 #pragma once
 #include "stages.h"
 
@@ -11,16 +11,16 @@ struct Weights {
   static constexpr int64_t tile = S::tile, key_block = S::key_block;
 
   struct Buffers {
-    Real *query_t, *minus_lse, *minus_lse_low;
+    typename S::QueryRows queries{};
     Real *P, *key;  // [key_block][tile], [key_block][key_ld]
     Real* rows;     // [width][key_block]: P, transposed
     Buffers(const AttentionParams& params, Scratch& scratch)
-        : query_t(scratch.take<Real>(tile * params.head_dim)),
-          minus_lse(scratch.take<Real>(tile)),
-          minus_lse_low(scratch.take<Real>(tile)),
-          P(scratch.take<Real>(key_block * tile)),
+        : P(scratch.take<Real>(key_block * tile)),
           key(scratch.take<Real>(key_block * S::key_ld(params))),
-          rows(scratch.take<Real>(S::width * round_up(key_block, S::line))) {}
+          rows(scratch.take<Real>(S::width * round_up(key_block, S::line))) {
+      queries.query_t = scratch.take<Real>(tile * params.head_dim);
+      S::take_rows(scratch, queries);
+    }
   };
   static int64_t space(const AttentionParams& params) { return scratch_bytes<Buffers>(params); }
 
@@ -31,15 +31,9 @@ struct Weights {
     const Buffers buffers = buffers_in<Buffers>(space, params);
     Real *const P = buffers.P, *const key = buffers.key, *const rows = buffers.rows;
     T* out = static_cast<T*>(head.out);
-    typename S::QueryRows t{};
-    S::begin(head, first, count, t);
-    t.query_t = buffers.query_t;
-    t.minus_lse = buffers.minus_lse;
-    t.minus_lse_low = buffers.minus_lse_low;
+    typename S::QueryRows t = buffers.queries;
+    S::begin(params, head, first, count, t);
     S::template pack_panels<T>(head.query, params.q_row, t, params.head_dim, query_factor<Real>(params), t.query_t);
-    for (int64_t r = 0; r < tile; r++)
-      split_lse(r < count ? static_cast<const Real*>(head.lse)[first + r] : Real(0), t.minus_lse[r],
-                t.minus_lse_low[r]);
     for (int64_t r = 0; r < count; r++) memset(out + r * params.out_row, 0, size_t(params.kv_len) * sizeof(T));
 
     KeyWalk walk(params, head, first, count, key_block);

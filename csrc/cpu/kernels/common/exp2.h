@@ -1,5 +1,5 @@
-// 2^t for t <= about 100, relative error 7e-8 (double: 4e-17 before rounding). t below the exponent range, also -inf,
-// gives the smallest normal number rather than 0: a visible key never has weight 0. A NaN stays one.
+// 2^t for t <= about 100, relative error 9e-8 (double: 4e-17 before rounding), 2^0 is 1. t below the exponent range,
+// also -inf, gives the smallest normal number rather than 0: a visible key never has weight 0. A NaN stays one.
 #pragma once
 #include "common.h"
 
@@ -8,18 +8,19 @@ namespace {
 
 // the same for -1/2 <= f <= 1/2
 ATTN_INLINE Vf exp2_fraction(Vf f) {
-  Vf p = Vf::set(1.327647217e-03f);
-  p = fma(p, f, Vf::set(9.675541331e-03f));
-  p = fma(p, f, Vf::set(5.550713273e-02f));
-  p = fma(p, f, Vf::set(2.402211972e-01f));
-  p = fma(p, f, Vf::set(6.931469671e-01f));
-  return fma(p, f, Vf::set(1.000000072e+00f));
+  Vf p = Vf::set(1.326472731e-03f);
+  p = fma(p, f, Vf::set(9.671512991e-03f));
+  p = fma(p, f, Vf::set(5.550733581e-02f));
+  p = fma(p, f, Vf::set(2.402224243e-01f));
+  p = fma(p, f, Vf::set(6.931470037e-01f));
+  return fma(p, f, Vf::set(1.f));
 }
-ATTN_INLINE Vf exp2(Vf t, float least = -125.f) {
-  t = max(Vf::set(least), t);  // in this order a NaN stays: the second operand is returned
+ATTN_INLINE Vf exp2(Vf t, Vf least) {
+  t = max(least, t);  // in this order a NaN stays: the second operand is returned
   const Vf n = round(t);
   return scale_by_power(exp2_fraction(t - n), n);
 }
+ATTN_INLINE Vf exp2(Vf t, float least = -125.f) { return exp2(t, Vf::set(least)); }
 
 ATTN_INLINE Vd exp2_fraction(Vd f) {
   Vd p = Vd::set(4.4558179083360645e-10);
@@ -35,11 +36,12 @@ ATTN_INLINE Vd exp2_fraction(Vd f) {
   p = fma(p, f, Vd::set(ln_2));
   return fma(p, f, Vd::set(1.0));
 }
-ATTN_INLINE Vd exp2(Vd t, double least = -1021.0) {
-  t = max(Vd::set(least), t);
+ATTN_INLINE Vd exp2(Vd t, Vd least) {
+  t = max(least, t);
   const Vd n = round(t);
   return scale_by_power(exp2_fraction(t - n), n);
 }
+ATTN_INLINE Vd exp2(Vd t, double least = -1021.0) { return exp2(t, Vd::set(least)); }
 
 }  // namespace
 }  // namespace attnjourney

@@ -1,44 +1,88 @@
-// The logarithm of a row's sum of exponentials, and what a sink adds to it.
+// What the softmax of a row comes to: its reference, 1 / its sum and the logarithm of that; and what a sink adds to it.
 #pragma once
-#include "mask_tile.h"
+#include "units.h"
 
 namespace attnjourney {
 namespace {
 
-// reference in log2 units. A row whose scores are all at the lowest finite number keeps that as its lse.
+// A weight is inverse * 2^(score - reference), the scores in the unit of the call. Exact where scores are the same
+// numbers again, however large: the rounding of lse is not part of it.
 template <class Real>
-ATTN_INLINE Real natural_lse(Real reference, Real sum) {
-  if (sum == Real(0)) return -Real(__builtin_inff());
-  if (reference <= MaskValue<Real>::lowest * Real(0.999))
-    return sizeof(Real) == 4 ? Real(-3.4028234663852886e38) : Real(-1.7976931348623157e308);
-  return Real(double(reference) * ln_2 + __builtin_log(double(sum)));
+struct RowStats {
+  Real reference, inverse;  // 0, 0: no key is visible
+};
+
+template <class Real>
+struct RowSum {
+  RowStats<Real> stats;
+  Real lse;
+  Real inverse;  // for sums of values against the reference that was given
+};
+
+template <class Real>
+ATTN_INLINE Real natural_lse(double reference, double sum, const ScoreUnit& unit) {
+  return Real(reference / unit.scores + __builtin_log(sum));
 }
 
-// What a sink adds to a row: 1 / sum and the lse. `reference` in log2 units, `sum` of the visible keys against it.
+// `sum`: of the visible keys against `reference`
 template <class Real>
-ATTN_NOINLINE void add_sink(double sink, Real reference, Real sum, Real& inverse, Real& lse) {
-  const double s = sink * log2_e, above = s - double(reference);
-  if (sum == Real(0)) {  // no key is visible
-    lse = Real(sink);
-  } else if (above < 60) {
-    const Real whole = sum + Real(__builtin_exp2(above));
-    inverse = Real(1) / whole;
-    lse = natural_lse(reference, whole);
-  } else {  // the sink is the larger by far: it is the reference
-    const double weight = __builtin_exp2(-above), whole = 1 + double(sum) * weight;
-    inverse = Real(weight / whole);
-    lse = Real(sink + __builtin_log(whole));
+ATTN_INLINE RowSum<Real> row_sum(Real reference, Real sum, const ScoreUnit& unit) {
+  if (sum == Real(0)) return {{0, 0}, -Real(__builtin_inff()), 0};
+  const Real inverse = Real(1) / sum;
+  return {{reference, inverse}, natural_lse<Real>(double(reference), double(sum), unit), inverse};
+}
+
+// the same with a sink
+template <class Real>
+ATTN_NOINLINE RowSum<Real> row_sum(double sink, Real reference, Real sum, const ScoreUnit& unit) {
+  const double score = sink * unit.scores;
+  if (sum == Real(0)) return {{Real(score), Real(1)}, Real(sink), 0};  // no key is visible
+  const double above = (score - double(reference)) * unit.exponents;
+  if (above < 60) {
+    const Real whole = sum + Real(__builtin_exp2(above)), inverse = Real(1) / whole;
+    return {{reference, inverse}, natural_lse<Real>(double(reference), double(whole), unit), inverse};
   }
+  // the sink is the larger by far: it is the reference
+  const Real own = Real(score);
+  const double rest = double(sum) * __builtin_exp2((double(reference) - double(own)) * unit.exponents);
+  const double whole = rest + __builtin_exp2((score - double(own)) * unit.exponents);
+  return {{own, Real(1 / whole)}, Real(sink + __builtin_log1p(rest)), Real(rest / whole / double(sum))};
 }
 
-// -lse in log2 units, as the sum of two numbers; 0 where no key is visible: the masks make its weights 0
+// Whether scores about as large as this one may differ by the order of their sums: weights change by 1e-7 of them. A
+// NaN may.
 template <class Real>
-ATTN_INLINE void split_lse(Real lse, Real& minus, Real& low) {
-  double l = lse != -Real(__builtin_inff()) ? double(lse) * log2_e : 0;
-  l = l < double(MaskValue<Real>::lowest) ? double(MaskValue<Real>::lowest) : l;
-  l = l > -double(MaskValue<Real>::lowest) ? -double(MaskValue<Real>::lowest) : l;  // a sink as large; a NaN stays one
-  minus = Real(-l);
-  low = Real(-l - double(minus));
+ATTN_INLINE bool pairs_repeat(Real score, const ScoreUnit& unit) {
+  const double limit = 320 / unit.exponents, size = double(score < 0 ? -score : score);
+  return !(size > limit) || size == __builtin_inf();
+}
+
+// The weight of a sink in its row.
+template <class Real>
+ATTN_INLINE double sink_weight(double sink, const RowStats<Real>& stats, const ScoreUnit& unit) {
+  return __builtin_exp2((sink * unit.scores - double(stats.reference)) * unit.exponents) * double(stats.inverse);
+}
+
+// Those of one row of a head, as the forward left them; from lse alone with its rounding.
+template <class Real>
+ATTN_INLINE RowStats<Real> row_stats(const HeadPointers& head, int64_t row, const ScoreUnit& unit) {
+  if (head.stats) {
+    const Real* const both = static_cast<const Real*>(head.stats) + 2 * row;
+    return {both[0], both[1]};
+  }
+  const Real lse = static_cast<const Real*>(head.lse)[row];
+  if (lse == -Real(__builtin_inff())) return {0, 0};
+  const double score = double(lse) * unit.scores;
+  const Real reference = Real(score);
+  return {reference, Real(__builtin_exp2((double(reference) - score) * unit.exponents))};
+}
+
+// The least exponent of 2^(score - reference) that leaves a weight a normal number, times 2: for a weight of 0 is a
+// hidden one.
+template <class Real>
+ATTN_INLINE Real least_exponent(Real inverse) {
+  constexpr int least = sizeof(Real) == 4 ? -125 : -1021;
+  return Real(inverse > Real(0) && inverse < Real(1) ? least - __builtin_ilogb(double(inverse)) : least);
 }
 
 }  // namespace

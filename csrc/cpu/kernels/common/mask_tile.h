@@ -6,6 +6,7 @@
 #include "cpu/kernels/attention/block_rows.h"
 #include "pack.h"
 #include "row_prefetch.h"
+#include "units.h"
 
 namespace attnjourney {
 namespace {
@@ -48,71 +49,45 @@ ATTN_INLINE SeenLanes seen_lanes(const KeyRanges& keys, int64_t first_row, int64
   return s;
 }
 
-// A mask value in log2 units. The lowest finite numbers stay finite: they are ordinary numbers, only -inf hides.
+// A mask's numbers as they are, and whether one of them, -inf, hides a key.
 template <class Real>
 struct MaskValue {
-  static constexpr Real lowest = sizeof(Real) == 4 ? Real(-1.7e38) : Real(-8e307);
-  ATTN_INLINE Vec<Real> operator()(Vec<Real> x) const {
-    const Vec<Real> hidden = Vec<Real>::set(-Real(__builtin_inff()));
-    return select(eq(x, hidden), hidden, max(Vec<Real>::set(lowest), x * Vec<Real>::set(Real(log2_e))));
-  }
-  ATTN_INLINE Real operator()(Real x) const {
-    if (x == -Real(__builtin_inff())) return x;
-    const Real y = x * Real(log2_e);
-    return y < lowest ? lowest : y;
-  }
-};
-
-// The same without the clamp, where no number needs it: then `low` stays at or above `lowest`.
-template <class Real>
-struct PlainMaskValue {
   Vec<Real> low = Vec<Real>::zero();
   Real low_one = 0;
   ATTN_INLINE Vec<Real> operator()(Vec<Real> x) {
-    const Vec<Real> y = x * Vec<Real>::set(Real(log2_e));
-    low = min(low, y);
-    return y;
+    low = min(x, low);  // a NaN is passed over
+    return x;
   }
   ATTN_INLINE Real operator()(Real x) {
-    const Real y = x * Real(log2_e);
-    low_one = y < low_one ? y : low_one;
-    return y;
+    low_one = x < low_one ? x : low_one;
+    return x;
   }
-  bool exact() const {
-    return low_one >= MaskValue<Real>::lowest && !any(ge(Vec<Real>::set(MaskValue<Real>::lowest), low));
+  bool hides() const {
+    const Real hidden = -Real(__builtin_inff());
+    return low_one == hidden || any(eq(low, Vec<Real>::set(hidden)));
   }
 };
 
-// True if no number is hidden or clamped; bias then holds the block.
+// Whether any number of it may hide a key, as far as a look costs nothing.
 template <class T, class Real>
-ATTN_INLINE bool plain_mask_block(const T* mask, int64_t row, int64_t col, int64_t rows, int64_t n, Real* bias,
-                                  int64_t bias_ld) {
+ATTN_INLINE bool mask_block(const T* mask, int64_t row, int64_t col, int64_t rows, int64_t n, Real* bias,
+                            int64_t bias_ld) {
   constexpr int width = Vec<Real>::width;
   if constexpr (sizeof(Compute<T>) == sizeof(Real)) {
     if (col == 1 && row != 0)
-      return pack_transposed_by(mask, row, rows, n, PlainMaskValue<Real>{}, bias, width, width, bias_ld).exact();
-  }
-  return false;
-}
-
-template <class T, class Real>
-ATTN_INLINE void mask_block(const T* mask, int64_t row, int64_t col, int64_t rows, int64_t n, Real* bias,
-                            int64_t bias_ld) {
-  constexpr int width = Vec<Real>::width;
-  const MaskValue<Real> f;
-  if constexpr (sizeof(Compute<T>) == sizeof(Real)) {
-    if (col == 1 && row != 0) return pack_transposed(mask, row, rows, n, f, bias, width, width, bias_ld);
+      return pack_transposed_by(mask, row, rows, n, MaskValue<Real>{}, bias, width, width, bias_ld).hides();
   }
   const int64_t lanes = round_up(rows, width);
   for (int64_t k = 0; k < n; k++) {
     if (row == 0) {  // one value for all rows: a padding mask
-      const Vec<Real> v = Vec<Real>::set(f(Real(load_one(mask + k * col))));
+      const Vec<Real> v = Vec<Real>::set(Real(load_one(mask + k * col)));
       for (int64_t i = 0; i < lanes; i += width) store(bias + k * bias_ld + i, v);
     } else {
       for (int64_t i = 0; i < lanes; i++)
-        bias[k * bias_ld + i] = i < rows ? f(Real(load_one(mask + i * row + k * col))) : Real(0);
+        bias[k * bias_ld + i] = i < rows ? Real(load_one(mask + i * row + k * col)) : Real(0);
     }
   }
+  return true;
 }
 
 // added: as some_hidden, but not known to hide anything; summed: nothing is -inf but by the key ranges; alibi: there is
@@ -177,9 +152,11 @@ ATTN_NOINLINE MaskBlock load_blocks(const BlockRows& blocks, int64_t first, int6
   if (!any || all) return any ? MaskBlock::all_visible : MaskBlock::all_hidden;
   each_block(blocks, first, rows, k0, n,
              [&](int64_t r, int64_t r_end, int64_t k, int64_t k_end, const uint8_t* elements, bool seen) {
-               if (elements)
-                 return mask_block(reinterpret_cast<const mask_bool*>(elements), blocks.size, 1, r_end - r, k_end - k,
-                                   bias + k * bias_ld + r, bias_ld);
+               if (elements) {
+                 mask_block(reinterpret_cast<const mask_bool*>(elements), blocks.size, 1, r_end - r, k_end - k,
+                            bias + k * bias_ld + r, bias_ld);
+                 return;
+               }
                const Vec<Real> value = seen ? Vec<Real>::zero() : Vec<Real>::set(-Real(__builtin_inff()));
                for (; k < k_end; k++)
                  for (int64_t i = r; i < r_end; i += width) store(bias + k * bias_ld + i, value);
@@ -187,7 +164,7 @@ ATTN_NOINLINE MaskBlock load_blocks(const BlockRows& blocks, int64_t first, int6
   return MaskBlock::some_hidden;
 }
 
-// Rows first .. first + rows - 1, keys k0 .. k0 + n - 1 of the mask tensor -> bias[key][lane] in log2 units.
+// Rows first .. first + rows - 1, keys k0 .. k0 + n - 1 of the mask tensor -> bias[key][lane].
 // A boolean block that shows everything or nothing is recognised and not written.
 template <class T, class Real>
 ATTN_NOINLINE MaskBlock load_mask(const AttentionParams& params, const void* mask, int64_t first, int64_t rows,
@@ -202,9 +179,8 @@ ATTN_NOINLINE MaskBlock load_mask(const AttentionParams& params, const void* mas
     return state;
   }
   const auto load = [&](const auto* elements) {
-    if (plain_mask_block(elements, params.mask_row, params.mask_col, rows, n, bias, bias_ld)) return MaskBlock::summed;
-    mask_block(elements, params.mask_row, params.mask_col, rows, n, bias, bias_ld);
-    return MaskBlock::added;
+    const bool hides = mask_block(elements, params.mask_row, params.mask_col, rows, n, bias, bias_ld);
+    return hides ? MaskBlock::added : MaskBlock::summed;
   };
   return params.mask_fp32 ? load(static_cast<const float*>(mask) + at) : load(static_cast<const T*>(mask) + at);
 }
@@ -240,25 +216,30 @@ ATTN_NOINLINE void hide_by_range(const KeyRanges& keys, int64_t first, int64_t r
   }
 }
 
-// Adds the bias of ALiBi, -slope * |first + offset + lane - key|, to bias (`fresh`: bias holds nothing yet). Lanes past
+// Adds the bias of ALiBi, factor * |first + offset + lane - key|, to bias (`fresh`: bias holds nothing yet). Lanes past
 // the last row get 0, so that nothing overflows there.
 template <class Real>
-ATTN_NOINLINE void add_alibi(const KeyRanges& keys, double slope, int64_t first, int64_t rows, int64_t k0, int64_t n,
+ATTN_NOINLINE void add_alibi(const KeyRanges& keys, Real factor, int64_t first, int64_t rows, int64_t k0, int64_t n,
                              bool fresh, Real* bias, int64_t bias_ld) {
   constexpr int width = Vec<Real>::width;
-  const Vec<Real> factor = Vec<Real>::set(Real(-slope * log2_e)), last = Vec<Real>::set(Real(rows - 1)),
-                  zero = Vec<Real>::zero();
+  const Vec<Real> factors = Vec<Real>::set(factor), last = Vec<Real>::set(Real(rows - 1)), zero = Vec<Real>::zero();
   for (int64_t k = 0; k < n; k++) {
     const Vec<Real> shift = Vec<Real>::set(Real(first + keys.offset - k0 - k));
     for (int64_t i = 0; i < rows; i += width) {
       const Vec<Real> lane = Vec<Real>::iota() + Vec<Real>::set(Real(i)), distance = lane + shift;
-      const Vec<Real> added = select(ge(last, lane), factor * max(distance, zero - distance), zero);
+      const Vec<Real> added = select(ge(last, lane), factors * max(distance, zero - distance), zero);
       store(bias + k * bias_ld + i, fresh ? added : load(bias + k * bias_ld + i) + added);
     }
   }
 }
 
-// ALiBi in an epilogue: -slope * |distance| for keys against lanes, in log2 units.
+// What distances are multiplied by: -slope in the unit of scores.
+template <class Real>
+ATTN_INLINE Real alibi_factor(const AttentionParams& params, const HeadPointers& head) {
+  return Real(-head.slope * score_unit(params).scores);
+}
+
+// ALiBi in an epilogue: -slope * |distance| for keys against lanes, rounded as add_alibi rounds it.
 template <class Real>
 struct Alibi {
   Vec<Real> factor;
@@ -268,13 +249,13 @@ struct Alibi {
     return lane + Vec<Real>::set(shift + Real(lane0 - k));
   }
   ATTN_INLINE Vec<Real> add(Vec<Real> x, Vec<Real> distance) const {
-    return fma(factor, max(distance, Vec<Real>::zero() - distance), x);
+    return x + factor * max(distance, Vec<Real>::zero() - distance);
   }
 };
 template <class Real>
 ATTN_INLINE Alibi<Real> alibi_of(const AttentionParams& params, const HeadPointers& head, int64_t first, int64_t k0,
                                  MaskBlock masked) {
-  return {Vec<Real>::set(Real(-head.slope * log2_e)), Real(first + params.keys.offset - k0),
+  return {Vec<Real>::set(alibi_factor<Real>(params, head)), Real(first + params.keys.offset - k0),
           masked == MaskBlock::alibi};
 }
 
@@ -291,7 +272,8 @@ ATTN_INLINE MaskBlock load_bias(const AttentionParams& params, const HeadPointer
   if (params.alibi) {
     const bool fresh = !has_block(masked);
     if (Epilogue && fresh) return MaskBlock::alibi;
-    add_alibi(params.keys, head.slope, first, rows, k0 + seen.begin, n, fresh, bias + seen.begin * bias_ld, bias_ld);
+    add_alibi(params.keys, alibi_factor<Real>(params, head), first, rows, k0 + seen.begin, n, fresh,
+              bias + seen.begin * bias_ld, bias_ld);
     if (fresh) masked = MaskBlock::summed;
   }
   if (has_block(masked)) {

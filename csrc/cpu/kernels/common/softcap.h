@@ -2,7 +2,7 @@
 // folded in, so that a product z gives tanh = (2^z - 1) / (2^z + 1).
 #pragma once
 #include "attention/params.h"
-#include "common.h"
+#include "units.h"
 
 namespace attnjourney {
 namespace {
@@ -10,7 +10,8 @@ namespace {
 // what packed queries are multiplied by
 template <class Real, class Params>
 ATTN_INLINE Real query_factor(const Params& params) {
-  return Real(params.softcap > 0 ? params.scale / params.softcap * (2 * log2_e) : params.scale * log2_e);
+  return Real(params.softcap > 0 ? params.scale / params.softcap * (2 * log2_e)
+                                 : params.scale * score_unit(params).scores);
 }
 
 // (2^f - 1) / f for |f| <= 1/2, by its Taylor series: exact to rounding, also where 2^f - 1 would cancel

@@ -31,7 +31,7 @@ struct Decode {
   using V = Vec<Real>;
   static constexpr int width = V::width;
   static constexpr int max_rows = Products::max_rows;
-  static constexpr Real lowest = sizeof(Real) == 4 ? Real(-3.4e38) : Real(-1.79e308);
+  static constexpr Real lowest = sizeof(Real) == 4 ? Real(-3.4028234663852886e38) : Real(-1.7976931348623157e308);
   static constexpr Real infinity = Real(__builtin_inff());
 
   // rows of one pass, passes, and keys of one block
@@ -127,7 +127,7 @@ struct Decode {
     const auto each_period = [&](auto&& f) {  // f(vector of a period, its place)
       for (int64_t i = 0; i < end; i += period) ATTN_UNROLL for (int v = 0; v < vectors; v++) f(v, i + v * width);
     };
-    if (params.softcap > 0) cap_scores(scores, int(end / width), Real(params.softcap * log2_e));
+    if (params.softcap > 0) cap_scores(scores, int(end / width), Real(params.softcap * score_unit(params).scores));
     if (bias)
       for (int64_t i = 0; i < end; i += width) {  // a NaN in a hidden key must not show
         const V added = load(bias + i), hidden = V::set(-infinity);
@@ -137,13 +137,14 @@ struct Decode {
     V lanes[vectors];
     ATTN_UNROLL for (int v = 0; v < vectors; v++) lanes[v] = V::set(lowest);
     each_period([&](int v, int64_t at) { lanes[v] = max(load(scores + at), lanes[v]); });
+    const Real exponents = Real(score_unit(params).exponents);
     Real of_lane[period], reference[period];
     ATTN_UNROLL for (int v = 0; v < vectors; v++) store(of_lane + v * width, lanes[v]);
     for (int r = 0; r < R; r++) {
       Real top = group.largest[r];
       for (int i = r; i < period; i += R) top = of_lane[i] > top ? of_lane[i] : top;
       if (top > group.largest[r]) {
-        const Real shrink = exp2_of(group.largest[r] - top);
+        const Real shrink = exp2_of((group.largest[r] - top) * exponents);
         group.largest[r] = top;
         group.sum[r] *= shrink;
         if constexpr (by_pairs<R>) group.rounded[r] *= shrink;
@@ -152,7 +153,9 @@ struct Decode {
       }
       for (int i = r; i < period; i += R) reference[i] = top;
     }
-    each_period([&](int v, int64_t at) { store(scores + at, exp2(load(scores + at) - load(reference + v * width))); });
+    each_period([&](int v, int64_t at) {
+      store(scores + at, exp2((load(scores + at) - load(reference + v * width)) * V::set(exponents)));
+    });
     fill_hidden(Real(0));  // exp2 of a hidden score is not 0
     if (bias)
       for (int64_t i = 0; i < end; i += width)
@@ -314,6 +317,7 @@ struct Decode {
   static void merge(const DecodeParams& params, const DecodeRows& rows, void* partials, int64_t chunks) {
     const Shape shape(params, rows.count);
     const bool rounds = ByPairs::on && shape.rows == ByPairs::rows;
+    const ScoreUnit unit = score_unit(params);
     const int64_t stride = partial_size(params, rows.count) / int64_t(sizeof(Real));
     const Partial first = buffers_in<Partial>(partials, shape);
     for (int64_t i = 0; i < rows.count; i++) {
@@ -323,7 +327,7 @@ struct Decode {
       Real top = lowest, sum = 0, divisor = 0;
       for (int64_t c = 0; c < chunks; c++) top = largest[c * stride] > top ? largest[c * stride] : top;
       for (int64_t c = 0; c < chunks; c++) {
-        const Real factor = exp2_of(largest[c * stride] - top);
+        const Real factor = exp2_of((largest[c * stride] - top) * Real(unit.exponents));
         sum += factor * sums[c * stride];
         divisor += factor * rounded[c * stride];
         for (int64_t d = 0; d < shape.vd; d += width) {
@@ -332,12 +336,10 @@ struct Decode {
         }
       }
       const double sink = rows.sinks ? rows.sinks[(rows.first + i) / params.q_len] : -__builtin_inf();
-      Real inverse = divisor == Real(0) ? Real(0) : Real(1) / divisor, lse = natural_lse(top, sum);
-      if (sink != -__builtin_inf()) {
-        Real unused;
-        add_sink(sink, top, sum, unused, lse);
-        add_sink(sink, top, divisor, inverse, unused);
-      }
+      const auto sum_of = [&](Real x) {
+        return sink == -__builtin_inf() ? row_sum(top, x, unit) : row_sum(sink, top, x, unit);
+      };
+      const Real inverse = sum_of(divisor).inverse, lse = sum_of(sum).lse;
       const int64_t at = rows.first + i;
       T* const out = static_cast<T*>(rows.out) + at * params.v_head_dim;
       for (int64_t d = 0; d < params.v_head_dim; d++) store_one(out + d, output[d] * inverse);

@@ -19,12 +19,11 @@ struct DecodeBias {
     const M* mask;
     Real slope, position;
     ATTN_INLINE Real at(int64_t k, int64_t col) const {
-      const Real added = mask ? MaskValue<Real>{}(Real(load_one(mask + k * col))) : Real(0),
-                 distance = position - Real(k);
+      const Real added = mask ? Real(load_one(mask + k * col)) : Real(0), distance = position - Real(k);
       return added - slope * (distance < Real(0) ? -distance : distance);
     }
     ATTN_INLINE V vector(int64_t k) const {
-      const V added = mask ? MaskValue<Real>{}(load(mask + k)) : V::zero();
+      const V added = mask ? load(mask + k) : V::zero();
       const V distance = V::set(position - Real(k)) - V::iota();
       return added - V::set(slope) * max(distance, V::zero() - distance);
     }
@@ -80,7 +79,7 @@ struct DecodeBias {
       mine.mask = params.mask == MaskKind::none ? nullptr
                                                 : static_cast<const M*>(rows.mask) + head * params.mask_head +
                                                       query * params.mask_row + k0 * params.mask_col;
-      mine.slope = params.alibi ? Real(rows.slopes[head] * log2_e) : Real(0);
+      mine.slope = params.alibi ? Real(rows.slopes[head] * score_unit(params).scores) : Real(0);
       mine.position = Real(query + params.keys.offset - k0);
       if (r && mine.mask == all[r - 1].mask) continue;
       MaskBlock of_row = mine.mask ? MaskBlock::some_hidden : MaskBlock::all_visible;
