@@ -14,6 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from attnjourney.nn import _parts
+
 DEVICE = torch.device("meta")
 WAITS = {"_local_scalar_dense", "nonzero", "equal", "unique_dim", "_unique2", "masked_select", "is_nonzero"}
 BETWEEN = {"copy_", "_to_copy"}  # from device to device
@@ -37,6 +39,9 @@ class Pretender(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         with PretendDevice.current or nullcontext():
             return func(*args, **(kwargs or {}))
+
+
+_parts._PLAIN = (*_parts._PLAIN, Pretender)  # a layer operator may read weights on this device
 
 
 class PretendDevice(TorchDispatchMode):
