@@ -32,6 +32,12 @@ struct VisibleKeysOf {
   ATTNJOURNEY_HD Int key(Int number) const { return number < prefix ? number : number - prefix + begin; }
   ATTNJOURNEY_HD Int number(Int key) const { return key <= prefix ? key : key - begin + prefix; }
 
+  // do the n keys from this number on lie in one piece and in `every`, which is part of these?
+  ATTNJOURNEY_HD bool one_piece_of(const VisibleKeysOf& every, Int number, Int n) const {
+    if (number + n <= prefix) return true;
+    return number >= prefix && key(number) >= every.begin && key(number) + n <= every.end;
+  }
+
   // all of it is evaluated: branches would cost registers in kernels
   ATTNJOURNEY_HD bool hides(Int key) const { return (key >= end) | ((key < begin) & (key >= prefix)); }
   // do all of [first, last) lie in one of the two ranges?

@@ -120,10 +120,22 @@ struct Check {
     require(some.begin >= first && some.end <= last + 1 && every.begin >= 0 && every.end <= last + 1, "rows: limits");
   }
 
+  void pieces(const VisibleKeysOf<Int>& any, const VisibleKeysOf<Int>& all) const {
+    for (Int number = 0; number < any.count(); number++) {
+      bool every = true;
+      for (Int n = 1; number + n <= any.count(); n++) {
+        const Int key = any.key(number + n - 1);
+        every = every && by_all(key) && (number < any.prefix) == (number + n - 1 < any.prefix);
+        require(any.one_piece_of(all, number, n) == every, "one_piece_of", number, n);
+      }
+    }
+  }
+
   void run() const {
     rule();
     set(keys.any(first, last), "any", [&](Int key) { return by_any(key); });
     set(keys.all(first, last), "all", [&](Int key) { return by_all(key); });
+    pieces(keys.any(first, last), keys.all(first, last));
     if (first == last) set(keys.row(first), "row", [&](Int key) { return by_any(key); });
     require(keys.any(first, last).count() <= keys.most(last - first + 1), "most");
     for (Int key = 0; key < keys.key_length + 1; key++)

@@ -47,14 +47,14 @@ DECODE = {
         (
             "keys before those that all rows see",
             "decode/decode_task.cuh",
-            "one_holds(key(item), ",
-            "one_holds(key(item) + 1, ",
+            "(whole, item, count)",
+            "(whole, item + 1, count - 1)",
         ),
         (
             "a tile that begins in the prefix taken for whole",
             "decode/decode_task.cuh",
-            "whole.one_holds(key(item), key(item) + count)",
-            "(item < seen.prefix || whole.one_holds(key(item), key(item) + count))",
+            "seen.one_piece_of(whole, item, count)",
+            "(item < seen.prefix || seen.one_piece_of(whole, item, count))",
         ),
         ("outputs that nobody wrote", "decode/decode_merge.cuh", "if (!(weights[split] < Real(0))) value", "value"),
         (

@@ -121,7 +121,9 @@ struct KeyTileWalk {
   const HeadScoresOf<Real>& scores_;
   const KeyTiles &tiles, &own;  // that the block's rows see, that the warp's do
   int block_row, row;           // the block's first one, the thread's
-  __device__ __forceinline__ int lane() const { return threadIdx.x % 32; }
+  __device__ __forceinline__ int lane() const {
+    return Keys == 8 ? ptx::opaque(threadIdx.x % 32) : threadIdx.x % 32;  // where the other way takes more registers
+  }
   __device__ __forceinline__ const Sequence& sequence() const { return sequence_; }
   __device__ __forceinline__ const HeadScoresOf<Real>& scores() const { return scores_; }
   __device__ __forceinline__ int end() const { return tiles.end; }

@@ -96,7 +96,8 @@ struct KeyTiles {
   __device__ __forceinline__ int first() const { return prefix > 0 ? 0 : begin; }
   // how many come before tile n
   __device__ __forceinline__ int number(int n) const { return n >= begin ? n - begin + prefix : n; }
-  __device__ __forceinline__ bool has(int n) const { return n < prefix || (n >= begin && n < end); }
+  // all of it is evaluated: branches would cost registers
+  __device__ __forceinline__ bool has(int n) const { return (n < prefix) | ((n >= begin) & (n < end)); }
   __device__ __forceinline__ bool whole(int n) const { return n >= whole_begin && n < whole_end; }
 };
 

@@ -50,7 +50,7 @@ struct DecodeSequence {
   __device__ __forceinline__ int key(int item) const { return seen.key(item); }
   // do all rows see all of `count` items from `item` on?
   __device__ __forceinline__ bool is_whole(int item, int count) const {
-    return item + count <= total && whole.one_holds(key(item), key(item) + count);
+    return item + count <= total && seen.one_piece_of(whole, item, count);
   }
   // items in one piece that all rows see
   __device__ __forceinline__ Range whole_items() const { return {seen.number(whole.begin), seen.number(whole.end)}; }
