@@ -48,8 +48,6 @@ TO_MEND = {
     "sm_80 sm80_backward<Sm80Backward<bfloat16, 256, 32, 64, true, false, 2>, true>": (253, 0),
     "sm_80 sm80_backward<Sm80Backward<__half, 256, 32, 64, false, false, 2>, false>": (252, 0),
     "sm_80 sm80_backward<Sm80Backward<__half, 256, 32, 64, true, false, 2>, true>": (253, 0),
-    "sm_80 sm80_forward<Sm80Forward<bfloat16, 64, 64, 64, false>, true>": (168, 20),
-    "sm_80 sm80_forward<Sm80Forward<__half, 64, 64, 64, false>, true>": (168, 20),
     "sm_80 sm80_backward<Sm80Backward<bfloat16, 256, 32, 64, false, true, 2>, true>": (254, 0),
     "sm_80 sm80_backward<Sm80Backward<bfloat16, 256, 32, 32, false, true, 1>, true>": (255, 0),
     "sm_80 sm80_backward<Sm80Backward<__half, 256, 32, 64, false, true, 2>, true>": (254, 0),

@@ -182,7 +182,9 @@ struct Sm80Forward {
                                               int row, int key) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const SeenKeys keys = (Ranged ? row_keys_of(sequence, row + 8 * h) : SeenKeys{0, 0, p.kv_len}).from(key);
+      // opaque: found before the loop, a row's keys would spill
+      const SeenKeys keys =
+          (Ranged ? row_keys_of(sequence, ptx::opaque(row) + 8 * h) : SeenKeys{0, 0, p.kv_len}).from(key);
 #pragma unroll
       for (int j = 0; j < kKeys / 8; j++)
 #pragma unroll
