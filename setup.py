@@ -9,7 +9,8 @@ Environment:
   CUDA_HOME               where bin/nvcc is, if not on PATH; without nvcc there is no _C_cuda.so
   ATTNJOURNEY_CUDA=1, 0   build _C_cuda.so or not, whatever torch is installed (default: if that torch has CUDA)
   MAX_JOBS                compilers running at once (default: the number of cores)
-  ATTNJOURNEY_SANITIZE=1  address and undefined-behaviour sanitizers, objects in build/sanitize
+  ATTNJOURNEY_SANITIZE=1  address and undefined-behaviour sanitizers, objects in build/sanitize; a list of instruction
+                          sets (scalar,avx2) in place of 1: the kernels of these alone, the others as in a release
   ATTNJOURNEY_AMX_TWIN=1  the matrix unit of `amx` in plain C++, for tests where there is none, objects in build/twin
 """
 
@@ -57,26 +58,27 @@ CUDA_ARCHS = {
     "csrc/cuda": "arch=compute_80,code=sm_80",
 }
 
-SANITIZE = os.environ.get("ATTNJOURNEY_SANITIZE", "0") not in ("", "0")
+_wanted = os.environ.get("ATTNJOURNEY_SANITIZE", "0")
+SANITIZED = set(ISAS) if _wanted == "1" else set(_wanted.split(",")) - {"", "0"}  # the instruction sets with checks
+if not SANITIZED <= set(ISAS):
+    sys.exit(f"ATTNJOURNEY_SANITIZE: expected 0, 1 or some of {', '.join(ISAS)}, got {_wanted}")
+SANITIZE = bool(SANITIZED)
 BUILD = Path("build", "sanitize" if SANITIZE else "release")
 # the matrix unit's kernel, and the file that says who can run it; all other objects are those of the release
 TWIN = {"csrc/cpu/isa/amx.cpp", "csrc/cpu/dispatch.cpp"} if os.environ.get("ATTNJOURNEY_AMX_TWIN") == "1" else set()
 CXX = shlex.split(os.environ.get("CXX") or "g++")
-if SANITIZE:
-    SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
-    # checks as calls and no more than line numbers: otherwise a kernel file compiles for minutes
-    OPTIMIZE = [
-        "-O1",
-        "-g1",
-        "-fno-omit-frame-pointer",
-        "--param=asan-instrumentation-with-call-threshold=0",
-        *SANITIZERS,
-    ]
-else:
-    SANITIZERS = []
-    OPTIMIZE = ["-O2", "-DNDEBUG"]  # not -O3: the loops that matter are unrolled by hand
+RELEASE = ["-O2", "-DNDEBUG"]  # not -O3: the loops that matter are unrolled by hand
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"] if SANITIZE else []
+# checks as calls and no more than line numbers: otherwise a kernel file compiles for minutes
+WITH_CHECKS = [
+    "-O1",
+    "-g1",
+    "-fno-omit-frame-pointer",
+    "--param=asan-instrumentation-with-call-threshold=0",
+    *SANITIZERS,
+]
 COMMON = ["-std=c++20", TORCH_TARGET, "-Icsrc", *(["-DATTNJOURNEY_X86=1"] if X86 else [])]
-CXX_FLAGS = [*COMMON, *OPTIMIZE, "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]
+CXX_FLAGS = ["-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]
 CXX_FLAGS += ["-ffp-contract=off"]  # fused products are written as such; a*b + c rounds twice, on every machine
 CXX_FLAGS += ["-Wall", "-Wextra"]
 # ptxas reports registers and spills of each kernel; tests/cuda/test_build.py reads them from the .log files
@@ -210,28 +212,38 @@ class BuildLibraries(build_ext):
                 fresh.replace(target)  # in one step: a running process keeps the file it has loaded
 
     def compile_steps(self, extension: Extension) -> list[Step]:
-        headers = ["-isystem", str(find_torch() / "include")]
+        include = find_torch() / "include"
+        headers = ["-isystem", str(include)]
+        # torch's headers put their own path into error texts: without the build machine's part
+        shorter = f"-ffile-prefix-map={include}/="
         extra = shlex.split(os.environ.get("CXXFLAGS", ""))
 
         steps = []
         for source in map(Path, extension.sources):
             twin = ["-DATTNJOURNEY_AMX_TWIN=1"] if str(source) in TWIN else []
-            output = (Path("build", "twin") if twin else BUILD) / source.with_suffix(".o")
+            of_isa = isa_of(source) if source.parent.name == "isa" else None
+            checked = SANITIZE and (of_isa is None or of_isa in SANITIZED)
+            folder = Path("build", "twin") if twin else BUILD if checked or not SANITIZE else Path("build", "release")
+            output = folder / source.with_suffix(".o")
             if source.suffix == ".cu":
                 arch = next(arch for folder, arch in CUDA_ARCHS.items() if source.is_relative_to(folder))
                 command = [find_nvcc(), "-ccbin", CXX[0], *NVCC_FLAGS, "-gencode", arch, *headers]
+                if not source.is_relative_to("csrc/cuda/inst"):  # these know no torch
+                    command.append(f"-Xcompiler={shorter}")
             else:
-                isa = ISAS[isa_of(source)][1] if source.parent.name == "isa" else []
-                command = [*CXX, *CXX_FLAGS, *isa, *twin, *headers, *extra]
+                own = [shorter] if of_isa is None else ISAS[of_isa][1]
+                flags = WITH_CHECKS if checked else RELEASE
+                command = [*CXX, *COMMON, *flags, *CXX_FLAGS, *own, *twin, *headers, *extra]
             command += ["-MD", "-MF", str(output.with_suffix(".d")), "-c", str(source), "-o", str(output)]
             steps.append(Step(output, command, [source]))
         return steps
 
     def link(self, name: str, objects: list[Path], fresh: Container[Path]) -> Path:
         """Links the library `name`, unless it is current and none of its objects is fresh."""
-        # Nothing is exported: the library registers its operators when it is loaded. No rpath: torch is already there.
+        # The library registers its operators when it is loaded, and exports what attnjourney/_errors.py reads.
+        # No rpath: torch is already there.
         exports = BUILD / "exports.map"
-        exports.write_text("{ local: *; };\n")
+        exports.write_text("{ global: attnjourney_last_error; local: *; };\n")
         output = (Path("build", "twin") if TWIN else BUILD) / f"{name.split('.')[-1]}.so"
         link = ["-shared", "-o", str(output), *map(str, objects), f"-L{find_torch() / 'lib'}"]
         if name.endswith("_cuda"):

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from . import _errors
+
 MINIMUM_TORCH = (2, 11)
 _FRAGMENT = torch.library.Library("attnjourney", "FRAGMENT")
 _CUDA = torch.library.Library("attnjourney", "IMPL", "CUDA")
@@ -33,9 +35,20 @@ def load() -> None:
     _load(cpu)
     if torch.version.cuda is not None and cuda.exists():
         _load(cuda)
-    _FRAGMENT.define("_deterministic_algorithms() -> bool")
+    _FRAGMENT.define("_deterministic_algorithms() -> bool", tags=(torch.Tag.pt2_compliant_tag,))
     _FRAGMENT.impl("_deterministic_algorithms", torch.are_deterministic_algorithms_enabled, "CompositeExplicitAutograd")
     _refuse_cuda(cuda)
+    _errors.keep_types()
+    _tag()
+
+
+def _tag() -> None:
+    """torch 2.11 has no tags for operators of the stable interface; they are asked for by Python alone."""
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("attnjourney::"):
+            operator = getattr(torch.ops.attnjourney, name.removeprefix("attnjourney::")).default
+            if torch.Tag.pt2_compliant_tag not in operator.tags:
+                operator._tags = [*operator.tags, torch.Tag.pt2_compliant_tag]
 
 
 def _refuse_cuda(library: Path) -> None:
@@ -59,5 +72,6 @@ def _refusal(message: str) -> Callable[..., Any]:
 def _load(path: Path) -> None:
     try:
         torch.ops.load_library(path)
+        _errors.watch(path)
     except OSError as error:
         raise ImportError(f"torch {torch.__version__} cannot load {path}: {error}") from error

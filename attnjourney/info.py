@@ -3,14 +3,41 @@
 from __future__ import annotations
 
 import json
+from functools import partial
+from typing import Any
 
 import torch
 
+from ._errors import raise_typed
 from .block_mask import BlockMask
 from .integrations import sdpa
-from .ops._attention_checks import alignment_index
+from .ops._attention_checks import CHECKED, alignment_index, check
+from .ops._operator import Signature
+from .ops._registration import LIBRARY
+from .ops._torch_internals import below_autograd
 from .ops.attention import UNBOUNDED
 from .ops.block_attention import BLOCKS, block_tensors
+
+_SIGNATURE = Signature(torch.ops.attnjourney._explain.default)
+
+
+@partial(torch.library.register_fake, _SIGNATURE.operator, lib=LIBRARY)
+def _fake(*args: Any, **kwargs: Any) -> torch.Tensor:
+    named = _SIGNATURE.checked(args, kwargs)
+    given = [named[name] for name in ("query", "key", "value", "attn_mask", "scale", "enable_gqa")]
+    check(*given, **{name: named[name] for name in CHECKED})
+    raise NotImplementedError("attnjourney::_explain: expected tensors with data, for its text depends on the machine")
+
+
+def _autograd(*args: Any, **kwargs: Any) -> torch.Tensor:
+    try:
+        with below_autograd():
+            return _SIGNATURE.operator(*args, **kwargs)
+    except (ValueError, RuntimeError) as error:
+        raise_typed(error)
+
+
+LIBRARY.impl("_explain", _autograd, "Autograd")
 
 
 def _decode(text: torch.Tensor) -> dict:

@@ -15,7 +15,7 @@ namespace attnjourney {
 
 // op(backend, arguments, which...) as the dispatcher calls it: void, a tensor, a pair or a vector of them.
 template <const Backend& backend, auto op, auto... which>
-void boxed(StableIValue* stack, uint64_t arguments, uint64_t results) {
+void boxed(StableIValue* stack, uint64_t arguments, uint64_t results) try {
   Arguments in(stack, arguments);
   using Result = decltype(op(backend, in, which...));
   if constexpr (std::is_void_v<Result>) {
@@ -27,6 +27,8 @@ void boxed(StableIValue* stack, uint64_t arguments, uint64_t results) {
     write_results(stack, result);
   }
   check_runtime(in.done(), "the schema has more arguments than its operator reads");
+} catch (...) {
+  remember_and_rethrow();
 }
 
 template <const Backend& backend>

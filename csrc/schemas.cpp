@@ -4,6 +4,13 @@
 
 #include <string>
 
+// since torch 2.12; with 2.11 they are null, and attnjourney/_library.py sets the tag
+extern "C" {
+__attribute__((weak)) AOTITorchError torch_library_def_with_tags(TorchLibraryHandle, const char* schema,
+                                                                 const int32_t* tags, int32_t count);
+__attribute__((weak)) int32_t torch_tag_pt2_compliant_tag();
+}
+
 namespace attnjourney {
 namespace {
 
@@ -11,13 +18,27 @@ using Text = std::string;
 
 class Schemas {
  public:
-  explicit Schemas(torch::stable::detail::StableLibrary& library) : library_(library) {}
+  Schemas() {
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_library_init_def("attnjourney", __FILE__, __LINE__, &library_));
+  }
+  ~Schemas() { aoti_torch_delete_library_object(library_); }
+  Schemas(const Schemas&) = delete;
+  Schemas& operator=(const Schemas&) = delete;
+
   void add(const Text& name, const Text& arguments, const Text& results) {
-    library_.def((name + "(" + arguments + ") -> " + results).c_str());
+    const Text schema = name + "(" + arguments + ") -> " + results;
+    if (!torch_library_def_with_tags) {
+      STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_library_def(library_, schema.c_str()));
+      return;
+    }
+    // Not nondeterministic_seeded: where dropout is on, a graph has the operator that draws the seed, and ours takes
+    // it.
+    const int32_t tag = torch_tag_pt2_compliant_tag();
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_library_def_with_tags(library_, schema.c_str(), &tag, 1));
   }
 
  private:
-  torch::stable::detail::StableLibrary& library_;
+  TorchLibraryHandle library_ = nullptr;
 };
 
 // ---- attention: the same operators under three kinds of mask ----
@@ -233,19 +254,20 @@ void add_mla(Schemas& schemas) {
               "Tensor grad_o_weight)");
 }
 
+struct AllSchemas : Schemas {
+  AllSchemas() {
+    add_attention(*this);
+    add_decode(*this);
+    add_caches(*this);
+    add_linear_attention(*this);
+    add_rope(*this);
+    add_mha(*this);
+    add_gpt_attention(*this);
+    add_gqa(*this);
+    add_mla(*this);
+  }
+};
+const AllSchemas registered;  // as long as the library is loaded
+
 }  // namespace
 }  // namespace attnjourney
-
-STABLE_TORCH_LIBRARY(attnjourney, m) {
-  using namespace attnjourney;
-  Schemas schemas(m);
-  add_attention(schemas);
-  add_decode(schemas);
-  add_caches(schemas);
-  add_linear_attention(schemas);
-  add_rope(schemas);
-  add_mha(schemas);
-  add_gpt_attention(schemas);
-  add_gqa(schemas);
-  add_mla(schemas);
-}

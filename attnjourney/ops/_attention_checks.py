@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._fakes import broadcasts, is_one, need, same_size
+from ._fakes import broadcasts, is_one, need, or_float32, same_size
 
 ALIGNMENTS = ("top_left", "bottom_right")  # their indices are the operators' int
 CHECKED = ("window_size", "key_lengths", "query_lengths", "softcap", "sinks", "alibi_slopes")  # options of `check`
@@ -99,7 +99,7 @@ def check_index(name: str, t: Tensor, count: int) -> None:
 
 def check_per_head(name: str, t: Tensor, query: Tensor, batch: int, heads: int) -> None:
     if t.dtype not in (query.dtype, torch.float32):
-        raise RuntimeError(f"{name}: expected dtype {query.dtype} (query's) or torch.float32, got {t.dtype}")
+        raise RuntimeError(f"{name}: expected dtype {or_float32(query.dtype, 'query')}, got {t.dtype}")
     fits = (t.dim() == 1 and same_size(t.shape[0], heads)) or (
         t.dim() == 2 and same_size(t.shape[0], batch) and same_size(t.shape[1], heads)
     )

@@ -16,6 +16,11 @@ def need(ok: bool, expected: str, got: Tensor) -> None:
         raise ValueError(f"{expected}, got shape {tuple(got.shape)}")
 
 
+def or_float32(dtype: torch.dtype, whose: str) -> str:
+    """What a tensor beside one of that dtype may have."""
+    return "torch.float32" if dtype == torch.float32 else f"{dtype} ({whose}'s) or torch.float32"
+
+
 def same_size(n: int, want: int) -> bool:
     """n == want. A size that only a run tells counts as equal, and the program checks it then."""
     if type(n) is int and type(want) is int:

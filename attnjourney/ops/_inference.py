@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from ._operator import NAMESPACE, Signature, carries_tangent, on_one_device
+from .._errors import raise_typed
+from ._operator import NAMESPACE, Signature, carries_tangent
 from ._registration import LIBRARY
 from ._torch_internals import any_requires_grad, below_autograd, grad_enabled
 
@@ -61,14 +62,28 @@ def register_inference(
             )
         if forward_ad._current_level >= 0 and any(map(carries_tangent, (*args, *kwargs.values()))):
             raise NotImplementedError(f"{NAMESPACE}::{name} has no forward derivative: its tangent would be lost")
-        with below_autograd():
-            result = operator(*args, **kwargs)
+        check_written(args)
+        try:
+            with below_autograd():
+                result = operator(*args, **kwargs)
+        except (ValueError, RuntimeError) as error:
+            raise_typed(error)
         for i in written:
             if args[i] is not None:
                 torch.autograd.graph.increment_version(args[i])
         return result
 
+    def check_written(args: tuple) -> None:
+        for i in written:
+            if args[i] is not None and args[i].is_inference() and not torch.is_inference_mode_enabled():
+                raise RuntimeError(
+                    f"{signature.names[i]}: inplace update to inference tensor outside InferenceMode is not allowed: "
+                    "clone() it before"
+                )
+
     LIBRARY.impl(name, autograd, "Autograd")
+    if written:
+        register_negative(signature, written)
 
     def batched(*args, **kwargs):
         def rule(info, in_dims, *flat):
@@ -96,7 +111,7 @@ def register_inference(
         LIBRARY.impl(name, cast, key)
 
     def checked_fake(*args, **kwargs):
-        return fake(**on_one_device(signature.named(args, kwargs)))
+        return fake(**signature.checked(args, kwargs))
 
     torch.library.register_fake(operator, checked_fake, lib=LIBRARY)
     if flops is not None:
@@ -106,6 +121,21 @@ def register_inference(
             return flops(**signature.named(args, kwargs))
 
     return operator
+
+
+def register_negative(signature: Signature, written: list[int]) -> None:
+    """Tensors that are views of another one's negative (`z.conj().imag`): torch's own kernel for them takes operators
+    that return what they write."""
+
+    def kernel(*args, **kwargs):
+        flat = list(signature.flat(args, kwargs))
+        dense = [x.resolve_neg() if isinstance(x, Tensor) else x for x in flat]
+        signature.call(tuple(dense))
+        for i in written:
+            if dense[i] is not flat[i]:
+                flat[i].copy_(dense[i])
+
+    LIBRARY.impl(signature.operator.name().removeprefix(f"{NAMESPACE}::"), kernel, "Negative")
 
 
 def _one_level_of_vmap(name: str, rule: Callable, call: Callable, flat: tuple) -> Any:

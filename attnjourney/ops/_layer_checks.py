@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ._fakes import or_float32
+
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -54,7 +56,8 @@ def check_mask(name: str, mask: Tensor | None, shapes: Sequence[tuple[int, ...]]
     if mask is None:
         return
     if mask.dtype not in (torch.bool, query.dtype, torch.float32):
-        expected = f"torch.bool, {query.dtype} (query's) or torch.float32"
+        expected = "torch.bool or " if query.dtype == torch.float32 else "torch.bool, "
+        expected += or_float32(query.dtype, "query")
         raise RuntimeError(f"{name}: expected dtype {expected}, got {mask.dtype}")
     if tuple(mask.shape) not in [tuple(s) for s in shapes]:
         raise ValueError(f"{name}: expected shape {' or '.join(map(str, shapes))}, got {tuple(mask.shape)}")
@@ -72,8 +75,7 @@ def check_tables(cos: Tensor | None, sin: Tensor | None, batch: int, seq: int, l
             shapes = f"({seq}, rotary_dim / 2), one row per position, or ({batch}, {seq}, rotary_dim / 2)"
             raise ValueError(f"{name}: expected shape {shapes}, got {tuple(table.shape)}")
         if table.dtype not in (torch.float32, like.dtype):
-            expected = f"torch.float32 or that of {like_name}, {like.dtype}"
-            raise RuntimeError(f"{name}: expected dtype {expected}, got {table.dtype}")
+            raise RuntimeError(f"{name}: expected dtype {or_float32(like.dtype, like_name)}, got {table.dtype}")
     if sin.shape != cos.shape:
         raise ValueError(f"sin: expected the shape of cos, {tuple(cos.shape)}, got {tuple(sin.shape)}")
     return 2 * cos.shape[-1]

@@ -25,6 +25,8 @@ def draw_seed(like: Tensor) -> Tensor:
     anything again in it (activation_memory_budget below 1): marked as checkpointed, the draw is then made again from
     the generator's state of the forward, else from a later one, and gradients would be those of other bits.
     """
+    if like is None:
+        raise TypeError("query: must be Tensor, not NoneType")
     if torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled() and _graphs_recompute():
         return checkpoint(_draw, like.device, use_reentrant=False)
     return _draw(like.device)
@@ -72,6 +74,15 @@ class Signature:
     def named(self, args: tuple, kwargs: dict) -> dict[str, Any]:
         return dict(zip(self.names, self.flat(args, kwargs)))
 
+    def checked(self, args: tuple, kwargs: dict) -> dict[str, Any]:
+        """`named`, where every tensor that is needed is there and all are on one device: what a fake kernel checks
+        first. It is also what a call reaches that mixes a device with "meta"."""
+        named = self.named(args, kwargs)
+        for name, x in named.items():
+            if x is None and name in self.tensors and name not in self.optional:
+                raise TypeError(f"{name}: must be Tensor, not NoneType")
+        return on_one_device(named)
+
     def call(self, flat: tuple) -> Any:
         if not self.keywords:
             return self.operator(*flat)
@@ -80,8 +91,7 @@ class Signature:
 
 
 def on_one_device(named: dict[str, Any]) -> dict[str, Any]:
-    """named, or RuntimeError for the first tensor that is not on the device of the first one. What a fake kernel checks
-    first: it is also what a call reaches that mixes a device with "meta"."""
+    """named, or RuntimeError for the first tensor that is not on the device of the first one."""
     like_name, like = next((name, x) for name, x in named.items() if isinstance(x, Tensor))
     for name, x in named.items():
         if isinstance(x, Tensor) and x.device != like.device:

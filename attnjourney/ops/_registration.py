@@ -55,9 +55,10 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
+from .._errors import raise_typed
 from ._derivatives import Derivatives
 from ._nodes import eager_node, transformed_node
-from ._operator import NAMESPACE, Operator, Signature, draw_seed, on_one_device
+from ._operator import NAMESPACE, Operator, Signature, draw_seed
 from ._torch_internals import any_requires_grad, autocast_on, below_autograd, grad_enabled
 
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # lives as long as the module: its kernels go with it
@@ -152,31 +153,40 @@ def _register_kernels(op: Operator, name: str, derivatives: Derivatives) -> None
         return forward(*args, **kwargs)[0]
 
     def public_autograd(*args, **kwargs):  # the hot path: needs_node and public_forward written out
-        if (grads_on() and requires_grad(*args, *kwargs.values())) or forward_ad._current_level >= 0:
-            if composite is not None and forward_ad._current_level >= 0:
-                return composite(**op.public.named(args, kwargs))
-            return apply_public(*op.flat(args, kwargs))
-        if prepare is not None:
-            args = prepare(*args)
-        if draws and dropout_on(args, kwargs):
-            kwargs["dropout_seed"] = draw_seed(args[0])
-        with below():
-            return forward(*args, **kwargs)[0]
+        try:
+            if (grads_on() and requires_grad(*args, *kwargs.values())) or forward_ad._current_level >= 0:
+                if composite is not None and forward_ad._current_level >= 0:
+                    return composite(**op.public.named(args, kwargs))
+                return apply_public(*op.flat(args, kwargs))
+            if prepare is not None:
+                args = prepare(*args)
+            if draws and dropout_on(args, kwargs):
+                kwargs["dropout_seed"] = draw_seed(args[0])
+            with below():
+                return forward(*args, **kwargs)[0]
+        except (ValueError, RuntimeError) as error:
+            raise_typed(error)
 
     def forward_autograd(*args, **kwargs):
-        if needs_node(args, kwargs):
-            return apply_forward(*op.forward.flat(args, kwargs))
-        with below():
-            return forward(*args, **kwargs)
+        try:
+            if needs_node(args, kwargs):
+                return apply_forward(*op.forward.flat(args, kwargs))
+            with below():
+                return forward(*args, **kwargs)
+        except (ValueError, RuntimeError) as error:
+            raise_typed(error)
 
     def derivative_autograd(signature, node):
         apply, operator = super(Function, node).apply, signature.operator
 
         def kernel(*args, **kwargs):
-            if needs_node(args, kwargs):
-                return apply(*signature.flat(args, kwargs))
-            with below():
-                return operator(*args, **kwargs)
+            try:
+                if needs_node(args, kwargs):
+                    return apply(*signature.flat(args, kwargs))
+                with below():
+                    return operator(*args, **kwargs)
+            except (ValueError, RuntimeError) as error:
+                raise_typed(error)
 
         return kernel
 
@@ -238,7 +248,7 @@ def _register_autocast(op: Operator, name: str, names: Sequence[str]) -> None:
 
 def _register_fakes(op: Operator, fake: Callable, fake_backward: Callable | None) -> None:
     def forward(*args, **kwargs):
-        return fake(**on_one_device(op.forward.named(args, kwargs)))
+        return fake(**op.forward.checked(args, kwargs))
 
     def public(*args, **kwargs):
         return forward(*args, **kwargs)[0]
@@ -252,14 +262,14 @@ def _register_fakes(op: Operator, fake: Callable, fake_backward: Callable | None
         )
 
     def backward(*args, **kwargs):
-        return (fake_backward or like_inputs)(**on_one_device(op.backward.named(args, kwargs)))
+        return (fake_backward or like_inputs)(**op.backward.checked(args, kwargs))
 
     def jvp(*args, **kwargs):
-        named = on_one_device(op.jvp.named(args, kwargs))
+        named = op.jvp.checked(args, kwargs)
         return tuple(named[output].new_empty(named[output].shape) for output in op.differentiable)
 
     def backward_jvp(*args, **kwargs):
-        named = on_one_device(op.backward_jvp.named(args, kwargs))
+        named = op.backward_jvp.checked(args, kwargs)
         return (fake_backward or like_inputs)(**named)
 
     kernels = [(public, op.public), (forward, op.forward), (backward, op.backward)]

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from .._errors import raise_typed
 from ..block_mask import BlockMask
 from ..reference.attention import differentiable_weights
-from ._attention_checks import alignment_index
-from ._operator import carries_tangent
+from ._attention_checks import CHECKED, alignment_index, check
+from ._fakes import need, same_size
+from ._operator import Signature, carries_tangent
 from ._registration import LIBRARY
 from ._torch_internals import any_requires_grad, below_autograd, grad_enabled, transforms_active
 from .attention import UNBOUNDED
@@ -131,8 +133,11 @@ class _NotDifferentiable(torch.autograd.Function):
 
 
 def _autograd(operator: OpOverload, *args: Any, **kwargs: Any) -> Tensor:
-    with below_autograd():
-        weights = operator(*args, **kwargs)
+    try:
+        with below_autograd():
+            weights = operator(*args, **kwargs)
+    except (ValueError, RuntimeError) as error:
+        raise_typed(error)
     given = (*args, *kwargs.values())
     tensors = [x for x in given if isinstance(x, Tensor) and x.requires_grad] if grad_enabled() else []
     if any(map(carries_tangent, given)) or (tensors and transforms_active()):
@@ -140,13 +145,21 @@ def _autograd(operator: OpOverload, *args: Any, **kwargs: Any) -> Tensor:
     return _NotDifferentiable.apply(weights, *tensors) if tensors else weights
 
 
-def _fake(
-    query: Tensor, key: Tensor, lse: Tensor, stats: Tensor | None, rows: Tensor, heads: Tensor, *_: Any, **options: Any
-) -> Tensor:  # fmt: skip
-    lead = [*lse.shape[:-2], heads.shape[0]] if query.dim() >= 3 else []
-    return query.new_empty((*lead, rows.shape[0], key.shape[-2]))
+def _fake(signature: Signature, *args: Any, **kwargs: Any) -> Tensor:
+    named = signature.checked(args, kwargs)
+    query, key, lse = (named[name] for name in ("query", "key", "lse"))
+    options = {name: named[name] for name in CHECKED}
+    lead = check(query, key, key, named.get("attn_mask"), named["scale"], named["enable_gqa"], **options)
+    want = (*lead, query.shape[-2])
+    fits = lse.dim() == len(want) and all(same_size(n, w) for n, w in zip(lse.shape, want))
+    need(fits, "lse: expected one number for each row of query", lse)
+    for name in ("rows", "heads"):
+        need(named[name].dim() == 1, f"{name}: expected 1 dimension", named[name])
+    heads = [named["heads"].shape[0]] if lead else []
+    return query.new_empty((*lead[:-1], *heads, named["rows"].shape[0], key.shape[-2]))
 
 
 for _name in ("_attention_weights", "_block_attention_weights"):
-    LIBRARY.impl(_name, partial(_autograd, getattr(torch.ops.attnjourney, _name).default), "Autograd")
-    torch.library.register_fake(f"attnjourney::{_name}", _fake, lib=LIBRARY)
+    _operator = getattr(torch.ops.attnjourney, _name).default
+    LIBRARY.impl(_name, partial(_autograd, _operator), "Autograd")
+    torch.library.register_fake(_operator, partial(_fake, Signature(_operator)), lib=LIBRARY)

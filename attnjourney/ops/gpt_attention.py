@@ -72,6 +72,8 @@ def _fake(
 
 
 def _fake_backward(*, x: Tensor, need: int, **_: Any) -> tuple[Tensor, ...]:
+    if x.dim() != 3:
+        raise ValueError(f"x: expected 3 dimensions (batch, seq, embed), got shape {tuple(x.shape)}")
     embed = x.shape[2]
     shapes = x.shape, (3 * embed, embed), (3 * embed,), (embed, embed), (embed,)
     return empty_gradients(x, shapes, need)

@@ -33,6 +33,7 @@ from ._inference import register_inference
 def _check_new(name: str, cache: Tensor, new: Tensor, lengths: Tensor) -> None:
     need(cache.dim() == 4, f"{name}_cache: expected 4 dimensions", cache)
     need(new.dim() == 4, f"{name}: expected 4 dimensions", new)
+    need(lengths.dim() == 1, "lengths: expected 1 dimension", lengths)
     want = (lengths.shape[0], cache.shape[1], new.shape[2], cache.shape[3])
     need(tuple(new.shape) == want, f"{name}: expected shape {want} (batch, heads, tokens, dim)", new)
     if new.dtype != cache.dtype:
@@ -49,7 +50,9 @@ def _fake_append(
         _check_new("value", value_cache, value, lengths)
 
 
-def _fake_truncate(*, lengths: Tensor, new_lengths: Tensor, **_: Any) -> None:
+def _fake_truncate(*, lengths: Tensor, new_lengths: Tensor, lowest: Tensor | None = None, **_: Any) -> None:
+    if lowest is not None:
+        need(lowest.shape == lengths.shape, f"lowest: expected shape {tuple(lengths.shape)}", lowest)
     need(new_lengths.shape == lengths.shape, f"new_lengths: expected shape {tuple(lengths.shape)}", new_lengths)
 
 

@@ -70,6 +70,8 @@ def mha(
 
 def _repeats_as_none(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple:
     """mha_forward's None: key is query, value is key. One variable, one product, one gradient."""
+    if key is None or value is None:
+        raise TypeError(f"{'key' if key is None else 'value'}: must be Tensor, not NoneType")
     return query, None if key is query else key, None if value is key else value, *rest
 
 
@@ -116,6 +118,8 @@ def _fake_backward(
     *, query: Tensor, key: Tensor | None, value: Tensor | None, attn_mask: Tensor | None,
     key_padding_mask: Tensor | None, need: int, **_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    if query.dim() != 3:
+        raise ValueError(f"query: expected 3 dimensions (batch, seq, embed), got shape {tuple(query.shape)}")
     embed = query.shape[2]
     shapes: list[Sequence[int] | None] = [None if x is None else x.shape for x in (query, key, value)]
     shapes += [(3 * embed, embed), (3 * embed,), (embed, embed), (embed,)]

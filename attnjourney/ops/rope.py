@@ -14,7 +14,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.library import register_fake
 
-from ._operator import NAMESPACE, on_one_device
+from .._errors import raise_typed
+from ._fakes import need, same_size
+from ._inference import register_negative
+from ._operator import NAMESPACE, Signature
 from ._registration import LIBRARY, needs_node
 from ._torch_internals import below_autograd
 
@@ -90,10 +93,13 @@ class _Rope(Function):
 def _autograd(
     x: Tensor, cos: Tensor | None, sin: Tensor | None, *, interleaved: bool = False, inverse: bool = False,
 ) -> Tensor:  # fmt: skip
-    if needs_node((x, cos, sin), {}):
-        return _Rope.apply(x, cos, sin, interleaved, inverse)
-    with below_autograd():
-        return _rope(x, cos, sin, interleaved=interleaved, inverse=inverse)
+    try:
+        if needs_node((x, cos, sin), {}):
+            return _Rope.apply(x, cos, sin, interleaved, inverse)
+        with below_autograd():
+            return _rope(x, cos, sin, interleaved=interleaved, inverse=inverse)
+    except (ValueError, RuntimeError) as error:
+        raise_typed(error)
 
 
 def _functorch(
@@ -105,22 +111,39 @@ def _functorch(
 def _autograd_in_place(x: Tensor, cos: Tensor | None, sin: Tensor | None, *, interleaved: bool = False) -> None:
     if needs_node((x, cos, sin), {}):
         raise NotImplementedError(f"{NAMESPACE}::rope_: in place there is no gradient; call {NAMESPACE}::rope")
-    with below_autograd():
-        _rope_in_place(x, cos, sin, interleaved=interleaved)
+    try:
+        with below_autograd():
+            _rope_in_place(x, cos, sin, interleaved=interleaved)
+    except (ValueError, RuntimeError) as error:
+        raise_typed(error)
     torch.autograd.graph.increment_version(x)
 
 
 LIBRARY.impl("rope", _autograd, "Autograd")
 LIBRARY.impl("rope_", _autograd_in_place, "Autograd")
+register_negative(Signature(_rope_in_place), [0])
 LIBRARY.impl("rope", _functorch, "FuncTorchDynamicLayerFrontMode")
+
+
+def _check(x: Tensor, cos: Any, sin: Any) -> None:
+    """The checks of tensors without data."""
+    Signature(_rope_in_place).checked((x, cos, sin), {})
+    need(x.dim() == 4, "x: expected 4 dimensions (batch, heads, seq, head_dim)", x)
+    if not x.dtype.is_floating_point:
+        raise RuntimeError(f"x: expected a floating dtype, got {x.dtype}")
+    for name, table in (("cos", cos), ("sin", sin)):
+        lead = (x.shape[2],) if table.dim() == 2 else (x.shape[0], x.shape[2])
+        fits = table.dim() in (2, 3) and all(same_size(n, w) for n, w in zip(table.shape, lead))
+        need(fits, f"{name}: expected shape ({x.shape[2]}, rotary_dim / 2) or with a batch dimension", table)
+        need(2 * table.shape[-1] <= x.shape[3], f"{name}: expected at most head_dim / 2 columns", table)
 
 
 @partial(register_fake, _rope, lib=LIBRARY)
 def _fake(x: Tensor, cos: Tensor | None, sin: Tensor | None, **_: Any) -> Tensor:
-    on_one_device({"x": x, "cos": cos, "sin": sin})
+    _check(x, cos, sin)
     return x.new_empty(x.shape)
 
 
 @partial(register_fake, _rope_in_place, lib=LIBRARY)
 def _fake_in_place(x: Tensor, cos: Tensor | None, sin: Tensor | None, **_: Any) -> None:
-    on_one_device({"x": x, "cos": cos, "sin": sin})
+    _check(x, cos, sin)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._attention_checks import alignment_index, check_index, check_per_head, check_scale, check_scores
-from ._fakes import empty_lse, empty_stats
+from ._fakes import empty_lse, empty_stats, need
 from ._operator import seed_for
 from ._registration import register
 from .attention import UNBOUNDED
@@ -97,6 +97,7 @@ def _fake(
             raise ValueError(f"{name}: expected 3 dimensions, got shape {tuple(t.shape)}")
     check_scale(scale)
     check_scores(window_size, softcap)
+    need(cu_seqlens_q.dim() == 1, "cu_seqlens_q: expected shape (sequences + 1,)", cu_seqlens_q)
     batch, heads = cu_seqlens_q.shape[0] - 1, query.shape[1]
     check_index("cu_seqlens_q", cu_seqlens_q, batch + 1)
     check_index("cu_seqlens_k", cu_seqlens_k, batch + 1)

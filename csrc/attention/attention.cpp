@@ -12,6 +12,7 @@ namespace {
 int64_t heads_of(const Tensor& t) { return t.dim() >= 3 ? t.size(t.dim() - 3) : 1; }
 
 void check_rank(const char* name, const Tensor& t, const Tensor& query) {
+  if (t.dim() < 2) check_given(name, t);
   check_value(t.dim() >= 2, name, ": expected at least 2 dimensions (..., length, head_dim), got shape ",
               shape_text(t));
   check_value(t.dim() == query.dim(), name, ": expected the rank of query, ", query.dim(), " (query has shape ",
@@ -55,11 +56,14 @@ void check_batch(AttentionCall& c, const Tensor& query, const Tensor& key, const
     check_value(v == n || v == 1, "value: expected size ", n, " or 1 in batch dimension ", d, " (query has shape ",
                 shape_text(query), "), got shape ", shape_text(value));
     c.batch_size[d] = n;
+    check_value(extent(c.batch, n) <= most_numbers,
+                "query, key, value: expected batch dimensions of at most 2^56 items ", "(query has shape ",
+                shape_text(query), ", key ", shape_text(key), ")");
     c.batch *= n;
   }
 }
 
-bool is_index(const Tensor& t) { return t.scalar_type() == ScalarType::Int || t.scalar_type() == ScalarType::Long; }
+bool is_index(const Tensor& t) { return dtype_of(t) == ScalarType::Int || dtype_of(t) == ScalarType::Long; }
 
 void check_mask(AttentionCall& c, const Tensor& mask, const Tensor& query) {
   std::vector<int64_t> want = c.leading();
@@ -74,7 +78,7 @@ void check_mask(AttentionCall& c, const Tensor& mask, const Tensor& query) {
 
 void check_lengths(const char* name, const OptionalTensor& t, int64_t count, const Tensor& query) {
   if (!t) return;
-  check_runtime(is_index(*t), name, ": expected dtype torch.int64 or torch.int32, got ", dtype_text(t->scalar_type()));
+  check_dtype(is_index(*t), name, *t, "dtype torch.int64 or torch.int32");
   check_value(t->dim() == 1 && t->size(0) == count, name, ": expected shape (", count, ",), one number for each ",
               "sequence, got ", shape_text(*t));
   check_same_device(name, *t, "query", query);
@@ -83,7 +87,10 @@ void check_lengths(const char* name, const OptionalTensor& t, int64_t count, con
 void check_packed(AttentionCall& c, const AttentionOptions& o, const Tensor& query) {
   check_value(!o.attn_mask, "attn_mask: packed sequences take none");
   for (const auto& [name, t] : {std::pair{"cu_seqlens_q", o.cu_seqlens_q}, std::pair{"cu_seqlens_k", o.cu_seqlens_k}})
-    check_value(t->dim() == 1 && t->size(0) >= 1, name, ": expected shape (sequences + 1,), got ", shape_text(*t));
+    if (t->dim() != 1 || t->size(0) < 1) {
+      check_given(name, *t);
+      check_value(false, name, ": expected shape (sequences + 1,), got ", shape_text(*t));
+    }
   c.batch = o.cu_seqlens_q->size(0) - 1;
   check_lengths("cu_seqlens_q", o.cu_seqlens_q, c.batch + 1, query);
   check_value(o.cu_seqlens_k->size(0) == c.batch + 1, "cu_seqlens_k: expected the shape of cu_seqlens_q, (",
@@ -117,10 +124,9 @@ void check_scores(AttentionCall& c, const AttentionOptions& o, const Tensor& que
 }  // namespace
 
 void check_mask_tensor(const Tensor& mask, const std::vector<int64_t>& want, const Tensor& query) {
-  const ScalarType t = mask.scalar_type();
-  check_runtime(t == ScalarType::Bool || t == query.scalar_type() || t == ScalarType::Float,
-                "attn_mask: expected dtype torch.bool, ", dtype_text(query.scalar_type()),
-                " (query's) or torch.float32, got ", dtype_text(t));
+  const ScalarType t = dtype_of(mask), own = dtype_of(query);
+  check_dtype(t == ScalarType::Bool || t == own || t == ScalarType::Float, "attn_mask", mask, "dtype torch.bool",
+              own == ScalarType::Float ? " or " : ", ", OrFloat32{own, "query"});
   check_same_device("attn_mask", mask, "query", query);
   const int64_t extra = static_cast<int64_t>(want.size()) - mask.dim();
   bool ok = extra >= 0;
@@ -130,9 +136,8 @@ void check_mask_tensor(const Tensor& mask, const std::vector<int64_t>& want, con
 
 void check_per_head(const char* name, const OptionalTensor& t, int64_t batch, int64_t heads, const Tensor& query) {
   if (!t) return;
-  const ScalarType own = t->scalar_type();
-  check_runtime(own == query.scalar_type() || own == ScalarType::Float, name, ": expected dtype ",
-                dtype_text(query.scalar_type()), " (query's) or torch.float32, got ", dtype_text(own));
+  const ScalarType own = dtype_of(*t), wanted = dtype_of(query);
+  check_dtype(own == wanted || own == ScalarType::Float, name, *t, "dtype ", OrFloat32{wanted, "query"});
   const bool per_head = t->dim() == 1 && t->size(0) == heads;
   const bool per_item = t->dim() == 2 && t->size(0) == batch && t->size(1) == heads;
   check_value(per_head || per_item, name, ": expected shape (", heads, ",) or (", batch, ", ", heads,
@@ -212,6 +217,13 @@ AttentionCall check_attention(AttentionArgs args) {
               value.size(c.rank - 2), " (value has shape ", shape_text(value), ")");
   check_value(p.v_head_dim > 0, "value: expected a head_dim (last dimension) of at least 1, got shape ",
               shape_text(value));
+  check_value(extent(c.batch, c.q_heads, p.q_len, p.v_head_dim) <= most_numbers &&
+                  extent(c.batch, c.q_heads, p.q_len, p.head_dim) <= most_numbers &&
+                  extent(c.batch, c.q_heads, p.kv_len, p.head_dim) <= most_numbers &&
+                  extent(c.batch, c.q_heads, p.kv_len, p.v_head_dim) <= most_numbers &&
+                  std::max(p.q_len, p.kv_len) < KeyRanges::unbounded,
+              "query, key, value: expected lengths below 2^40 and at most 2^56 numbers, got shapes ", shape_text(query),
+              ", ", shape_text(key), " and ", shape_text(value));
 
   check_dropout(dropout_p);
   p.scale = check_scale(scale, p.head_dim);
@@ -222,8 +234,8 @@ AttentionCall check_attention(AttentionArgs args) {
   check_scores(c, options, query);
   if (dropout_p > 0) {
     check_value(dropout_seed.has_value(), "dropout_seed: expected an int64 tensor when dropout_p > 0, got None");
-    check_runtime(dropout_seed->scalar_type() == ScalarType::Long && dropout_seed->numel() == 1,
-                  "dropout_seed: expected one torch.int64 number, got ", dtype_text(dropout_seed->scalar_type()),
+    check_runtime(dtype_of(*dropout_seed) == ScalarType::Long && dropout_seed->numel() == 1,
+                  "dropout_seed: expected one torch.int64 number, got ", dtype_text(dtype_of(*dropout_seed)),
                   " of shape ", shape_text(*dropout_seed));
   }
   if (attn_mask) check_mask(c, *attn_mask, query);

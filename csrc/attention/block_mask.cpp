@@ -6,8 +6,7 @@ namespace attnjourney {
 namespace {
 
 void check_tensor(const char* name, const Tensor& t, ScalarType dtype, int64_t dim, const Tensor& query) {
-  check_runtime(t.scalar_type() == dtype, name, ": expected dtype ", dtype_text(dtype), ", got ",
-                dtype_text(t.scalar_type()));
+  check_dtype(dtype_of(t) == dtype, name, t, "dtype ", dtype_text(dtype));
   if (dim) check_dim(name, t, dim);
   check_same_device(name, t, "query", query);
 }

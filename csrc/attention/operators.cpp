@@ -12,7 +12,9 @@ bool has_shape(const Tensor& t, const std::vector<int64_t>& want) {
 }
 
 void check_shape(const char* name, const Tensor& t, const std::vector<int64_t>& want) {
-  check_value(has_shape(t, want), name, ": expected shape ", list_text(want), ", got ", shape_text(t));
+  if (has_shape(t, want)) return;
+  check_given(name, t);
+  check_value(false, name, ": expected shape ", list_text(want), ", got ", shape_text(t));
 }
 
 // sums what broadcasting repeated, down to the shape of `like`
@@ -65,14 +67,12 @@ class Like {
   }
   void lse(const char* name, const Tensor& t) const {
     check_shape(name, t, shape(c_.q_heads, {c_.params.q_len}));
-    check_runtime(t.scalar_type() == c_.lse_dtype, name, ": expected dtype ", dtype_text(c_.lse_dtype), ", got ",
-                  dtype_text(t.scalar_type()));
+    check_dtype(dtype_of(t) == c_.lse_dtype, name, t, "dtype ", dtype_text(c_.lse_dtype));
     check_same_device(name, t, "query", query_);
   }
   void stats(const Tensor& t) const {
     check_shape("stats", t, shape(c_.q_heads, {c_.params.q_len, 2}));
-    check_runtime(t.scalar_type() == c_.lse_dtype, "stats: expected dtype ", dtype_text(c_.lse_dtype), ", got ",
-                  dtype_text(t.scalar_type()));
+    check_dtype(dtype_of(t) == c_.lse_dtype, "stats", t, "dtype ", dtype_text(c_.lse_dtype));
     check_same_device("stats", t, "query", query_);
   }
   void input(const char* name, const OptionalTensor& t, const char* like_name, const OptionalTensor& like) const {
@@ -226,19 +226,19 @@ std::vector<Tensor> backward(const AttentionBackend& backend, Arguments& in, Mas
 
 // ---- weights ----
 
-void check_index(const char* name, const Tensor& t) {
-  check_runtime(t.scalar_type() == ScalarType::Long, name, ": expected dtype torch.int64, got ",
-                dtype_text(t.scalar_type()));
+void check_index(const char* name, const Tensor& t, const Tensor& query) {
+  check_dtype(dtype_of(t) == ScalarType::Long, name, t, "dtype torch.int64");
   check_dim(name, t, 1);
+  check_same_device(name, t, "query", query);
 }
 
 // of attention_weights
 void check_lse(const AttentionCall& c, const Tensor& lse, const OptionalTensor& stats) {
   std::vector<int64_t> shape = c.leading();
   shape.push_back(c.params.q_len);
+  if (!has_shape(lse, shape)) check_given("lse", lse);
   check_value(has_shape(lse, shape), "lse: expected one number for each row of query, got shape ", shape_text(lse));
-  check_runtime(lse.scalar_type() == c.lse_dtype, "lse: expected dtype ", dtype_text(c.lse_dtype), ", got ",
-                dtype_text(lse.scalar_type()));
+  check_dtype(dtype_of(lse) == c.lse_dtype, "lse", lse, "dtype ", dtype_text(c.lse_dtype));
   check_same_device("lse", lse, "query", c.args.query);
   if (stats) Like(c).stats(*stats);
 }
@@ -315,8 +315,8 @@ Tensor attention_weights(const Backend& backend, Arguments& in, MaskArguments ki
   read_mask(in, kind, args.options);
   read_options(in, kind, args.options, false);
   AttentionCall c = check_attention(std::move(args));
-  check_index("rows", rows);
-  check_index("heads", heads);
+  check_index("rows", rows, query);
+  check_index("heads", heads, query);
   check_lse(c, lse, given_stats);
   std::vector<int64_t> shape = c.leading();
   if (c.rank >= 3) shape.back() = heads.size(0);

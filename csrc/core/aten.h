@@ -18,6 +18,9 @@ using OptionalTensor = std::optional<Tensor>;
 
 namespace aten {
 
+// RuntimeError for a tensor that could not be had: its shape and bytes, and what ATen says
+[[noreturn]] void refuse_allocation(const Tensor& like, IntHeaderOnlyArrayRef sizes, std::optional<ScalarType> dtype);
+
 template <class... Args>
 Tensor call(const char* op, const char* overload, const Args&... args) {
   std::array<StableIValue, sizeof...(Args)> stack{torch::stable::detail::from(args)...};
@@ -35,7 +38,11 @@ inline Tensor strided_view(const Tensor& t, IntHeaderOnlyArrayRef sizes, IntHead
 }
 
 inline Tensor empty(const Tensor& like, IntHeaderOnlyArrayRef sizes, std::optional<ScalarType> dtype = std::nullopt) {
-  return torch::stable::new_empty(like, sizes, dtype);
+  try {
+    return torch::stable::new_empty(like, sizes, dtype);
+  } catch (const std::runtime_error&) {
+    refuse_allocation(like, sizes, dtype);
+  }
 }
 inline Tensor none(const Tensor& like) { return empty(like, {0}); }  // stands for a gradient that is not needed
 

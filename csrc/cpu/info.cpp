@@ -22,7 +22,7 @@ Tensor json_tensor(const std::string& json) {
 
 std::string quoted(const char* s) { return std::string("\"") + s + "\""; }
 
-Tensor cpu_info() {
+Tensor cpu_info() try {
   int count = 0;
   const IsaEntry* list = isa_list(count);
   std::string found, built;
@@ -34,9 +34,11 @@ Tensor cpu_info() {
   return json_tensor(text("{\"isa\": ", quoted(kernels().isa), ", \"forced\": ", forced && *forced ? "true" : "false",
                           ", \"found\": [", found, "], \"built\": [", built,
                           "], \"threads\": ", torch::stable::get_num_threads(), "}"));
+} catch (...) {
+  remember_and_rethrow();
 }
 
-void explain(StableIValue* stack, uint64_t arguments, uint64_t) {
+void explain(StableIValue* stack, uint64_t arguments, uint64_t) try {
   Arguments in(stack, arguments);
   AttentionArgs args{.query = in.tensor(), .key = in.tensor(), .value = in.tensor(), .options = {}};
   AttentionOptions& options = args.options;
@@ -64,6 +66,8 @@ void explain(StableIValue* stack, uint64_t arguments, uint64_t) {
       ", \"heads_whole\": ", whole, ", \"heads_split\": ", b.split, ", \"parts_per_split_head\": ", b.parts,
       ", \"scratch_bytes_per_thread\": ", b.kernel->backward_space(c.params), "}}"));
   write_results(stack, json);
+} catch (...) {
+  remember_and_rethrow();
 }
 
 }  // namespace

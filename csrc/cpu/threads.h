@@ -6,10 +6,12 @@
 #include <atomic>
 #include <cstdlib>
 #include <exception>
-#include <new>
+#include <string>
 #include <system_error>
 #include <thread>
 #include <vector>
+
+#include "core/errors.h"
 
 namespace attnjourney {
 
@@ -24,7 +26,7 @@ class Scratch {
     buffer_.size = 0;
     bytes = (bytes + 4095) / 4096 * 4096;
     buffer_.data = std::aligned_alloc(4096, static_cast<size_t>(bytes));
-    if (!buffer_.data) throw std::bad_alloc();
+    if (!buffer_.data) throw OutOfMemory("cannot allocate " + std::to_string(bytes) + " bytes of scratch memory");
     buffer_.size = bytes;
   }
   ~Scratch() {

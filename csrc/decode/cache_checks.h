@@ -1,7 +1,10 @@
 // Checks that the operators on caches share. Checked values are host memory: for CUDA they are checked on the device.
 #pragma once
+#include <algorithm>
+
 #include "core/aten.h"
 #include "core/checks.h"
+#include "core/mask.h"
 
 namespace attnjourney {
 
@@ -21,22 +24,27 @@ inline void check_cache(const char* name, const Tensor& cache, int64_t batch, co
 // (batch,) int64, dense
 inline void check_lengths_tensor(const char* name, const Tensor& lengths, int64_t batch, const char* like_name,
                                  const Tensor& like) {
+  check_dtype(dtype_of(lengths) == ScalarType::Long, name, lengths, "dtype torch.int64");
   check_value(lengths.dim() == 1 && lengths.size(0) == batch, name, ": expected shape (", batch, ",), got ",
               shape_text(lengths));
-  check_runtime(lengths.scalar_type() == ScalarType::Long, name, ": expected dtype torch.int64, got ",
-                dtype_text(lengths.scalar_type()));
   check_same_device(name, lengths, like_name, like);
   check_value(lengths.is_contiguous(), name, ": expected a contiguous tensor");
 }
 
 // (batch, max_blocks) int32, dense
 inline void check_block_table(const Tensor& table, int64_t batch, const char* like_name, const Tensor& like) {
+  check_dtype(dtype_of(table) == ScalarType::Int, "block_table", table, "dtype torch.int32");
   check_value(table.dim() == 2 && table.size(0) == batch, "block_table: expected shape (", batch, ", max_blocks), got ",
               shape_text(table));
-  check_runtime(table.scalar_type() == ScalarType::Int, "block_table: expected dtype torch.int32, got ",
-                dtype_text(table.scalar_type()));
   check_same_device("block_table", table, like_name, like);
   check_value(table.is_contiguous(), "block_table: expected a contiguous tensor");
+}
+
+// max_blocks blocks of that many tokens each
+inline void check_block_size(const char* what, int64_t block_size, const Tensor& table) {
+  const int64_t most = KeyRanges::unbounded / std::max<int64_t>(1, table.size(1));
+  check_value(block_size > 0 && block_size <= most, what, " of at least 1 and at most ", most,
+              " beside a block_table of shape ", shape_text(table), ", got ", block_size);
 }
 
 // 0 <= value <= limit, `what` saying what the limit is

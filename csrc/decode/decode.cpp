@@ -83,7 +83,7 @@ DecodeCall check_decode(const DecodeInputs& in) {
   if (paged) {
     check_block_table(*in.block_table, c.batch, "query", q);
     c.block_size = k.size(2);
-    check_value(c.block_size > 0, "key: expected a block size (dimension 2) of at least 1, got shape ", shape_text(k));
+    check_block_size("key: expected a block size (dimension 2)", c.block_size, *in.block_table);
     c.capacity = c.block_size * in.block_table->size(1);
     check_value(!in.ring, "ring: expected False beside a block_table");
   }

@@ -1,6 +1,7 @@
 #include "kv_cache.h"
 
 #include "core/backend.h"
+#include "core/overlap.h"
 
 namespace attnjourney {
 namespace {
@@ -17,6 +18,7 @@ void check_new(const char* name, const Tensor& t, const char* cache_name, const 
 
 // paged: the caches' first dimension counts blocks
 void check_append(const AppendInputs& in, bool paged) {
+  check_given("lengths", in.lengths);
   check_dim("lengths", in.lengths, 1);
   check_dim("key", in.key, 4);
   check_floating("key_cache", in.key_cache);
@@ -40,17 +42,18 @@ void check_append(const AppendInputs& in, bool paged) {
 
 void check_paged(const PagedTables& tables) {
   const auto& [lengths, block_table, block_refs] = tables;
+  check_given("lengths", lengths);
   check_dim("lengths", lengths, 1);
   check_lengths_tensor("lengths", lengths, lengths.size(0), "lengths", lengths);
   check_block_table(block_table, lengths.size(0), "lengths", lengths);
   check_dim("block_refs", block_refs, 1);
-  check_runtime(block_refs.scalar_type() == ScalarType::Int, "block_refs: expected dtype torch.int32, got ",
-                dtype_text(block_refs.scalar_type()));
+  check_dtype(dtype_of(block_refs) == ScalarType::Int, "block_refs", block_refs, "dtype torch.int32");
   check_same_device("block_refs", block_refs, "lengths", lengths);
   check_value(block_refs.is_contiguous(), "block_refs: expected a contiguous tensor");
 }
 
 void check_truncate(const Tensor& lengths, const Tensor& new_lengths, const OptionalTensor& lowest) {
+  check_given("lengths", lengths);
   check_dim("lengths", lengths, 1);
   const int64_t batch = lengths.size(0);
   check_lengths_tensor("lengths", lengths, batch, "lengths", lengths);
@@ -60,6 +63,7 @@ void check_truncate(const Tensor& lengths, const Tensor& new_lengths, const Opti
 
 void check_reorder(const Tensor& key_cache, const OptionalTensor& value_cache, const Tensor& lengths,
                    const Tensor& batch_index) {
+  check_given("lengths", lengths);
   check_dim("lengths", lengths, 1);
   const int64_t batch = lengths.size(0);
   check_cache("key_cache", key_cache, batch, "lengths", key_cache);
@@ -69,11 +73,18 @@ void check_reorder(const Tensor& key_cache, const OptionalTensor& value_cache, c
 }
 
 // the pool of a paged cache, next to its counts
-void check_pool(const Tensor& key_cache, const Tensor& block_refs) {
-  check_value(block_refs.size(0) == key_cache.size(0), "block_refs: expected shape (", key_cache.size(0),
-              ",), one number for each block of key_cache, got ", shape_text(block_refs));
-  check_value(key_cache.size(2) > 0, "key_cache: expected a block size (dimension 2) of at least 1, got shape ",
-              shape_text(key_cache));
+void check_pool(const Tensor& key_cache, const PagedTables& tables) {
+  check_value(tables.block_refs.size(0) == key_cache.size(0), "block_refs: expected shape (", key_cache.size(0),
+              ",), one number for each block of key_cache, got ", shape_text(tables.block_refs));
+  check_block_size("key_cache: expected a block size (dimension 2)", key_cache.size(2), tables.block_table);
+}
+
+Tensor apart_from_tables(const Tensor& read, const PagedTables& tables) {
+  const auto& [lengths, block_table, block_refs] = tables;
+  const std::initializer_list<Written> written{
+      {"lengths", lengths}, {"block_table", block_table}, {"block_refs", block_refs}};
+  check_apart(written);
+  return apart_from(read, written);
 }
 
 PagedTables read_tables(Arguments& in) {
@@ -83,14 +94,22 @@ PagedTables read_tables(Arguments& in) {
 }  // namespace
 
 void kv_cache_append(const Backend& backend, Arguments& in) {
-  const AppendInputs inputs{.key_cache = in.tensor(),
-                            .value_cache = in.optional_tensor(),
-                            .lengths = in.tensor(),
-                            .key = in.tensor(),
-                            .value = in.optional_tensor(),
-                            .counts = in.optional_tensor()};
+  AppendInputs inputs{.key_cache = in.tensor(),
+                      .value_cache = in.optional_tensor(),
+                      .lengths = in.tensor(),
+                      .key = in.tensor(),
+                      .value = in.optional_tensor(),
+                      .counts = in.optional_tensor()};
   const bool ring = in.flag();
   check_append(inputs, false);
+  const Tensor& value_cache = inputs.value_cache ? *inputs.value_cache : inputs.key_cache;
+  const std::initializer_list<Written> both{
+      {"key_cache", inputs.key_cache}, {"value_cache", value_cache}, {"lengths", inputs.lengths}},
+      one{{"key_cache", inputs.key_cache}, {"lengths", inputs.lengths}};
+  const auto& written = inputs.value_cache ? both : one;
+  check_apart(written);
+  inputs.key = apart_from(inputs.key, written), inputs.value = apart_from(inputs.value, written);
+  inputs.counts = apart_from(inputs.counts, written);
   backend.caches.append(inputs, ring);
 }
 
@@ -98,7 +117,7 @@ void kv_cache_truncate(const Backend& backend, Arguments& in) {
   const Tensor lengths = in.tensor(), new_lengths = in.tensor();
   const OptionalTensor lowest = in.optional_tensor();
   check_truncate(lengths, new_lengths, lowest);
-  backend.caches.truncate(lengths, new_lengths, lowest);
+  backend.caches.truncate(lengths, apart_from(new_lengths, {{"lengths", lengths}}), lowest);
 }
 
 void kv_cache_reorder(const Backend& backend, Arguments& in) {
@@ -106,21 +125,32 @@ void kv_cache_reorder(const Backend& backend, Arguments& in) {
   const OptionalTensor value_cache = in.optional_tensor();
   const Tensor lengths = in.tensor(), batch_index = in.tensor();
   check_reorder(key_cache, value_cache, lengths, batch_index);
-  backend.caches.reorder(key_cache, value_cache, lengths, batch_index);
+  check_apart({{"key_cache", key_cache}, {"lengths", lengths}});
+  if (value_cache) check_apart({{"key_cache", key_cache}, {"value_cache", *value_cache}, {"lengths", lengths}});
+  backend.caches.reorder(key_cache, value_cache, lengths, apart_from(batch_index, {{"lengths", lengths}}));
 }
 
 void paged_cache_append(const Backend& backend, Arguments& in) {
   const Tensor key_cache = in.tensor(), value_cache = in.tensor();
   const PagedTables tables = read_tables(in);
-  const AppendInputs inputs{.key_cache = key_cache,
-                            .value_cache = value_cache,
-                            .lengths = tables.lengths,
-                            .key = in.tensor(),
-                            .value = in.tensor(),
-                            .counts = in.optional_tensor()};
+  AppendInputs inputs{.key_cache = key_cache,
+                      .value_cache = value_cache,
+                      .lengths = tables.lengths,
+                      .key = in.tensor(),
+                      .value = in.tensor(),
+                      .counts = in.optional_tensor()};
   check_append(inputs, true);
   check_paged(tables);
-  check_pool(key_cache, tables.block_refs);
+  check_pool(key_cache, tables);
+  const auto& [lengths, block_table, block_refs] = tables;
+  const std::initializer_list<Written> written{{"key_cache", key_cache},
+                                               {"value_cache", value_cache},
+                                               {"lengths", lengths},
+                                               {"block_table", block_table},
+                                               {"block_refs", block_refs}};
+  check_apart(written);
+  inputs.key = apart_from(inputs.key, written), inputs.value = apart_from(inputs.value, written);
+  inputs.counts = apart_from(inputs.counts, written);
   backend.caches.paged_append(inputs, tables);
 }
 
@@ -129,9 +159,9 @@ void paged_cache_truncate(const Backend& backend, Arguments& in) {
   const Tensor new_lengths = in.tensor();
   const int64_t block_size = in.integer();
   check_paged(tables);
-  check_value(block_size > 0, "block_size: expected a positive number, got ", block_size);
+  check_block_size("block_size: expected a number", block_size, tables.block_table);
   check_lengths_tensor("new_lengths", new_lengths, tables.lengths.size(0), "lengths", tables.lengths);
-  backend.caches.paged_truncate(tables, new_lengths, block_size);
+  backend.caches.paged_truncate(tables, apart_from_tables(new_lengths, tables), block_size);
 }
 
 void paged_cache_reorder(const Backend& backend, Arguments& in) {
@@ -139,7 +169,7 @@ void paged_cache_reorder(const Backend& backend, Arguments& in) {
   const Tensor batch_index = in.tensor();
   check_paged(tables);
   check_lengths_tensor("batch_index", batch_index, tables.lengths.size(0), "lengths", tables.lengths);
-  backend.caches.paged_reorder(tables, batch_index);
+  backend.caches.paged_reorder(tables, apart_from_tables(batch_index, tables));
 }
 
 }  // namespace attnjourney

@@ -72,10 +72,9 @@ struct MhaMasks {
   static bool is_bool(const Tensor& mask) { return mask.scalar_type() == ScalarType::Bool; }
 
   static void check_mask_dtype(const char* name, const Tensor& mask, const Tensor& query) {
-    const ScalarType t = mask.scalar_type();
-    check_runtime(t == ScalarType::Bool || t == query.scalar_type() || t == ScalarType::Float, name,
-                  ": expected dtype torch.bool, ", dtype_text(query.scalar_type()), " (query's) or torch.float32, got ",
-                  dtype_text(t));
+    const ScalarType t = dtype_of(mask), own = dtype_of(query);
+    check_dtype(t == ScalarType::Bool || t == own || t == ScalarType::Float, name, mask, "dtype torch.bool",
+                own == ScalarType::Float ? " or " : ", ", OrFloat32{own, "query"});
     check_same_device(name, mask, "query", query);
   }
 

@@ -10,14 +10,15 @@ MlaShape check_mla(const MlaInputs& in) {
   MlaShape s{};
   layer::check_sequence("x", in.x);
   s.batch = in.x.size(0), s.seq = in.x.size(1), s.embed = in.x.size(2), s.rows = s.batch * s.seq;
-  s.heads = in.heads, s.nope = in.nope, s.rope = in.rope, s.v = in.v, s.qk = in.nope + in.rope;
+  s.heads = in.heads, s.nope = in.nope, s.rope = in.rope, s.v = in.v;
   check_value(s.heads > 0, "num_heads: expected a positive number, got ", s.heads);
   check_value(s.nope >= 0, "qk_nope_head_dim: expected a number of at least 0, got ", s.nope);
   check_value(s.rope >= 0, "qk_rope_head_dim: expected a number of at least 0, got ", s.rope);
+  for (const int64_t n : {s.heads, s.nope, s.rope, s.v})  // their sums and products fit in 64 bits
+    check_value(n < (int64_t{1} << 30), "num_heads, head dimensions: expected numbers below 2^30, got ", n);
+  s.qk = s.nope + s.rope;
   check_value(s.qk > 0, "qk_nope_head_dim, qk_rope_head_dim: expected a sum of at least 1, got 0");
   check_value(s.v > 0, "v_head_dim: expected a positive number, got ", s.v);
-  for (const int64_t n : {s.heads, s.nope, s.rope, s.v})  // their products below fit in 64 bits
-    check_value(n < (int64_t{1} << 30), "num_heads, head dimensions: expected numbers below 2^30, got ", n);
   check_value(in.eps >= 0 && std::isfinite(in.eps), "eps: expected a finite number of at least 0, got ", in.eps);
 
   const bool has_q_a = in.q_a_weight.has_value();

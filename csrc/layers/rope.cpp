@@ -1,11 +1,13 @@
 #include "rope.h"
 
 #include "core/backend.h"
+#include "core/overlap.h"
 
 namespace attnjourney {
 namespace {
 
 void check(const Tensor& x, const Tensor& cos, const Tensor& sin) {
+  if (x.dim() != 4) check_given("x", x);
   check_value(x.dim() == 4, "x: expected 4 dimensions (batch, heads, seq, head_dim), got shape ", shape_text(x));
   check_floating("x", x);
   const int64_t rotary_dim = check_rotary(cos, sin, x.size(0), x.size(2), "x", x);
@@ -33,7 +35,9 @@ void rope_in_place(const Backend& backend, Arguments& in) {
   check(x, cos, sin);
   check_value(x.size(3) <= 1 || x.stride(3) == 1,
               "x: expected a dense last dimension to be turned in place, got stride ", x.stride(3));
-  backend.rotary(x, cos, sin, layout(interleaved), RotaryDirection::forward, std::nullopt);
+  check_apart({{"x", x}});
+  backend.rotary(x, apart_from(cos, {{"x", x}}), apart_from(sin, {{"x", x}}), layout(interleaved),
+                 RotaryDirection::forward, std::nullopt);
 }
 
 }  // namespace attnjourney

@@ -9,11 +9,11 @@ void check_table(const char* name, const Tensor& table, int64_t batch, int64_t s
                  const Tensor& like) {
   const bool shared = table.dim() == 2 && table.size(0) == seq;
   const bool own = table.dim() == 3 && table.size(0) == batch && table.size(1) == seq;
+  if (!shared && !own) check_given(name, table);
   check_value(shared || own, name, ": expected shape (", seq, ", rotary_dim / 2), one row per position, or (", batch,
               ", ", seq, ", rotary_dim / 2), got ", shape_text(table));
-  const ScalarType t = table.scalar_type();
-  check_runtime(t == ScalarType::Float || t == like.scalar_type(), name, ": expected dtype torch.float32 or that of ",
-                like_name, ", ", dtype_text(like.scalar_type()), ", got ", dtype_text(t));
+  const ScalarType t = dtype_of(table), wanted = dtype_of(like);
+  check_dtype(t == ScalarType::Float || t == wanted, name, table, "dtype ", OrFloat32{wanted, like_name});
   check_same_device(name, table, like_name, like);
 }
 

@@ -10,12 +10,12 @@ namespace {
 void check_shape(const char* name, const Tensor& t, std::vector<int64_t> shape, const char* meaning) {
   bool same = t.dim() == static_cast<int64_t>(shape.size());
   for (size_t i = 0; same && i < shape.size(); i++) same = t.size(static_cast<int64_t>(i)) == shape[i];
+  if (!same) check_given(name, t);
   check_value(same, name, ": expected shape ", meaning, " = ", list_text(shape), ", got ", shape_text(t));
 }
 
-void check_state_dtype(const char* name, const Tensor& t, ScalarType expected) {
-  check_runtime(t.scalar_type() == expected, name, ": expected dtype ", dtype_text(expected), ", got ",
-                dtype_text(t.scalar_type()));
+void check_exact_dtype(const char* name, const Tensor& t, ScalarType expected) {
+  check_dtype(dtype_of(t) == expected, name, t, "dtype ", dtype_text(expected));
 }
 
 }  // namespace
@@ -36,6 +36,11 @@ LinearCall check_linear_attention(const LinearInputs& in) {
   c.state_dtype = c.dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
   c.batch = q.size(0), c.q_heads = q.size(1), c.kv_heads = k.size(1);
   p.q_len = q.size(2), p.kv_len = k.size(2), p.head_dim = q.size(3), p.v_head_dim = v.size(3);
+  check_value(extent(c.batch, c.q_heads, p.q_len, p.head_dim) <= most_numbers &&
+                  extent(c.batch, c.q_heads, p.q_len, p.v_head_dim) <= most_numbers &&
+                  extent(c.batch, c.kv_heads, p.head_dim, p.v_head_dim) <= most_numbers / 4,
+              "query, key, value: expected at most 2^56 numbers, got shapes ", shape_text(q), ", ", shape_text(k),
+              " and ", shape_text(v));
   check_value(p.head_dim > 0, "query: expected a head_dim (last dimension) of at least 1, got shape ", shape_text(q));
   check_value(c.kv_heads > 0 ? c.q_heads % c.kv_heads == 0 : c.q_heads == 0,
               "key: expected a head count that divides query's, ", c.q_heads, ", got ", c.kv_heads, " (key has shape ",
@@ -53,13 +58,12 @@ LinearCall check_linear_attention(const LinearInputs& in) {
   check_value(std::isfinite(in.eps) && in.eps >= 0, "eps: expected a finite number of at least 0, got ", in.eps);
   if (in.key_padding_mask) {
     const Tensor& m = *in.key_padding_mask;
-    check_runtime(m.scalar_type() == ScalarType::Bool, "key_padding_mask: expected dtype torch.bool, got ",
-                  dtype_text(m.scalar_type()));
+    check_exact_dtype("key_padding_mask", m, ScalarType::Bool);
     check_shape("key_padding_mask", m, {c.batch, p.kv_len}, "(batch, kv_len)");
     check_same_device("key_padding_mask", m, "query", q);
   }
   if (in.initial_state) {
-    check_state_dtype("initial_state", *in.initial_state, c.state_dtype);
+    check_exact_dtype("initial_state", *in.initial_state, c.state_dtype);
     check_shape("initial_state", *in.initial_state, {c.batch, c.kv_heads, p.head_dim, p.v_head_dim},
                 "(batch, kv_heads, head_dim, v_head_dim)");
     check_same_device("initial_state", *in.initial_state, "query", q);
@@ -69,7 +73,7 @@ LinearCall check_linear_attention(const LinearInputs& in) {
                                     : "initial_normalizer: expected a tensor beside initial_state with normalize, got "
                                       "None");
   if (in.initial_normalizer) {
-    check_state_dtype("initial_normalizer", *in.initial_normalizer, c.state_dtype);
+    check_exact_dtype("initial_normalizer", *in.initial_normalizer, c.state_dtype);
     check_shape("initial_normalizer", *in.initial_normalizer, {c.batch, c.kv_heads, p.head_dim},
                 "(batch, kv_heads, head_dim)");
     check_same_device("initial_normalizer", *in.initial_normalizer, "query", q);
@@ -133,24 +137,29 @@ std::vector<Tensor> linear_attention_backward(const Backend& backend, Arguments&
   for (const auto& [name, t] : {std::pair{"grad_out", &grads.grad_out}, {"out", &grads.out}}) {
     check_same_dtype(name, *t, "query", in.query);
     check_shape(name, *t, {c.batch, c.q_heads, p.q_len, p.v_head_dim}, "(batch, q_heads, q_len, v_head_dim)");
+    check_same_device(name, *t, "query", in.query);
   }
   if (p.normalize) {
-    check_state_dtype("denominator", grads.denominator, c.state_dtype);
+    check_exact_dtype("denominator", grads.denominator, c.state_dtype);
     check_shape("denominator", grads.denominator, {c.batch, c.q_heads, p.q_len}, "(batch, q_heads, q_len)");
+    check_same_device("denominator", grads.denominator, "query", in.query);
   }
   if (grads.grad_denominator && p.normalize) {
-    check_state_dtype("grad_denominator", *grads.grad_denominator, c.state_dtype);
+    check_exact_dtype("grad_denominator", *grads.grad_denominator, c.state_dtype);
     check_shape("grad_denominator", *grads.grad_denominator, {c.batch, c.q_heads, p.q_len}, "(batch, q_heads, q_len)");
+    check_same_device("grad_denominator", *grads.grad_denominator, "query", in.query);
   }
   if (grads.grad_state) {
-    check_state_dtype("grad_state", *grads.grad_state, c.state_dtype);
+    check_exact_dtype("grad_state", *grads.grad_state, c.state_dtype);
     check_shape("grad_state", *grads.grad_state, {c.batch, c.kv_heads, p.head_dim, p.v_head_dim},
                 "(batch, kv_heads, head_dim, v_head_dim)");
+    check_same_device("grad_state", *grads.grad_state, "query", in.query);
   }
   if (grads.grad_normalizer && p.normalize) {
-    check_state_dtype("grad_normalizer", *grads.grad_normalizer, c.state_dtype);
+    check_exact_dtype("grad_normalizer", *grads.grad_normalizer, c.state_dtype);
     check_shape("grad_normalizer", *grads.grad_normalizer, {c.batch, c.kv_heads, p.head_dim},
                 "(batch, kv_heads, head_dim)");
+    check_same_device("grad_normalizer", *grads.grad_normalizer, "query", in.query);
   }
   const Tensor none = aten::none(in.query);
   const auto like = [&](int bits, const Tensor& t) {

@@ -8,6 +8,7 @@ import torch._functorch.config
 from torch.utils.checkpoint import checkpoint
 
 import attnjourney
+from tests.support.quick import operators
 
 P = 0.5
 
@@ -87,6 +88,12 @@ def test_random_operators_are_in_a_graph_only_where_dropout_is_on():
         graph = make_fx(partial(attnjourney.attention, dropout_p=p))(x, x, x).graph
         tags = [tag for node in graph.nodes for tag in getattr(node.target, "tags", ())]
         assert (torch.Tag.nondeterministic_seeded in tags) == draws
+
+
+def test_every_operator_is_marked_as_compilable():
+    for name in operators():
+        tags = getattr(torch.ops.attnjourney, name).default.tags
+        assert torch.Tag.pt2_compliant_tag in tags and torch.Tag.nondeterministic_seeded not in tags, name
 
 
 def test_bits_are_those_of_the_operator():

@@ -112,6 +112,7 @@ def _weights(m, call):
     heads, q_len = call["query"].shape[1:3]
     del call["value"], call["dropout_p"], call["dropout_seed"]
     call["lse"] = m.positive(*call["query"].shape[:3], dtype=m.sum_dtype) * 9
+    call["stats"] = None
     call["rows"] = m.whole(0, q_len - 1, m.pick(0, 1, 3) if q_len else 0) if q_len else m.whole(0, 0, 0)
     call["heads"] = m.whole(0, heads - 1, m.pick(0, 1, 2))
     return call
@@ -400,6 +401,9 @@ def call_of(name, seed, dtype=None):
     m = Maker(seed, dtype)
     known = INPUTS[family_of(name)](m)
     names = [a.name for a in arguments_of(name)]
+    if name == "mha":  # mha_forward's None is a tensor given again
+        for which, again in (("key", "query"), ("value", "key")):
+            known[which] = known[again] if known[which] is None else known[which]
     if name.endswith(("_backward", "_jvp")):
         forward = getattr(torch.ops.attnjourney, family_of(name) + "_forward").default
         inputs = {a.name: known[a.name] for a in forward._schema.arguments if a.name in known}

@@ -44,7 +44,7 @@ void cpu_cache_truncate(const Tensor& lengths, const Tensor& new_lengths, const 
       check_value(wanted[b] >= low[b], "new_lengths: expected at least ", low[b], " for batch row ", b,
                   ", older keys have been overwritten, got ", wanted[b]);
   }
-  std::memcpy(lengths.mutable_data_ptr(), wanted, static_cast<size_t>(batch) * sizeof(int64_t));
+  std::copy(wanted, wanted + batch, static_cast<int64_t*>(lengths.mutable_data_ptr()));
 }
 
 void cpu_cache_reorder(const Tensor& key_cache, const OptionalTensor& value_cache, const Tensor& lengths,

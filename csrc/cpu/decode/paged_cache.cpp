@@ -1,12 +1,14 @@
 // CPU entry of the paged cache. Sequences share blocks after a reorder (beam search); a shared block is copied when one
 // of its holders writes into it. Everything is planned on copies of the table and of the counts, then carried out.
+#include <limits>
+
 #include "cache_rows.h"
 #include "decode_cpu.h"
 
 namespace attnjourney {
 namespace {
 
-int64_t blocks_for(int64_t tokens, int64_t block_size) { return (tokens + block_size - 1) / block_size; }
+int64_t blocks_for(int64_t tokens, int64_t block_size) { return tokens / block_size + (tokens % block_size != 0); }
 
 class Blocks {
  public:
@@ -29,6 +31,12 @@ class Blocks {
   int32_t& entry(int64_t row, int64_t j) { return blocks_[static_cast<size_t>(row * width_ + j)]; }
   int32_t& holders(int32_t block) { return holders_[static_cast<size_t>(block)]; }
   int64_t width() const { return width_; }
+  void hold(int32_t block) {
+    check_value(holders(block) < std::numeric_limits<int32_t>::max(),
+                "block_refs: expected fewer than 2^31 - 1 for block ", block,
+                ", which one more sequence is to hold, got ", holders(block));
+    holders(block)++;
+  }
   int32_t take() {
     while (next_free_ < count_ && holders_[static_cast<size_t>(next_free_)] > 0) next_free_++;
     check_value(next_free_ < count_, "key: the cache overflows: all of its ", count_, " blocks are in use");
@@ -40,8 +48,8 @@ class Blocks {
     entry(row, j) = -1;
   }
   void commit() const {
-    std::memcpy(table_.mutable_data_ptr(), blocks_.data(), blocks_.size() * sizeof(int32_t));
-    std::memcpy(refs_.mutable_data_ptr(), holders_.data(), holders_.size() * sizeof(int32_t));
+    std::copy(blocks_.begin(), blocks_.end(), static_cast<int32_t*>(table_.mutable_data_ptr()));
+    std::copy(holders_.begin(), holders_.end(), static_cast<int32_t*>(refs_.mutable_data_ptr()));
   }
 
  private:
@@ -137,7 +145,7 @@ void cpu_paged_reorder(const PagedTables& tables, const Tensor& batch_index) {
     }
   for (int64_t b = 0; b < batch; b++)
     for (int64_t j = 0; j < width; j++) blocks.entry(b, j) = old[static_cast<size_t>(index[b] * width + j)];
-  for (const int32_t block : come) blocks.holders(block)++;
+  for (const int32_t block : come) blocks.hold(block);
   for (const int32_t block : gone) blocks.holders(block)--;
   blocks.commit();
   for (int64_t b = 0; b < batch; b++) have[b] = before[static_cast<size_t>(index[b])];

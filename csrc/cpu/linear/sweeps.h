@@ -93,8 +93,8 @@ void run_sweeps(const LinearParams& p, const LinearKernels& k, const std::vector
           also = nullptr;
         else
           std::memset(after, 0, bytes);
-        s.step(p, heads[static_cast<size_t>(head)], i * piece, rows_of(i, s.step_len), also ? running : after, also,
-               memory);
+        if (const int64_t count = rows_of(i, s.step_len))
+          s.step(p, heads[static_cast<size_t>(head)], i * piece, count, also ? running : after, also, memory);
         if (also) add_block(after, before, s.shape.numbers);
       }
       if (s.end) s.end(head, block(w, head, s.reverse ? 0 : pieces));
