@@ -95,6 +95,8 @@ void decode_tiled(const DecodeCall& c, const DecodeInputs& in, const Tensor& que
   const int64_t item = bytes_of(query.scalar_type()), lse_item = bytes_of(lse.scalar_type());
   const char* const q = static_cast<const char*>(query.const_data_ptr());
   char *const o = static_cast<char*>(out.mutable_data_ptr()), *const l = static_cast<char*>(lse.mutable_data_ptr());
+  const Tensor stats = aten::empty(lse, {c.batch, c.q_heads, c.q_len, 2});  // the kernel's, and nobody reads them here
+  char* const s = static_cast<char*>(stats.mutable_data_ptr());
   const std::vector<double> sinks = per_head(in.options.sinks, c.batch, c.q_heads),
                             slopes = per_head(in.options.alibi_slopes, c.batch, c.q_heads);
   const char* const mask =
@@ -114,6 +116,7 @@ void decode_tiled(const DecodeCall& c, const DecodeInputs& in, const Tensor& que
     if (!slopes.empty()) h.slope = slopes[static_cast<size_t>(bh)];
     h.out = o + bh * c.q_len * c.v_head_dim * item;
     h.lse = l + bh * c.q_len * lse_item;
+    h.stats = s + bh * c.q_len * 2 * lse_item;
     plan.kernel->forward(params[static_cast<size_t>(b)], h, first, std::min(plan.rows, c.q_len - first), scratch);
   });
 }
