@@ -78,12 +78,17 @@ struct Backward : TileStages<Real> {
                                                      Real(params.dropout.keep_scale), queries.grad_t);
     queries.query = rows_of(q, params.q_row, count, D, queries.query_copy, key_ld(params), queries.query_ld);
     queries.grad = rows_of(g, params.grad_out_row, count, Dv, queries.grad_copy, value_ld(params), queries.grad_ld);
-    S::template pack_out<T>(params, head.out, params.out_row, queries, out_t);
-    S::products_of_rows(queries, out_t, queries.grad_t, Dv, queries.minus_delta);
+    const bool exact = S::some_of_one_key(queries);  // their dP - delta is to be 0
+    if (exact) {
+      S::template pack_out<T>(params, head.out, params.out_row, queries, out_t);
+      S::products_of_rows(queries, out_t, queries.grad_t, Dv, queries.minus_delta);
+    }
+    const T* const out = static_cast<const T*>(head.out) + first * params.out_row;
     for (int64_t r = 0; r < tile; r++) {
       Real delta = 0;
       if (r < count) {
-        delta = queries.minus_delta[r];
+        delta =
+            exact ? queries.minus_delta[r] : S::dot(out + r * params.out_row, queries.grad + r * queries.grad_ld, Dv);
         if (head.grad_lse) delta -= static_cast<const Real*>(head.grad_lse)[first + r];
       }
       if (grad_sink && r < count && head.sink != -__builtin_inf())

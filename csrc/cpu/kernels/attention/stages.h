@@ -69,6 +69,13 @@ struct TileStages {
     queries.inverse = scratch.take<Real>(tile);
     queries.least = scratch.take<Real>(tile);
   }
+  // whether a row has one key with all its weight, against which the others count nothing
+  static bool some_of_one_key(const QueryRows& queries) {
+    bool found = false;
+    for (int64_t r = 0; r < queries.count; r++)
+      found |= queries.inverse[r] > Real(0.999) && queries.inverse[r] <= Real(1);
+    return found;
+  }
   // the weight of the sink of row r of the tile
   static double sink_weight_of(const AttentionParams& params, const QueryRows& queries, int64_t r) {
     return sink_weight<Real>(queries.head->sink, {-queries.shift[r], queries.inverse[r]}, score_unit(params));

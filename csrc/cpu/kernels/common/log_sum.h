@@ -82,7 +82,11 @@ ATTN_INLINE RowStats<Real> row_stats(const HeadPointers& head, int64_t row, cons
 template <class Real>
 ATTN_INLINE Real least_exponent(Real inverse) {
   constexpr int least = sizeof(Real) == 4 ? -125 : -1021;
-  return Real(inverse > Real(0) && inverse < Real(1) ? least - __builtin_ilogb(double(inverse)) : least);
+  if (!(inverse > Real(0) && inverse < Real(1))) return Real(least);
+  const double wide = double(inverse);
+  uint64_t bits;
+  memcpy(&bits, &wide, 8);
+  return Real(least - (int(bits >> 52) - 1023));
 }
 
 }  // namespace
