@@ -19,7 +19,7 @@ RUN_TESTS = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -q -n auto
 CXX_FILES = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := build
-.PHONY: help build test test-quick test-clients demo bench gpu lint format asan test-torch clean
+.PHONY: help build test test-quick test-clients demo bench gpu lint format asan fuzz test-torch test-torches clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -68,15 +68,24 @@ format: $(VENV)/.torch-$(TORCH)  ## correct the style of C++ and Python
 
 # Python knows nothing of the sanitizers and of C++ exceptions, so their libraries are loaded before it; capture=sys leaves
 # their reports, which end the process, on the terminal.
+WITH_SANITIZERS = LD_PRELOAD="$(foreach lib,asan ubsan stdc++,$(realpath $(shell $(CXX) -print-file-name=lib$(lib).so)))" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 ATTNJOURNEY_LIBRARY_DIR=build/sanitize/attnjourney
+
 asan: $(VENV)/.torch-$(TORCH)  ## C++ tests with the address and undefined-behaviour sanitizers: make asan ASAN_TESTS="..."
 	ATTNJOURNEY_SANITIZE=1 $(PY) setup.py -q build_ext --build-lib build/sanitize
-	LD_PRELOAD="$(foreach lib,asan ubsan stdc++,$(realpath $(shell $(CXX) -print-file-name=lib$(lib).so)))" \
-	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 ATTNJOURNEY_LIBRARY_DIR=build/sanitize/attnjourney \
-		$(PY) -m pytest -q --capture=sys $(ASAN_TESTS) $(PYTEST_ARGS)
+	$(WITH_SANITIZERS) $(PY) -m pytest -q --capture=sys $(ASAN_TESTS) $(PYTEST_ARGS)
+
+# The scalar kernels alone are built with sanitizers, which takes minutes and not a quarter of an hour.
+fuzz: $(VENV)/.torch-$(TORCH)  ## spoilt calls of every operator with sanitizers: make fuzz MINUTES=10 SEED=1
+	ATTNJOURNEY_SANITIZE=scalar $(PY) setup.py -q build_ext --build-lib build/sanitize
+	$(WITH_SANITIZERS) ATTNJOURNEY_ISA=scalar $(PY) -m tests.support.fuzz --minutes $(or $(MINUTES),10) --seed $(or $(SEED),1)
 
 test-torch: .venv-$(TORCH)/.torch-$(TORCH)  ## smoke tests of the libraries already built with another torch: TORCH=2.14.1
 	@test -e attnjourney/_C_cpu.so || { echo "make test-torch: run make build first"; exit 1; }
 	.venv-$(TORCH)/bin/python -m pytest -q -m smoke $(PYTEST_ARGS)
+
+test-torches: build  ## the smoke tests with every torch that pip's index has: the newest of 2.11, 2.12, ...
+	$(PY) -m tools.test_torches
 
 clean:  ## remove everything that was built or installed here
 	rm -rf .venv .venv-* build dist *.egg-info attnjourney/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from ..block_mask import BlockMask
 from ._attention_checks import CHECKED, check
 from ._attention_rules import empty_results, vmap_forward, vmap_gradients, vmap_jvp
-from ._fakes import broadcasts, same_size
+from ._fakes import broadcasts, need, same_size
 from ._flops import attention_flops
 from ._registration import register
 
@@ -54,6 +54,12 @@ def _fake(
     enable_gqa: bool, **options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     lead = check(query, key, value, None, scale, enable_gqa, **{name: options[name] for name in CHECKED})
+    need(
+        block_elements.dim() == 3 and block_elements.shape[1] > 0,
+        "block_elements: expected shape (blocks, size, size)",
+        block_elements,
+    )
+    need(block_offsets.dim() > 0, "block_offsets: expected at least 1 dimension", block_offsets)
     size = block_elements.shape[-1]
     want = (*lead, -(-query.shape[-2] // size) + 1)
     fits = block_offsets.dim() <= len(want) and same_size(block_offsets.shape[-1], want[-1])
