@@ -43,15 +43,8 @@ def kernels(built):
 # bytes spilled) as they are. The record is what they have to come back to; mended ones leave the list.
 TO_MEND = {
     "sm_80 fp32_backward<Fp32BackwardOf<float, 256> >": (248, 0),
-    "sm_80 fp32_backward<Fp32BackwardOf<double, 256> >": (250, 0),
-    "sm_80 sm80_backward<Sm80Backward<bfloat16, 256, 32, 64, false, false, 2>, false>": (252, 0),
-    "sm_80 sm80_backward<Sm80Backward<bfloat16, 256, 32, 64, true, false, 2>, true>": (253, 0),
-    "sm_80 sm80_backward<Sm80Backward<__half, 256, 32, 64, false, false, 2>, false>": (252, 0),
-    "sm_80 sm80_backward<Sm80Backward<__half, 256, 32, 64, true, false, 2>, true>": (253, 0),
     "sm_80 sm80_backward<Sm80Backward<bfloat16, 256, 32, 64, false, true, 2>, true>": (254, 0),
-    "sm_80 sm80_backward<Sm80Backward<bfloat16, 256, 32, 32, false, true, 1>, true>": (255, 0),
     "sm_80 sm80_backward<Sm80Backward<__half, 256, 32, 64, false, true, 2>, true>": (254, 0),
-    "sm_80 sm80_backward<Sm80Backward<__half, 256, 32, 32, false, true, 1>, true>": (255, 0),
 }
 
 
