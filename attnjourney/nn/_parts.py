@@ -45,6 +45,8 @@ def leaf(forward: Callable[P, R]) -> Callable[P, R]:
         path = proxy.tracer.path_of_module(args[0])  # type: ignore[attr-defined]
         return proxy.tracer.create_proxy("call_module", path, args[1:], kwargs)  # type: ignore[return-value]
 
+    # a code object of its own: torch.compile counts recompilations by it, which the modules would share
+    call.__code__ = call.__code__.replace(co_name=f"{forward.__qualname__.split('.')[0]}_forward")  # type: ignore[attr-defined]
     return call
 
 

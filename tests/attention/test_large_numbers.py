@@ -207,3 +207,12 @@ def test_sums_of_long_rows(keys):
     scores = query.double() @ key.double().mT / 2
     assert ((lse - scores.logsumexp(-1)).exp() - 1).abs().max() < 1e-5
     assert (out - scores.softmax(-1) @ (value.double() + 1)).abs().max() < 1e-5
+
+
+def test_rows_beyond_the_lengths_have_stats_of_zero():
+    query = torch.randn(2, 2, 7, 8)
+    for _ in range(4):
+        garbage = torch.full((2, 2, 7, 2), torch.nan)  # memory that the results may be given again
+        del garbage
+        stats = torch.ops.attnjourney.attention_forward(query, query, query, query_lengths=torch.tensor([3, 7]))[2]
+        assert stats[0, :, 3:].eq(0).all() and stats[1].ne(0).any(-1).all()

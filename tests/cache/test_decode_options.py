@@ -287,4 +287,4 @@ def test_autocast_follows_the_cache():
             cache.append(key, value)
             out = cache.attend(query, attn_mask=torch.zeros(2, 2))
         assert out.dtype == dtype
-        assert torch.equal(out, cache.attend(query.to(dtype)))
+        assert torch.equal(out, cache.attend(query.to(dtype), attn_mask=torch.zeros(2, 2, dtype=dtype)))

@@ -25,6 +25,7 @@ def module_of(sample, dropout_p):
     if kwargs["use_separate_proj_weight"]:
         del module.in_proj_weight
         module.register_parameter("in_proj_weight", None)
+        module._qkv_same_embed_dim = False
         for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
             setattr(module, name, torch.nn.Parameter(kwargs[name].detach()))
     else:

@@ -1,5 +1,6 @@
 """The types of exceptions out of C++, whatever torch makes of them; texts that name argument, expected and got."""
 
+import re
 import subprocess
 import sys
 
@@ -98,7 +99,8 @@ def test_out_of_memory_says_how_many_bytes():
     result, scratch, after = subprocess.run(
         command, capture_output=True, text=True, timeout=600, check=True
     ).stdout.splitlines()
-    assert result.startswith("RuntimeError out of memory: cannot allocate") and "134217728 bytes" in result
+    assert result.startswith("RuntimeError out of memory: cannot allocate a tensor of shape (1, 64, 65536, ")
+    assert re.search(r"torch.float32, (134217728|33554432|16777216) bytes", result)  # out, stats or lse: the first
     assert scratch.startswith("MemoryError cannot allocate") and scratch.endswith("bytes of scratch memory")
     assert "include/" not in result + scratch
     assert after == "torch.Size([1, 1, 64, 64])"  # the process can be used afterwards

@@ -41,8 +41,8 @@ void cpu_attention_forward(AttentionCall& c, const AttentionResults& results) {
   sequences.unused_rows([&](int64_t b, int64_t first, int64_t count) {
     for (int64_t h = 0; h < c.q_heads; h++) {
       void* at = lse_at(c, lses, b, h, 0);
-      char* const both = lse_at(c, all_stats, b, h, first, 2);
-      std::fill(both, both + 2 * count * item_size(c.lse_dtype), char{0});
+      const int64_t pair = 2 * item_size(c.lse_dtype);
+      std::memset(lse_at(c, all_stats, b, h, 0, 2) + first * pair, 0, static_cast<size_t>(count * pair));
       for (int64_t r = first; r < first + count; r++)
         if (c.lse_dtype == ScalarType::Double)
           static_cast<double*>(at)[r] = -INFINITY;

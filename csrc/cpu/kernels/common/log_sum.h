@@ -32,10 +32,18 @@ ATTN_INLINE RowSum<Real> row_sum(Real reference, Real sum, const ScoreUnit& unit
   return {{reference, inverse}, natural_lse<Real>(double(reference), double(sum), unit), inverse};
 }
 
+// A sink in the unit of scores; where that is beyond the largest number of the arithmetic, that number.
+template <class Real>
+ATTN_INLINE double sink_score(double sink, const ScoreUnit& unit) {
+  constexpr double largest = sizeof(Real) == 4 ? double(__FLT_MAX__) : __DBL_MAX__;
+  const double score = sink * unit.scores;
+  return score > largest ? largest : score < -largest ? -largest : score;
+}
+
 // the same with a sink
 template <class Real>
 ATTN_NOINLINE RowSum<Real> row_sum(double sink, Real reference, Real sum, const ScoreUnit& unit) {
-  const double score = sink * unit.scores;
+  const double score = sink_score<Real>(sink, unit);
   if (sum == Real(0)) return {{Real(score), Real(1)}, Real(sink), 0};  // no key is visible
   const double above = (score - double(reference)) * unit.exponents;
   if (above < 60) {
@@ -60,7 +68,8 @@ ATTN_INLINE bool pairs_repeat(Real score, const ScoreUnit& unit) {
 // The weight of a sink in its row.
 template <class Real>
 ATTN_INLINE double sink_weight(double sink, const RowStats<Real>& stats, const ScoreUnit& unit) {
-  return __builtin_exp2((sink * unit.scores - double(stats.reference)) * unit.exponents) * double(stats.inverse);
+  const double score = sink_score<Real>(sink, unit);
+  return __builtin_exp2((score - double(stats.reference)) * unit.exponents) * double(stats.inverse);
 }
 
 // Those of one row of a head, as the forward left them; from lse alone with its rounding.
