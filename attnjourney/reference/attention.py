@@ -79,12 +79,7 @@ def attention(
     empty = ~visible.any(-1, keepdim=True)
 
     scores = masked_scores(query, key, visible) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-    if softcap:
-        scores = softcap * (scores / softcap).tanh()
-    if attn_mask is not None and attn_mask.dtype != torch.bool:
-        scores = scores + attn_mask
-    if alibi_slopes is not None:
-        scores = scores - per_head(alibi_slopes, query) * distance
+    scores = with_modifiers(scores, query, distance, attn_mask, softcap, alibi_slopes)
     scores = scores.masked_fill(~visible, -math.inf)
     wide = accumulation_dtype(query.dtype)
     if sinks is None:
@@ -179,6 +174,18 @@ def attention_weights(
     return weights if rows is None else weights.index_select(-2, torch.as_tensor(rows))
 
 
+def with_modifiers(
+    scores: Tensor, query: Tensor, distance: Tensor, attn_mask: Tensor | None, softcap: float | None,
+    alibi_slopes: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """What is done to scaled scores: softcap, then a floating mask, then ALiBi."""
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        scores = scores + attn_mask
+    return scores if alibi_slopes is None else scores - per_head(alibi_slopes, query) * distance
+
+
 def differentiable_weights(
     query: Tensor, key: Tensor, attn_mask: Tensor | BlockMask | None, is_causal: bool, lse: Tensor | None,
     rows: Tensor | Sequence[int] | None, *, scale: float | None, enable_gqa: bool, causal_alignment: str,
@@ -202,12 +209,7 @@ def differentiable_weights(
     query = query.index_select(-2, chosen)
     scores = masked_scores(query.to(wide), key.to(wide), visible)
     scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-    if softcap:
-        scores = softcap * (scores / softcap).tanh()
-    if attn_mask is not None and attn_mask.dtype != torch.bool:
-        scores = scores + attn_mask
-    if alibi_slopes is not None:
-        scores = scores - per_head(alibi_slopes, query) * distance
+    scores = with_modifiers(scores, query, distance, attn_mask, softcap, alibi_slopes)
     if lse is None:
         return softmax_of_visible(scores, visible, sinks, query).to(dtype)
     lse = lse.index_select(-1, chosen).unsqueeze(-1)

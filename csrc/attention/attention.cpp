@@ -12,9 +12,8 @@ namespace {
 int64_t heads_of(const Tensor& t) { return t.dim() >= 3 ? t.size(t.dim() - 3) : 1; }
 
 void check_rank(const char* name, const Tensor& t, const Tensor& query) {
-  if (t.dim() < 2) check_given(name, t);
-  check_value(t.dim() >= 2, name, ": expected at least 2 dimensions (..., length, head_dim), got shape ",
-              shape_text(t));
+  check_tensor(t.dim() >= 2, name, t, ": expected at least 2 dimensions (..., length, head_dim), got shape ",
+               shape_text(t));
   check_value(t.dim() == query.dim(), name, ": expected the rank of query, ", query.dim(), " (query has shape ",
               shape_text(query), "), got shape ", shape_text(t));
 }
@@ -87,10 +86,7 @@ void check_lengths(const char* name, const OptionalTensor& t, int64_t count, con
 void check_packed(AttentionCall& c, const AttentionOptions& o, const Tensor& query) {
   check_value(!o.attn_mask, "attn_mask: packed sequences take none");
   for (const auto& [name, t] : {std::pair{"cu_seqlens_q", o.cu_seqlens_q}, std::pair{"cu_seqlens_k", o.cu_seqlens_k}})
-    if (t->dim() != 1 || t->size(0) < 1) {
-      check_given(name, *t);
-      check_value(false, name, ": expected shape (sequences + 1,), got ", shape_text(*t));
-    }
+    check_tensor(t->dim() == 1 && t->size(0) >= 1, name, *t, ": expected shape (sequences + 1,), got ", shape_text(*t));
   c.batch = o.cu_seqlens_q->size(0) - 1;
   check_lengths("cu_seqlens_q", o.cu_seqlens_q, c.batch + 1, query);
   check_value(o.cu_seqlens_k->size(0) == c.batch + 1, "cu_seqlens_k: expected the shape of cu_seqlens_q, (",

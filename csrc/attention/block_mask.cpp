@@ -5,7 +5,7 @@
 namespace attnjourney {
 namespace {
 
-void check_tensor(const char* name, const Tensor& t, ScalarType dtype, int64_t dim, const Tensor& query) {
+void check_list(const char* name, const Tensor& t, ScalarType dtype, int64_t dim, const Tensor& query) {
   check_dtype(dtype_of(t) == dtype, name, t, "dtype ", dtype_text(dtype));
   if (dim) check_dim(name, t, dim);
   check_same_device(name, t, "query", query);
@@ -16,10 +16,10 @@ void check_tensor(const char* name, const Tensor& t, ScalarType dtype, int64_t d
 void check_blocks(AttentionCall& c, const BlockTensors& b, const Tensor& query) {
   AttentionParams& p = c.params;
   check_value(!c.packed, "attn_mask: packed sequences take none");
-  check_tensor("block_offsets", b.offsets, ScalarType::Int, 0, query);
-  check_tensor("block_index", b.index, ScalarType::Int, 1, query);
-  check_tensor("block_partial", b.partial, ScalarType::Int, 1, query);
-  check_tensor("block_elements", b.elements, ScalarType::Bool, 3, query);
+  check_list("block_offsets", b.offsets, ScalarType::Int, 0, query);
+  check_list("block_index", b.index, ScalarType::Int, 1, query);
+  check_list("block_partial", b.partial, ScalarType::Int, 1, query);
+  check_list("block_elements", b.elements, ScalarType::Bool, 3, query);
   p.block_size = b.elements.size(1);
   check_value(
       p.block_size > 0 && p.block_size % 16 == 0 && p.block_size <= (1 << 20) && b.elements.size(2) == p.block_size,

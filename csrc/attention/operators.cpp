@@ -12,9 +12,7 @@ bool has_shape(const Tensor& t, const std::vector<int64_t>& want) {
 }
 
 void check_shape(const char* name, const Tensor& t, const std::vector<int64_t>& want) {
-  if (has_shape(t, want)) return;
-  check_given(name, t);
-  check_value(false, name, ": expected shape ", list_text(want), ", got ", shape_text(t));
+  check_tensor(has_shape(t, want), name, t, ": expected shape ", list_text(want), ", got ", shape_text(t));
 }
 
 // sums what broadcasting repeated, down to the shape of `like`
@@ -65,16 +63,8 @@ class Like {
     check_same_dtype(name, t, "query", query_);
     check_same_device(name, t, "query", query_);
   }
-  void lse(const char* name, const Tensor& t) const {
-    check_shape(name, t, shape(c_.q_heads, {c_.params.q_len}));
-    check_dtype(dtype_of(t) == c_.lse_dtype, name, t, "dtype ", dtype_text(c_.lse_dtype));
-    check_same_device(name, t, "query", query_);
-  }
-  void stats(const Tensor& t) const {
-    check_shape("stats", t, shape(c_.q_heads, {c_.params.q_len, 2}));
-    check_dtype(dtype_of(t) == c_.lse_dtype, "stats", t, "dtype ", dtype_text(c_.lse_dtype));
-    check_same_device("stats", t, "query", query_);
-  }
+  void lse(const char* name, const Tensor& t) const { of_rows(name, t, {c_.params.q_len}); }
+  void stats(const Tensor& t) const { of_rows("stats", t, {c_.params.q_len, 2}); }
   void input(const char* name, const OptionalTensor& t, const char* like_name, const OptionalTensor& like) const {
     if (!t) return;
     check_value(like.has_value(), name, ": expected None where ", like_name, " is None, got shape ", shape_text(*t));
@@ -100,6 +90,13 @@ class Like {
   }
 
  private:
+  // of lse's dtype, (..., q_heads, numbers...)
+  void of_rows(const char* name, const Tensor& t, std::initializer_list<int64_t> numbers) const {
+    check_shape(name, t, shape(c_.q_heads, numbers));
+    check_dtype(dtype_of(t) == c_.lse_dtype, name, t, "dtype ", dtype_text(c_.lse_dtype));
+    check_same_device(name, t, "query", query_);
+  }
+
   const AttentionCall& c_;
   const Tensor& query_;
 };
@@ -236,8 +233,8 @@ void check_index(const char* name, const Tensor& t, const Tensor& query) {
 void check_lse(const AttentionCall& c, const Tensor& lse, const OptionalTensor& stats) {
   std::vector<int64_t> shape = c.leading();
   shape.push_back(c.params.q_len);
-  if (!has_shape(lse, shape)) check_given("lse", lse);
-  check_value(has_shape(lse, shape), "lse: expected one number for each row of query, got shape ", shape_text(lse));
+  check_tensor(has_shape(lse, shape), "lse", lse, ": expected one number for each row of query, got shape ",
+               shape_text(lse));
   check_dtype(dtype_of(lse) == c.lse_dtype, "lse", lse, "dtype ", dtype_text(c.lse_dtype));
   check_same_device("lse", lse, "query", c.args.query);
   if (stats) Like(c).stats(*stats);

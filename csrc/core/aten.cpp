@@ -1,6 +1,5 @@
 #include "aten.h"
 
-#include <cstdlib>
 #include <iomanip>
 
 #include "checks.h"
@@ -14,9 +13,8 @@ void refuse_allocation(const Tensor& like, IntHeaderOnlyArrayRef sizes, std::opt
   for (const int64_t size : sizes) bytes *= static_cast<double>(size);
   std::ostringstream number;
   number << std::fixed << std::setprecision(0) << bytes;
-  check_runtime(false, "out of memory: cannot allocate a tensor of shape ", list_text(sizes), " and ", dtype_text(own),
-                ", ", number.str(), " bytes", why.empty() ? "" : ": ", why);
-  std::abort();
+  throw std::runtime_error(text("out of memory: cannot allocate a tensor of shape ", list_text(sizes), " and ",
+                                dtype_text(own), ", ", number.str(), " bytes", why.empty() ? "" : ": ", why));
 }
 
 }  // namespace attnjourney::aten

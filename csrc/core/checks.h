@@ -91,6 +91,15 @@ inline void check_given(const char* name, const Tensor& t) {
   if (!t.defined()) throw TypeFault(text(name, ": must be Tensor, not NoneType"));
 }
 
+// ValueError where `t` is not as expected, TypeError where it is None
+template <class... Parts>
+void check_tensor(bool ok, const char* name, const Tensor& t, const Parts&... parts) {
+  if (ok) [[likely]]
+    return;
+  check_given(name, t);
+  check_value(false, name, parts...);
+}
+
 // also those dtypes that the stable interface cannot name, and Undefined for None
 inline ScalarType dtype_of(const Tensor& t) {
   int32_t code = 0;
@@ -152,9 +161,7 @@ inline void check_same_device(const char* name, const Tensor& t, const char* lik
 }
 
 inline void check_dim(const char* name, const Tensor& t, int64_t dim) {
-  if (t.dim() == dim) return;
-  check_given(name, t);
-  check_value(false, name, ": expected ", dim, " dimensions, got shape ", shape_text(t));
+  check_tensor(t.dim() == dim, name, t, ": expected ", dim, " dimensions, got shape ", shape_text(t));
 }
 
 // "torch.float16 (query's) or torch.float32", what a tensor beside one of that dtype may have

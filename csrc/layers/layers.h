@@ -19,8 +19,7 @@ inline int64_t check_heads(const char* heads_name, int64_t heads, const char* wi
 
 // (batch, seq, embed), floating
 inline void check_sequence(const char* name, const Tensor& x) {
-  if (x.dim() != 3) check_given(name, x);
-  check_value(x.dim() == 3, name, ": expected 3 dimensions (batch, seq, embed), got shape ", shape_text(x));
+  check_tensor(x.dim() == 3, name, x, ": expected 3 dimensions (batch, seq, embed), got shape ", shape_text(x));
   check_value(x.size(2) > 0, name, ": expected a last dimension of at least 1, got shape ", shape_text(x));
   check_floating(name, x);
   // products of a few widths, and of rows and a width, fit in 64 bits
@@ -32,11 +31,9 @@ inline void check_sequence(const char* name, const Tensor& x) {
 inline void check_weight(const char* name, const Tensor& weight, int64_t out, int64_t in, const char* like_name,
                          const Tensor& like) {
   const bool matrix = in >= 0;
-  if (weight.dim() != (matrix ? 2 : 1) || weight.size(0) != out || (matrix && weight.size(1) != in)) {
-    check_given(name, weight);
-    check_value(false, name, ": expected shape (", out, matrix ? ", " : ",", matrix ? std::to_string(in) : "",
-                "), got ", shape_text(weight));
-  }
+  check_tensor(weight.dim() == (matrix ? 2 : 1) && weight.size(0) == out && (!matrix || weight.size(1) == in), name,
+               weight, ": expected shape (", out, matrix ? ", " : ",", matrix ? std::to_string(in) : "", "), got ",
+               shape_text(weight));
   check_same_dtype(name, weight, like_name, like);
   check_same_device(name, weight, like_name, like);
 }
@@ -52,8 +49,7 @@ inline void check_saved(const char* name, const Tensor& t, IntHeaderOnlyArrayRef
                         std::optional<ScalarType> dtype = std::nullopt) {
   bool ok = t.dim() == static_cast<int64_t>(shape.size());
   for (int64_t d = 0; ok && d < t.dim(); d++) ok = t.size(d) == shape[d];
-  if (!ok) check_given(name, t);
-  check_value(ok, name, ": expected shape ", list_text(shape), ", got ", shape_text(t));
+  check_tensor(ok, name, t, ": expected shape ", list_text(shape), ", got ", shape_text(t));
   const ScalarType wanted = dtype.value_or(dtype_of(like));
   check_dtype(dtype_of(t) == wanted, name, t, "dtype ", dtype_text(wanted));
   check_runtime(t.device() == like.device(), name, ": expected to be on the device of the inputs");

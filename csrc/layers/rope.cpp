@@ -7,8 +7,8 @@ namespace attnjourney {
 namespace {
 
 void check(const Tensor& x, const Tensor& cos, const Tensor& sin) {
-  if (x.dim() != 4) check_given("x", x);
-  check_value(x.dim() == 4, "x: expected 4 dimensions (batch, heads, seq, head_dim), got shape ", shape_text(x));
+  check_tensor(x.dim() == 4, "x", x, ": expected 4 dimensions (batch, heads, seq, head_dim), got shape ",
+               shape_text(x));
   check_floating("x", x);
   const int64_t rotary_dim = check_rotary(cos, sin, x.size(0), x.size(2), "x", x);
   check_value(rotary_dim <= x.size(3), "cos: expected at most head_dim / 2 columns, head_dim is ", x.size(3),

@@ -9,9 +9,8 @@ void check_table(const char* name, const Tensor& table, int64_t batch, int64_t s
                  const Tensor& like) {
   const bool shared = table.dim() == 2 && table.size(0) == seq;
   const bool own = table.dim() == 3 && table.size(0) == batch && table.size(1) == seq;
-  if (!shared && !own) check_given(name, table);
-  check_value(shared || own, name, ": expected shape (", seq, ", rotary_dim / 2), one row per position, or (", batch,
-              ", ", seq, ", rotary_dim / 2), got ", shape_text(table));
+  check_tensor(shared || own, name, table, ": expected shape (", seq, ", rotary_dim / 2), one row per position, or (",
+               batch, ", ", seq, ", rotary_dim / 2), got ", shape_text(table));
   const ScalarType t = dtype_of(table), wanted = dtype_of(like);
   check_dtype(t == ScalarType::Float || t == wanted, name, table, "dtype ", OrFloat32{wanted, like_name});
   check_same_device(name, table, like_name, like);

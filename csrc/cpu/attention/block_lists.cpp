@@ -11,11 +11,10 @@ void check_lists(const BlockRows& b, int64_t rows, int64_t key_blocks, int64_t b
                 " that never fall, got ", begin, " and ", end, " for row of blocks ", r);
     for (int64_t i = begin; i < end; i++) {
       const int64_t least = i > begin ? b.index[i - 1] + int64_t{1} : 0;
-      check_value(least <= b.index[i] && b.index[i]<key_blocks, "block_index: expected rising numbers below ",
-                                                    key_blocks, " in row of blocks ", r, ", got ", b.index[i], i>
-                                             begin
-                      ? text(" after ", least - 1)
-                      : "");
+      const bool rises = least <= b.index[i] && b.index[i] < key_blocks;
+      if (!rises)
+        check_value(false, "block_index: expected rising numbers below ", key_blocks, " in row of blocks ", r, ", got ",
+                    b.index[i], i > begin ? text(" after ", least - 1) : "");
       check_value(b.partial[i] >= -1 && b.partial[i] < partial_blocks, "block_partial: expected numbers from -1 to ",
                   partial_blocks - 1, ", got ", b.partial[i], " at ", i);
     }

@@ -27,6 +27,15 @@ void clear_rows(const AttentionCall& c, const Sequences& sequences, const HeadWa
   });
 }
 
+void clear_numbers(const AttentionCall& c, const Sequences& sequences, const Tensor& t, int64_t numbers) {
+  const int64_t row = numbers * item_size(c.lse_dtype);
+  char* const base = static_cast<char*>(t.mutable_data_ptr());
+  sequences.unused_rows([&](int64_t b, int64_t first, int64_t count) {
+    for (int64_t h = 0; h < c.q_heads; h++)
+      std::memset(lse_at(c, base, b, h, 0, numbers) + first * row, 0, static_cast<size_t>(count * row));
+  });
+}
+
 void cpu_attention_forward(AttentionCall& c, const AttentionResults& results) {
   const auto& [out, lse, stats] = results;
   AttentionParams& p = c.params;
@@ -35,14 +44,13 @@ void cpu_attention_forward(AttentionCall& c, const AttentionResults& results) {
   p.out_row = out.stride(c.rank - 2);
   const Sequences sequences(c);
   const HeadInputs heads(c, sequences, out, lse, stats);
-  char *lses = static_cast<char*>(lse.mutable_data_ptr()), *all_stats = static_cast<char*>(stats.mutable_data_ptr());
+  char* lses = static_cast<char*>(lse.mutable_data_ptr());
 
   clear_rows(c, sequences, heads.out(), c.q_heads, out);
+  clear_numbers(c, sequences, stats, 2);
   sequences.unused_rows([&](int64_t b, int64_t first, int64_t count) {
     for (int64_t h = 0; h < c.q_heads; h++) {
       void* at = lse_at(c, lses, b, h, 0);
-      const int64_t pair = 2 * item_size(c.lse_dtype);
-      std::memset(lse_at(c, all_stats, b, h, 0, 2) + first * pair, 0, static_cast<size_t>(count * pair));
       for (int64_t r = first; r < first + count; r++)
         if (c.lse_dtype == ScalarType::Double)
           static_cast<double*>(at)[r] = -INFINITY;

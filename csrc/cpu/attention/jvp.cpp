@@ -19,15 +19,9 @@ void cpu_attention_jvp(AttentionCall& c, const AttentionResults& results, const 
   const HeadMap written_map = head_map(c, *tangents.out, c.q_heads);
   const HeadWalk written(c, written_map, *tangents.out);
   const Tangents directions(c, tangents);
-  char* lse_tangents = static_cast<char*>(tangents.lse->data_ptr());
 
   clear_rows(c, sequences, written, c.q_heads, *tangents.out);
-  sequences.unused_rows([&](int64_t b, int64_t first, int64_t count) {
-    for (int64_t h = 0; h < c.q_heads; h++) {
-      char* const at = lse_at(c, lse_tangents, b, h, 0) + first * item_size(c.lse_dtype);
-      std::fill_n(at, count * item_size(c.lse_dtype), char{0});
-    }
-  });
+  clear_numbers(c, sequences, *tangents.lse, 1);
 
   const ForwardPlan plan = plan_forward(c, sequences);
   run_queue(plan.items, plan.threads, plan.kernel->jvp_space(p, std::min(plan.rows, p.q_len)),
