@@ -112,8 +112,7 @@ void check_scores(AttentionCall& c, const AttentionOptions& o, const Tensor& que
   if (c.bottom_right) p.keys.offset = p.kv_len - p.q_len;
   check_lengths("key_lengths", o.key_lengths, c.batch, query);
   check_lengths("query_lengths", o.query_lengths, c.batch, query);
-  check_score_options(o, c.batch, c.q_heads, query);
-  p.softcap = o.softcap;
+  p.modifier = check_score_options(o, c.batch, c.q_heads, query);
   p.alibi = o.alibi_slopes.has_value();
 }
 
@@ -149,10 +148,11 @@ double check_scale(const std::optional<double>& given, int64_t head_dim) {
 
 void check_prefix_length(int64_t n) { check_value(n >= 0, "prefix_length: expected a number from 0, got ", n); }
 
-void check_score_options(const AttentionOptions& o, int64_t batch, int64_t heads, const Tensor& query) {
+ScoreModifier check_score_options(const AttentionOptions& o, int64_t batch, int64_t heads, const Tensor& query) {
   check_value(o.softcap >= 0 && std::isfinite(o.softcap), "softcap: expected a finite number from 0, got ", o.softcap);
   check_per_head("sinks", o.sinks, batch, heads, query);
   check_per_head("alibi_slopes", o.alibi_slopes, batch, heads, query);
+  return {.softcap = o.softcap};
 }
 
 HeadMap mask_map(const AttentionCall& c, const Tensor& mask, int64_t& row, int64_t& col) {

@@ -52,7 +52,7 @@ void check_per_head(const char* name, const OptionalTensor& t, int64_t batch, in
 // The options that attention and decoding check the same way.
 double check_scale(const std::optional<double>& scale, int64_t head_dim);  // which is the default's
 void check_prefix_length(int64_t prefix_length);
-void check_score_options(const AttentionOptions& options, int64_t batch, int64_t heads, const Tensor& query);
+ScoreModifier check_score_options(const AttentionOptions& options, int64_t batch, int64_t heads, const Tensor& query);
 // a bound of a window as KeyRanges has it
 inline int64_t window_bound(int64_t n) { return n < 0 || n > KeyRanges::unbounded ? KeyRanges::unbounded : n; }
 

@@ -19,6 +19,13 @@ struct BlockRows {
   int64_t size = 0;
 };
 
+// What is done to the scaled scores, before any mask. Kernels know no more of it than on() and the functions of
+// cpu/kernels/common/score_modifier.h and cuda/kernels/common/scores.cuh.
+struct ScoreModifier {
+  double softcap = 0;  // scores become softcap * tanh(score / softcap); 0 leaves them
+  ATTNJOURNEY_HD bool on() const { return softcap > 0; }
+};
+
 // One call, shared by all of its heads. Strides count elements; the last dimension of every tensor but the mask is
 // dense.
 struct AttentionParams {
@@ -34,8 +41,8 @@ struct AttentionParams {
   int64_t mask_row = 0, mask_col = 0;
   int64_t block_size = 0;  // of a mask of blocks,
   double density = 1;      // and the share of the pairs that it leaves
-  double softcap = 0;      // scores become softcap * tanh(score / softcap), before any mask; 0 leaves them
-  bool alibi = false;      // -slope * |row position - key| is added to the scores
+  ScoreModifier modifier;
+  bool alibi = false;  // -slope * |row position - key| is added to the scores
 };
 
 // One query head of one batch item, with its key/value head.

@@ -17,8 +17,7 @@ void check_scores(DecodeCall& c, const DecodeInputs& in) {
   check_value(o.prefix_length == 0 || !in.ring, "prefix_length: expected 0 beside a ring, which forgets its first ",
               "keys, got ", o.prefix_length);
   c.prefix = o.prefix_length;
-  check_score_options(o, c.batch, c.q_heads, q);
-  c.softcap = o.softcap;
+  c.modifier = check_score_options(o, c.batch, c.q_heads, q);
   if (!o.attn_mask) return;
   const Tensor& m = *o.attn_mask;
   check_value(m.dim() >= 1, "attn_mask: expected at least 1 dimension, got shape ", shape_text(m));

@@ -32,7 +32,7 @@ struct DecodeCall {
   double scale;
   int64_t left, right, prefix;  // as KeyRanges has them
   bool ring;
-  double softcap;
+  ScoreModifier modifier;
   MaskKind mask = MaskKind::none;
   bool mask_fp32 = false;
   int64_t mask_batch = 0, mask_head = 0, mask_row = 0, mask_col = 0;  // strides, 0 where the mask broadcasts

@@ -24,7 +24,7 @@ struct DecodeParams {
   int64_t head_dim = 0, v_head_dim = 0;
   int64_t q_head = 0, q_row = 0, k_row = 0, v_row = 0;  // strides
   double scale = 1;
-  double softcap = 0;  // this and the mask as in AttentionParams
+  ScoreModifier modifier;  // this and the mask as in AttentionParams
   MaskKind mask = MaskKind::none;
   bool mask_fp32 = false;
   int64_t mask_head = 0, mask_row = 0, mask_col = 0;

@@ -43,7 +43,7 @@ void decode_few(const DecodeCall& c, const DecodeInputs& in, const Tensor& query
     p.q_len = c.q_len, p.head_dim = c.head_dim, p.v_head_dim = c.v_head_dim;
     p.q_head = query.stride(1), p.q_row = query.stride(2), p.k_row = walk.key_row(), p.v_row = walk.value_row();
     p.scale = c.scale;
-    p.softcap = c.softcap, p.alibi = !slopes.empty();
+    p.modifier = c.modifier, p.alibi = !slopes.empty();
     p.mask = c.mask, p.mask_fp32 = c.mask_fp32;
     p.mask_head = c.mask_head, p.mask_row = c.mask_row, p.mask_col = c.mask_col;
     p.keys = c.keys(lengths[b]);

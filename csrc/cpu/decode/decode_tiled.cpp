@@ -67,7 +67,7 @@ void decode_tiled(const DecodeCall& c, const DecodeInputs& in, const Tensor& que
   AttentionParams& shared = call.params;
   shared.q_len = c.q_len, shared.head_dim = c.head_dim, shared.v_head_dim = c.v_head_dim;
   shared.group = c.group, shared.scale = c.scale;
-  shared.softcap = c.softcap, shared.alibi = in.options.alibi_slopes.has_value();
+  shared.modifier = c.modifier, shared.alibi = in.options.alibi_slopes.has_value();
   shared.mask = c.mask, shared.mask_fp32 = c.mask_fp32, shared.mask_row = c.mask_row, shared.mask_col = c.mask_col;
   shared.q_row = query.stride(2), shared.out_row = c.v_head_dim;
 

@@ -49,7 +49,7 @@ void write(const WeightsCall& w, const Tensor& out, const Tensor& rows, const Te
   p.batch = static_cast<int>(c.batch), p.q_heads = static_cast<int>(c.q_heads);
   p.n_rows = static_cast<int>(rows.numel()), p.n_heads = static_cast<int>(heads.numel());
   p.head_dim = static_cast<int>(c.params.head_dim);
-  p.scale = static_cast<C>(c.params.scale), p.softcap = static_cast<C>(c.params.softcap);
+  p.scale = static_cast<C>(c.params.scale), p.softcap = static_cast<C>(c.params.modifier.softcap);
   launch(p, current_stream(current_device(query).index));
 }
 

@@ -30,8 +30,8 @@ void describe(DecodeTask& p, const DecodeCall& c, const DecodeInputs& in) {
   p.q_len = static_cast<int>(c.q_len), p.rows = p.group * p.q_len;
   p.head_dim = static_cast<int>(c.head_dim), p.v_head_dim = static_cast<int>(c.v_head_dim);
   p.keys = c.keys(c.capacity).narrow();
-  p.scale = c.scale, p.softcap = c.softcap;
-  p.scaled_only = c.softcap == 0 && !in.options.alibi_slopes && c.mask == MaskKind::none;
+  p.scale = c.scale, p.modifier = c.modifier;
+  p.scaled_only = !c.modifier.on() && !in.options.alibi_slopes && c.mask == MaskKind::none;
   if (!in.options.attn_mask) return;
   p.mask = in.options.attn_mask->data_ptr();
   p.mask_kind = c.mask == MaskKind::boolean ? MaskElement::boolean

@@ -208,7 +208,7 @@ FORWARD_OPTIONS = [
         "cu[middle] / tile + middle",
         "cu[middle] / tile",
     ),
-    ("softcap left out", "common/scores.cuh", "if (!(s.cap_log2 > 0))", "if (true)"),
+    ("softcap left out", "common/scores.cuh", "if (!s.modified())", "if (true)"),
     (
         "distances of the other alignment",
         "common/scores.cuh",

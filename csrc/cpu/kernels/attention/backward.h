@@ -36,7 +36,7 @@ struct Backward : TileStages<Real> {
   struct Buffers {
     int64_t chunk;  // tiles
     BackwardTile tiles[Tuning::backward_max_tiles];
-    Real *P, *dS, *cap_tanh;      // [key_block][tile]; the last one null without softcap
+    Real *P, *dS, *states;        // [key_block][tile]; the last one of the score modifier, or null
     Real *key, *value;            // [key_block][ld]
     Real* out_t;                  // panels [dim][panel]
     Real *grad_key, *grad_value;  // [kv_len][dim, padded to a line]
@@ -45,7 +45,7 @@ struct Backward : TileStages<Real> {
       for (int64_t i = 0; i < chunk; i++) take_tile(params, scratch, tiles[i]);
       P = scratch.take<Real>(key_block * tile);
       dS = scratch.take<Real>(key_block * tile);
-      cap_tanh = params.softcap > 0 ? scratch.take<Real>(key_block * tile) : nullptr;
+      states = params.modifier.on() ? scratch.take<Real>(key_block * tile) : nullptr;
       key = scratch.take<Real>(key_block * key_ld(params));
       value = scratch.take<Real>(key_block * value_ld(params));
       out_t = scratch.take<Real>(tile * round_up(params.v_head_dim, line));
@@ -126,15 +126,15 @@ struct Backward : TileStages<Real> {
     }
   };
 
-  // dS by the capped scores -> dS by the scores; a hidden NaN stays hidden
-  static ATTN_NOINLINE void through_softcap(const BackwardTile& queries, const Real* cap_tanh, const TileKeys& seen,
-                                            Real* dS) {
+  // dS by the modified scores -> dS by the scores; a hidden NaN stays hidden
+  static ATTN_NOINLINE void through_modifier(Modifier<Real> modifier, const BackwardTile& queries, const Real* states,
+                                             const TileKeys& seen, Real* dS) {
     const Vec<Real> zero = Vec<Real>::zero();
     for (int64_t k = seen.begin; k < seen.end; k++)
       for (int64_t i = 0; i < queries.vectors_used; i++) {
         Real* x = dS + k * tile + i * width;
         const Vec<Real> s = load(x);
-        store(x, select(eq(s, zero), zero, s * cap_slope(load(cap_tanh + k * tile + i * width))));
+        store(x, select(eq(s, zero), zero, s * modifier.slope(load(states + k * tile + i * width))));
       }
   }
 
@@ -143,10 +143,10 @@ struct Backward : TileStages<Real> {
   static void tile_step(const AttentionParams& params, const BackwardTile& queries, const Wanted& wanted,
                         const Buffers& buffers, bool key_finite, int64_t k0, int64_t block, Real* grad_key,
                         Real* grad_value) {
-    Real *const P = buffers.P, *const dS = buffers.dS, *const cap_tanh = buffers.cap_tanh;
+    Real *const P = buffers.P, *const dS = buffers.dS, *const states = buffers.states;
     const Real *const K = buffers.key, *const V = buffers.value;
     const auto weights =
-        S::template recompute_weights<T>(params, queries, K, k0, block, P, wanted.scores() ? cap_tanh : nullptr);
+        S::template recompute_weights<T>(params, queries, K, k0, block, P, wanted.scores() ? states : nullptr);
     const TileKeys& seen = weights.seen;
     if (seen.empty()) return;
     if (DropoutOn) S::drop(params, queries, k0, seen, wanted.scores(), P);
@@ -166,7 +166,7 @@ struct Backward : TileStages<Real> {
                      params.v_head_dim, grad_value);
     if (wanted.slope) *wanted.slope += S::slope_gradient(params, queries, dS, k0, seen);
     if (wanted.mask) S::template mask_gradient<T>(queries, wanted, dS, k0, seen, P);  // P has served
-    if (params.softcap > 0 && (wanted.key || wanted.query)) through_softcap(queries, cap_tanh, seen, dS);
+    if (states && (wanted.key || wanted.query)) through_modifier(Modifier<Real>(params), queries, states, seen, dS);
     if (wanted.key)
       S::sum_queries(params, queries, dS, queries.query, queries.query_ld, hidden && !queries.query_finite, k0, seen,
                      params.head_dim, grad_key);

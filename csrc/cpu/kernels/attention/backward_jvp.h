@@ -5,7 +5,7 @@
 //   d(P) = P (A - mu),  d(dS) = d(P) (dP - delta) + P (d(dP) - d(delta))
 //   d(dQ) = scale (d(dS) K + dS dK'),  d(dK) = scale (d(dS)^T Q + dS^T dQ'),  d(dV) = d(P)^T dO + P^T d(dO)
 //
-// where dQ', dK' are the tangents of Q and K. With softcap f: dS by the scores is f' dS, its derivative
+// where dQ', dK' are the tangents of Q and K. With a score modifier f: dS by the scores is f' dS, its derivative
 // f' d(dS) + f'' d(score before f) dS. Dropout multiplies P and dP where the backward has it.
 #pragma once
 #include "tangent_stages.h"
@@ -48,7 +48,7 @@ struct BackwardJvp : TileStages<Real> {
   }
   // Blocks [key][tile]. A negative P marks a dropped weight.
   struct Blocks {
-    Real *P, *P_change, *dP, *dS_change, *cap_tanh, *score_change;  // the last two null without softcap
+    Real *P, *P_change, *dP, *dS_change, *states, *score_change;  // the last two null without a score modifier
   };
   struct Buffers {
     int64_t chunk;  // tiles
@@ -61,13 +61,13 @@ struct BackwardJvp : TileStages<Real> {
         : chunk(S::template chunk_tiles<ChangeTile>(params, take_tile)) {
       for (int64_t i = 0; i < chunk; i++) take_tile(params, scratch, tiles[i]);
       const auto block = [&](bool wanted) { return wanted ? scratch.take<Real>(key_block * tile) : nullptr; };
-      const bool capped = params.softcap > 0;
+      const bool modified = params.modifier.on();
       blocks = {.P = block(true),
                 .P_change = block(true),
                 .dP = block(true),
                 .dS_change = block(true),
-                .cap_tanh = block(capped),
-                .score_change = block(capped)};
+                .states = block(modified),
+                .score_change = block(modified)};
       key = scratch.take<Real>(key_block * key_ld(params));
       key_tangent = scratch.take<Real>(key_block * key_ld(params));
       value = scratch.take<Real>(key_block * value_ld(params));
@@ -136,25 +136,26 @@ struct BackwardJvp : TileStages<Real> {
     Blocks b;
     bool added;
     Real factor;
+    Modifier<Real> modifier;
     ATTN_INLINE void clear(int64_t at) const {
       store(b.P_change + at, Vec<Real>::zero());
-      if (!b.cap_tanh) return;
-      store(b.cap_tanh + at, Vec<Real>::zero());
+      if (!b.states) return;
+      store(b.states + at, Vec<Real>::zero());
       store(b.score_change + at, Vec<Real>::zero());
     }
     template <Hidden, int M, int N>
     ATTN_INLINE void finish(Tile<Real, M, N>& x, int64_t lane0, int64_t, int64_t k) const {
       const Vec<Real> f = Vec<Real>::set(factor), zero = Vec<Real>::zero();
       const auto at = [&](int r, int j) { return (k + r) * tile + lane0 + width * j; };
-      if (b.cap_tanh) [[unlikely]]
+      if (b.states) [[unlikely]]
         x.through([&](Real* products) {
           for (int r = 0; r < M; r++)
             for (int j = 0; j < N; j++, products += width) {
               const auto hidden = eq(load(b.P + at(r, j)), zero);
-              const Vec<Real> tanh = select(hidden, zero, load(b.cap_tanh + at(r, j))), product = load(products);
-              store(b.cap_tanh + at(r, j), tanh);
+              const Vec<Real> state = select(hidden, zero, load(b.states + at(r, j))), product = load(products);
+              store(b.states + at(r, j), state);
               store(b.score_change + at(r, j), select(hidden, zero, product * f));
-              store(products, product * cap_slope(tanh));
+              store(products, product * modifier.slope(state));
             }
         });
       ATTN_UNROLL for (int j = 0; j < N; j++) {
@@ -220,17 +221,17 @@ struct BackwardJvp : TileStages<Real> {
     }
   };
 
-  // dS and d(dS) by the capped scores -> by the scores
-  static ATTN_NOINLINE void through_softcap(const AttentionParams& params, const ChangeTile& queries,
-                                            const TileKeys& seen, const Blocks& b) {
-    const Vec<Real> curvature = Vec<Real>::set(Real(-2 / params.softcap));  // f'' = -2 tanh f' / cap
+  // dS and d(dS) by the modified scores -> by the scores
+  static ATTN_NOINLINE void through_modifier(const AttentionParams& params, const ChangeTile& queries,
+                                             const TileKeys& seen, const Blocks& b) {
+    const ModifierBend<Real> bend(params.modifier);
+    const Modifier<Real> modifier(params);
     for (int64_t k = seen.begin; k < seen.end; k++)
       for (int64_t i = 0; i < queries.vectors_used; i++) {
         const int64_t at = k * tile + i * width;
-        const Vec<Real> tanh = load(b.cap_tanh + at), slope = cap_slope(tanh), s = load(b.dP + at);
-        const Vec<Real> bend = curvature * tanh * load(b.score_change + at);
+        const Vec<Real> state = load(b.states + at), slope = modifier.slope(state), s = load(b.dP + at);
         store(b.dP + at, slope * s);
-        store(b.dS_change + at, slope * fma(bend, s, load(b.dS_change + at)));
+        store(b.dS_change + at, slope * fma(bend.of(state, load(b.score_change + at)), s, load(b.dS_change + at)));
       }
   }
 
@@ -246,7 +247,7 @@ struct BackwardJvp : TileStages<Real> {
                         Real* grad_value) {
     const HeadTangents& tangents = *queries.tangents;
     const int64_t ldk = key_ld(params), ldv = value_ld(params), D = params.head_dim, Dv = params.v_head_dim;
-    const auto weights = S::template recompute_weights<T>(params, queries, x.K, k0, block, b.P, b.cap_tanh);
+    const auto weights = S::template recompute_weights<T>(params, queries, x.K, k0, block, b.P, b.states);
     const TileKeys& seen = weights.seen;
     if (seen.empty()) return;
     if (DropoutOn) S::drop(params, queries, k0, seen, wanted.scores(), b.P);
@@ -260,7 +261,7 @@ struct BackwardJvp : TileStages<Real> {
       load_tangent_bias<T>(params, tangents, queries.first, queries.count, k0 + seen.begin, seen.end - seen.begin,
                            b.P_change + seen.begin * tile, tile);
     each(Two{{tangents.query ? x.K : nullptr, x.K_tangent}, {queries.tangent_t, queries.query_t}, ldk, D},
-         WeightStep{&queries, b, added, tangent_factor<Real>(params)});
+         WeightStep{&queries, b, added, score_factor<Real>(params), Modifier<Real>(params)});
     if (wanted.scores()) {
       each(typename S::template Product<1>{{x.V}, {queries.grad_t}, ldv, Dv}, GradStep<DropoutOn>{&queries, b});
       each(Two{{x.V_tangent, tangents.grad_out ? x.V : nullptr}, {queries.grad_t, queries.grad_tangent_t}, ldv, Dv},
@@ -281,7 +282,7 @@ struct BackwardJvp : TileStages<Real> {
     if (wanted.slope) *wanted.slope += S::slope_gradient(params, queries, b.dS_change, k0, seen);
     if (wanted.mask) S::template mask_gradient<T>(queries, wanted, b.dS_change, k0, seen, b.P);  // P has served
     if (!wanted.key && !wanted.query) return;
-    if (b.cap_tanh) through_softcap(params, queries, seen, b);
+    if (b.states) through_modifier(params, queries, seen, b);
     if (wanted.key) {
       sum_queries(b.dS_change, queries.query, ldk, queries.query_finite, D, grad_key);
       if (tangents.query) sum_queries(b.dP, queries.query_tangent, ldk, queries.tangent_finite, D, grad_key);

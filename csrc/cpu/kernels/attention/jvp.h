@@ -34,7 +34,7 @@ struct Jvp : TileStages<Real> {
   struct Buffers {
     int64_t tiles_used;
     JvpTile tiles[max_tiles];
-    Real *P, *A, *cap_tanh;         // [key_block][tile]; the last one null without softcap
+    Real *P, *A, *states;           // [key_block][tile]; the last one of the score modifier, or null
     Real *keys, *key_tangents;      // [key_block][key_ld]
     Real *values, *value_tangents;  // [key_block][value_ld]
     Buffers(const AttentionParams& params, int64_t rows, Scratch& scratch) : tiles_used((rows + tile - 1) / tile) {
@@ -52,7 +52,7 @@ struct Jvp : TileStages<Real> {
       }
       P = scratch.take<Real>(key_block * tile);
       A = scratch.take<Real>(key_block * tile);
-      cap_tanh = params.softcap > 0 ? scratch.take<Real>(key_block * tile) : nullptr;
+      states = params.modifier.on() ? scratch.take<Real>(key_block * tile) : nullptr;
       keys = scratch.take<Real>(key_block * key_ld(params));
       key_tangents = scratch.take<Real>(key_block * key_ld(params));
       values = scratch.take<Real>(key_block * value_ld(params));
@@ -76,19 +76,20 @@ struct Jvp : TileStages<Real> {
     static constexpr bool hides = false;
     const JvpTile* queries;
     Real *P, *A;
-    const Real* cap_tanh;  // or null
+    const Real* states;  // or null
     bool added;
     Real factor;
+    Modifier<Real> modifier;
     ATTN_INLINE void clear(int64_t at) const { store(A + at, Vec<Real>::zero()); }
     template <Hidden, int M, int N>
     ATTN_INLINE void finish(Tile<Real, M, N>& x, int64_t lane0, int64_t, int64_t k) const {
       const Vec<Real> f = Vec<Real>::set(factor), zero = Vec<Real>::zero();
       const auto at = [&](int r, int j) { return (k + r) * tile + lane0 + width * j; };
-      if (cap_tanh) [[unlikely]]
+      if (states) [[unlikely]]
         x.through([&](Real* products) {
           for (int r = 0; r < M; r++)
             for (int j = 0; j < N; j++, products += width)
-              store(products, load(products) * cap_slope(load(cap_tanh + at(r, j))));
+              store(products, load(products) * modifier.slope(load(states + at(r, j))));
         });
       ATTN_UNROLL for (int j = 0; j < N; j++) {
         const int64_t lane = lane0 + width * j;
@@ -190,7 +191,7 @@ struct Jvp : TileStages<Real> {
     const JvpTile* const tiles = buffers.tiles;
     const int64_t n_tiles = buffers.tiles_used, D = params.head_dim, Dv = params.v_head_dim;
     const int64_t ldk = key_ld(params), ldv = value_ld(params);
-    Real *const P = buffers.P, *const A = buffers.A, *const cap_tanh = buffers.cap_tanh;
+    Real *const P = buffers.P, *const A = buffers.A, *const states = buffers.states;
     const bool scores = tangents.scores(), added = tangents.mask || tangents.slope != 0;
     KeyWalk walk(params, head, first, count, key_block);
     do {
@@ -208,7 +209,7 @@ struct Jvp : TileStages<Real> {
         const JvpTile& queries = tiles[i];
         if (again && !queries.again) continue;
         const auto weights =
-            S::template recompute_weights<T>(params, queries, buffers.keys, k0, block, P, scores ? cap_tanh : nullptr);
+            S::template recompute_weights<T>(params, queries, buffers.keys, k0, block, P, scores ? states : nullptr);
         const TileKeys& seen = weights.seen;
         if (seen.empty()) continue;
         if (params.dropout.on()) S::drop(params, queries, k0, seen, scores, P);
@@ -225,9 +226,9 @@ struct Jvp : TileStages<Real> {
             S::seen_product(params, change, queries, step, step, false, k0, seen);
           };
           if (params.dropout.on())
-            go(TangentStep<true>{&queries, P, A, cap_tanh, added, tangent_factor<Real>(params)});
+            go(TangentStep<true>{&queries, P, A, states, added, score_factor<Real>(params), Modifier<Real>(params)});
           else
-            go(TangentStep<false>{&queries, P, A, cap_tanh, added, tangent_factor<Real>(params)});
+            go(TangentStep<false>{&queries, P, A, states, added, score_factor<Real>(params), Modifier<Real>(params)});
         }
         const bool hidden = weights.some_hidden();
         if (scores)

@@ -5,6 +5,7 @@
 // is the exact one, and sums over keys keep what rounding takes, a group of keys at a time. What d(out) subtracts is
 // the sum of the rounded P A, so that the share of V that all keys have in common cancels.
 #pragma once
+#include "cpu/kernels/common/score_modifier.h"
 #include "cpu/kernels/common/scratch.h"
 #include "pair_stream.h"
 #include "tangent_stages.h"
@@ -16,7 +17,7 @@ namespace {
 struct JvpEpilogue {
   static constexpr int width = Vf::width, most = 3;
   static constexpr int64_t tile = PairTiles::tile;
-  static constexpr bool matrix = false, softens = true;
+  static constexpr bool matrix = false, modifies = true;
   struct Sums {                                                  // of a query tile
     float shift[tile], inverse[tile], least[tile];               // see QueryRows in stages.h
     float mu[tile], mu_low[tile], total[tile], total_low[tile];  // sums of P A and of P, and what rounding took
@@ -30,7 +31,7 @@ struct JvpEpilogue {
   uint32_t *weights, *tangents;     // [key / 2][tile]: P, P A
   const float *bias, *bias_change;  // [key][tile]: what is added to S; its tangent, or null
   Sums* sums;
-  Vf scale, change, factor;  // of S in its unit, with softcap 1; of A; query_factor
+  Vf scale, change, factor;  // plain_factor; of A; query_factor
   Vf exponents;              // of a score beside a mask
 
   ATTN_INLINE void clear(int64_t at) const {
@@ -103,13 +104,13 @@ struct JvpEpilogue {
       add_term(total, sums->total + lane, sums->total_low + lane);
     }
   }
-  // scores before any softcap -> after it, and their tangents by its derivative
-  ATTN_NOINLINE void soften(float* x, float* changes, int n) const {
-    alignas(64) float tanh[PairTiles::rows * PairTiles::vectors * width];
+  // scores -> modified ones, and their tangents by the derivative
+  ATTN_NOINLINE void modify(float* x, float* changes, int n) const {
+    alignas(64) float states[PairTiles::rows * PairTiles::vectors * width];
     for (int i = 0; i < n; i++) store(x + i * width, load(x + i * width) * factor);
-    cap_scores(x, n, task.cap, tanh);
+    modify_scores(x, n, task.modifier, states);
     for (int i = 0; i < n; i++)
-      store(changes + i * width, load(changes + i * width) * cap_slope(load(tanh + i * width)));
+      store(changes + i * width, load(changes + i * width) * task.modifier.slope(load(states + i * width)));
   }
 };
 
@@ -258,7 +259,7 @@ class PairJvp : public PairTiles {
                                   .keys = &params_.keys,
                                   .first_row = rows.first,
                                   .k0 = k0_,
-                                  .cap = float(params_.softcap * score_unit(params_).scores),
+                                  .modifier = Modifier<float>(params_),
                                   .alibi = alibi_of<float>(params_, head_, rows.first, k0_, masked),
                                   .prefetch = &nothing},
                          .terms = {},
@@ -269,7 +270,7 @@ class PairJvp : public PairTiles {
                          .bias = buffers_.bias,
                          .bias_change = bias_changes ? buffers_.bias_change : nullptr,
                          .sums = rows.sums,
-                         .scale = Vf::set(params_.softcap > 0 ? 1 : query_factor<float>(params_)),
+                         .scale = Vf::set(plain_factor(params_)),
                          .change = Vf::set(float(params_.scale)),
                          .factor = Vf::set(query_factor<float>(params_)),
                          .exponents = Vf::set(float(score_unit(params_).exponents))};

@@ -3,7 +3,7 @@
 // what the output is divided by.
 #pragma once
 #include "cpu/kernels/common/exp2.h"
-#include "cpu/kernels/common/softcap.h"
+#include "cpu/kernels/common/score_modifier.h"
 #include "pair_stream.h"
 
 namespace attnjourney {
@@ -63,14 +63,14 @@ struct ForwardEpilogue {
   using Queries = RunningQueries;
   static constexpr int width = Vf::width, most = 1, count = 1;
   static constexpr int64_t tile = PairTiles::tile;
-  static constexpr bool matrix = Matrix, softens = true;
+  static constexpr bool matrix = Matrix, modifies = true;
 
   PairTask task;
   PairTerm terms[1];
   Queries* queries;     // [tile / width]
   const float* bias;    // [key][tile]
   uint32_t* weights;    // [key / 2][tile]
-  Vf scale, factor;     // scale in the unit of scores; with softcap 1 and query_factor
+  Vf scale, factor;     // plain_factor and query_factor
   Vf exponents;         // of a score beside a mask, see common/units.h
   const float* scores;  // of a matrix unit: [key][tile], keys from `first_key` of the block on
   int64_t first_key;
@@ -138,9 +138,9 @@ struct ForwardEpilogue {
     mine.rounded = add_pairs(mine.rounded, pair);
     store_pairs(at.weights, pair);
   }
-  // scores -> softcap of them, in their unit
-  ATTN_NOINLINE void soften(float* x, const float*, int n) const {
-    const float cap = task.cap;
+  // scores -> modified ones, in their unit
+  ATTN_NOINLINE void modify(float* x, const float*, int n) const {
+    const float cap = task.modifier.cap;
     const Vf to_y = factor * Vf::set(float(1 / (2 * log2_e)));
     Vf high = Vf::zero();
     for (int i = 0; i < n; i++) {

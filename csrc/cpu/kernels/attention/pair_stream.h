@@ -1,6 +1,7 @@
 // Products of bfloat16 pairs with lanes over queries, and their epilogue: a group of keys at a time, the weights of a
 // group computed between the products of the next, for the two need different units of the processor.
 #pragma once
+#include "cpu/kernels/common/score_modifier.h"
 #include "pair_tiles.h"
 
 namespace attnjourney {
@@ -18,7 +19,7 @@ struct PairTask {
   int64_t pairs, vectors_used;
   const KeyRanges* keys;
   int64_t first_row, k0;
-  float cap;  // softcap in the unit of scores, 0 for none
+  Modifier<float> modifier;
   Alibi<float> alibi;
   RowPrefetch* prefetch;  // of the mask
 };
@@ -38,7 +39,7 @@ struct PendingScores {
 //   Queries                              what it keeps of a vector of queries
 //   Cursor, cursor(lane, key, queries)   where in that and in the result it stands
 //   softmax<H>(pending, scores, cursor)  one pair of vectors: two keys for a vector of queries
-//   soften(scores, others, vectors)      softcap, where it is not part of softmax
+//   modify(scores, others, vectors)      the score modifier, where it is not part of softmax
 //   load_scores(scores, lane0, k)        with Epilogue::matrix, in place of products: scores from a matrix unit
 template <class Epilogue>
 struct PairStream : PairTiles {
@@ -122,9 +123,9 @@ struct PairStream : PairTiles {
       }
       if (pending.left > 0) finish<H, N>(pending, cursor, epilogue);
       spill(t, scores);
-      if constexpr (Epilogue::softens)
-        if (epilogue.task.cap != 0) [[unlikely]]
-          epilogue.soften(scores, others, numbers / width);
+      if constexpr (Epilogue::modifies)
+        if (epilogue.task.modifier.on()) [[unlikely]]
+          epilogue.modify(scores, others, numbers / width);
       pending = {.scores = scores,
                  .others = others,
                  .sums = sums,
@@ -142,7 +143,7 @@ struct PairStream : PairTiles {
   // a group of M keys, of which some may be hidden: its weights where it was computed
   template <Hidden H, int M, int N>
   static ATTN_NOINLINE void single(const Epilogue& epilogue, int64_t lane0, int64_t k) {
-    if (Epilogue::most > 1 || (Epilogue::softens && epilogue.task.cap != 0))
+    if (Epilogue::most > 1 || (Epilogue::modifies && epilogue.task.modifier.on()))
       return stream<H, M, N>(epilogue, lane0, k, 1);
     const int64_t pairs = epilogue.task.pairs;
     Vf t[M + M % 2][N];  // an odd last key is paired with a score that is not looked at

@@ -7,8 +7,8 @@
 #include "cpu/kernels/common/dropout_tile.h"
 #include "cpu/kernels/common/exp2.h"
 #include "cpu/kernels/common/pack.h"
+#include "cpu/kernels/common/score_modifier.h"
 #include "cpu/kernels/common/scratch.h"
-#include "cpu/kernels/common/softcap.h"
 #include "forward_tile.h"
 
 namespace attnjourney {
@@ -29,7 +29,7 @@ struct ScoreTile {
   int64_t head_dim, vectors_used;
   const KeyRanges* keys;
   int64_t first_row;
-  Real cap;             // softcap in the unit of scores, 0 for none
+  Modifier<Real> modifier;
   Vec<Real> exponents;  // of a score beside a mask, see common/units.h
   Alibi<Real> alibi;
   RowPrefetch* prefetch;  // of the mask
@@ -41,8 +41,8 @@ struct ScoreTile {
     Tile<Real, rows, N> scores;
     scores.clear();
     scores.add_rows(K, key_ld, query + panel_index * panel * head_dim + v * width, panel, head_dim);
-    if (cap != Real(0)) [[unlikely]]
-      scores.through([&](Real* x) { cap_scores(x, rows * N, cap); });
+    if (modifier.on()) [[unlikely]]
+      scores.through([&](Real* x) { modify_scores(x, rows * N, modifier); });
     softmax<H>(scores, panel_index * panel + v * width, key, k);
   }
 
@@ -97,8 +97,8 @@ struct ScoreTile {
       return with_rows<vectors>(n, [&](auto n_) { register_tile<H, n_.count>(K, key_ld, panel_index, v, key, k); });
     RowSums<Real, rows, vectors> products;
     products.multiply(m, n, 1, &K, key_ld, &query, panel_index * panel * head_dim + v * width, panel, head_dim);
-    if (cap != Real(0)) [[unlikely]]
-      cap_scores(products.sums, int(m * vectors), cap);
+    if (modifier.on()) [[unlikely]]
+      modify_scores(products.sums, int(m * vectors), modifier);
     products.each_row(
         m, n, [&](int64_t r, const auto& row) { softmax<H>(row, panel_index * panel + v * width, key + r, k + r); });
   }
@@ -247,7 +247,7 @@ class PlainProducts {
                                  .vectors_used = rows.vectors_used,
                                  .keys = &params_.keys,
                                  .first_row = rows.first,
-                                 .cap = Real(params_.softcap * score_unit(params_).scores),
+                                 .modifier = Modifier<Real>(params_),
                                  .exponents = Vec<Real>::set(Real(score_unit(params_).exponents)),
                                  .alibi = alibi_of<Real>(params_, head_, rows.first, k0_, masked),
                                  .prefetch = &prefetch};

@@ -8,8 +8,8 @@
 #include "cpu/kernels/common/log_sum.h"
 #include "cpu/kernels/common/mask_tile.h"
 #include "cpu/kernels/common/pack.h"
+#include "cpu/kernels/common/score_modifier.h"
 #include "cpu/kernels/common/scratch.h"
-#include "cpu/kernels/common/softcap.h"
 #include "cpu/kernels/common/tile.h"
 #include "key_walk.h"
 
@@ -241,22 +241,22 @@ struct TileStages {
     const AttentionParams* params;
     const QueryRows* queries;
     Real* P;
-    Real* cap_tanh;  // [key][tile]: with softcap, tanh of what was capped; or null
+    Real* states;  // [key][tile]: of the score modifier; or null
     ATTN_INLINE void clear(int64_t at) const { store(P + at, Vec<Real>::zero()); }
     template <int M, int N>
-    ATTN_INLINE void capped(Real* x, int64_t at) const {
-      const Real cap = Real(params->softcap * score_unit(*params).scores);
-      if (!cap_tanh) return cap_scores(x, M * N, cap);
-      alignas(64) Real tanh[M * N * width];
-      cap_scores(x, M * N, cap, tanh);
+    ATTN_INLINE void modify(Real* x, int64_t at) const {
+      const Modifier<Real> modifier(*params);
+      if (!states) return modify_scores(x, M * N, modifier);
+      alignas(64) Real own[M * N * width];
+      modify_scores(x, M * N, modifier, own);
       ATTN_UNROLL for (int r = 0; r < M; r++) ATTN_UNROLL for (int j = 0; j < N; j++)
-          store(cap_tanh + at + r * tile + width * j, load(tanh + (r * N + j) * width));
+          store(states + at + r * tile + width * j, load(own + (r * N + j) * width));
     }
     template <Hidden H, int M, int N>
     ATTN_INLINE void finish(Tile<Real, M, N>& scores, int64_t lane0, int64_t key, int64_t k) const {
       Real* out = P + k * tile + lane0;
-      if (params->softcap > 0) [[unlikely]]
-        scores.through([&](Real* x) { capped<M, N>(x, k * tile + lane0); });
+      if (params->modifier.on()) [[unlikely]]
+        scores.through([&](Real* x) { modify<M, N>(x, k * tile + lane0); });
       LaneRange<Real> range[M];
       if constexpr (H == Hidden::by_range)
         ATTN_UNROLL for (int r = 0; r < M; r++) range[r] =
@@ -292,7 +292,7 @@ struct TileStages {
   };
   template <class T>
   static TileWeights recompute_weights(const AttentionParams& params, const QueryRows& queries, const Real* K,
-                                       int64_t k0, int64_t block, Real* P, Real* cap_tanh) {
+                                       int64_t k0, int64_t block, Real* P, Real* states) {
     constexpr TileKeys none{0, 0, 0, 0};
     const TileKeys seen = seen_keys(params, *queries.head, queries.first, queries.first + queries.count - 1, k0, block);
     if (seen.empty()) return {none, false};
@@ -301,7 +301,7 @@ struct TileStages {
       masked = load_bias<T>(params, *queries.head, queries.first, queries.count, k0, seen, P, tile);
     if (masked == MaskBlock::all_hidden) return {none, false};
     const bool bias = has_block(masked);
-    const ScoreStep score{&params, &queries, P, cap_tanh};
+    const ScoreStep score{&params, &queries, P, states};
     seen_product(params, Product<1>{{K}, {queries.query_t}, key_ld(params), params.head_dim}, queries, score, score,
                  bias, k0, seen);
     return {seen, bias};

@@ -58,12 +58,6 @@ struct RowMean {
   ATTN_INLINE Real of(Real sum) const { return (sum + sink) * inverse; }
 };
 
-// x: products with packed queries -> the tangents of the scaled scores, before any softcap
-template <class Real>
-ATTN_INLINE Real tangent_factor(const AttentionParams& params) {
-  return Real(params.softcap > 0 ? params.softcap / (2 * log2_e) : 1 / score_unit(params).scores);
-}
-
 // d(out) of one row, from its sum over the keys: factor * sum - mu * out
 template <class T, class Real>
 ATTN_INLINE void write_tangent(const AttentionParams& params, const HeadPointers& head, const HeadTangents& tangents,

@@ -9,8 +9,8 @@
 #include "cpu/kernels/common/common.h"
 #include "cpu/kernels/common/exp2.h"
 #include "cpu/kernels/common/log_sum.h"
+#include "cpu/kernels/common/score_modifier.h"
 #include "cpu/kernels/common/scratch.h"
-#include "cpu/kernels/common/softcap.h"
 #include "decode/params.h"
 #include "decode_bias.h"
 #include "row_products.h"
@@ -127,7 +127,7 @@ struct Decode {
     const auto each_period = [&](auto&& f) {  // f(vector of a period, its place)
       for (int64_t i = 0; i < end; i += period) ATTN_UNROLL for (int v = 0; v < vectors; v++) f(v, i + v * width);
     };
-    if (params.softcap > 0) cap_scores(scores, int(end / width), Real(params.softcap * score_unit(params).scores));
+    if (params.modifier.on()) modify_scores(scores, int(end / width), Modifier<Real>(params));
     if (bias)
       for (int64_t i = 0; i < end; i += width) {  // a NaN in a hidden key must not show
         const V added = load(bias + i), hidden = V::set(-infinity);

@@ -28,7 +28,7 @@ inline bool mask_in_tiles(const BackwardTask& p) {
 // Are the gradients of scores that of the mask, and are there tiles to write them through to `own`?
 inline bool writes_mask_gradient(const BackwardTask& p, const void* own) {
   const MaskGradient& m = p.mask_gradient;
-  if (!mask_in_tiles(p) || p.scores.cap_log2 > 0 || m.items != p.batch || m.heads != p.q_heads) return false;
+  if (!mask_in_tiles(p) || p.scores.modified() || m.items != p.batch || m.heads != p.q_heads) return false;
   for (int d = 0; d < p.scores.mask_dims; d++)
     if (m.batch[d] % 8) return false;
   return m.col == 1 && m.row % 8 == 0 && m.row > 0 && m.head % 8 == 0 && reinterpret_cast<uintptr_t>(own) % 16 == 0;

@@ -134,6 +134,12 @@ __device__ __forceinline__ Real cap_tanh(const ScoresOf<Real>& s, Real product) 
     return 1.f - 2.f * ptx::reciprocal(1.f + ptx::exp2(product * s.cap_factor));
 }
 
+// a modified score in log2 units from q . k
+template <class T, class Real>
+__device__ __forceinline__ Real modified_score(const ScoresOf<Real>& s, Real product) {
+  return s.cap_log2 * cap_tanh<T>(s, product);
+}
+
 // One score in log2 units from q . k; `slope`: its derivative by scale * q . k
 template <class Real>
 struct Score {
@@ -141,7 +147,7 @@ struct Score {
 };
 template <class T, class Real>
 __device__ __forceinline__ Score<Real> capped(const ScoresOf<Real>& s, Real product, Real scale_log2) {
-  if (!(s.cap_log2 > 0)) return {product * scale_log2, 1};
+  if (!s.modified()) return {product * scale_log2, 1};
   const Real t = cap_tanh<T>(s, product);
   return {s.cap_log2 * t, 1 - t * t};
 }

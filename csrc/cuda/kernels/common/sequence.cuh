@@ -23,7 +23,7 @@ struct BlockLists {
 // computed in, double for float64 and float for everything else.
 template <class Real>
 struct ScoresOf {
-  Real cap_log2, cap_factor;   // softcap * log2(e), 2 log2(e) scale / softcap; 0: none
+  Real cap_log2, cap_factor;   // of the modifier: softcap * log2(e), 2 log2(e) scale / softcap; 0: none
   const Real *sinks, *slopes;  // [batch, q_heads] or null
   const void* mask;            // read through strides, in elements: 0 where it broadcasts
   MaskElement mask_kind;
@@ -34,6 +34,9 @@ struct ScoresOf {
   const uint64_t* seed;  // of dropout; null: none
   uint32_t threshold;    // dropped where 16 bits are below
   Real keep_scale;       // 1 / (1 - p)
+
+  ATTNJOURNEY_HD bool modified() const { return cap_log2 > 0; }
+  ATTNJOURNEY_HD void leave_unmodified() { cap_log2 = 0; }
 };
 using Scores = ScoresOf<float>;
 

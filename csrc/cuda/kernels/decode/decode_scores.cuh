@@ -28,8 +28,10 @@ struct DecodeRow {
 template <class T, class Real = Compute<T>>
 __device__ __forceinline__ Real decode_score(const DecodeTask& task, const DecodeRow<Real>& r, int offset, int key,
                                              Real product) {
-  Real score = task.softcap > 0 ? Real(task.softcap * log2_e) * ptx::tanh(product * Real(task.scale / task.softcap))
-                                : product * Real(task.scale * log2_e);
+  const ScoreModifier& modifier = task.modifier;
+  Real score = modifier.softcap > 0
+                   ? Real(modifier.softcap * log2_e) * ptx::tanh(product * Real(task.scale / modifier.softcap))
+                   : product * Real(task.scale * log2_e);
   if (task.slopes) score -= r.slope * static_cast<Real>(abs(r.row + offset - key));
   if (task.mask_kind == MaskElement::none || !r.mask) return score;
   const int64_t at = key * task.mask_col;

@@ -4,6 +4,7 @@
 #pragma once
 #include <cstdint>
 
+#include "attention/params.h"
 #include "cuda/kernels/common/sequence.cuh"
 
 namespace attnjourney {
@@ -26,8 +27,9 @@ struct DecodeTask {
   int batch, kv_heads, group, q_len, head_dim, v_head_dim;
   int rows, row_tiles;  // rows that read one key head, group * q_len, and tiles of them
   Ranges keys;          // without a sequence's offset and length
-  double scale, softcap;
-  bool scaled_only;  // neither softcap nor ALiBi nor mask
+  double scale;
+  ScoreModifier modifier;
+  bool scaled_only;  // neither modifier nor ALiBi nor mask
   const void* mask;
   MaskElement mask_kind;
   int mask_bytes;

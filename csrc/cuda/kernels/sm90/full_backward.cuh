@@ -46,7 +46,7 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<Shape, true> {
   // Must what is hidden be kept from the products? Where Q or dO of a row is not finite, neither is its lse or delta,
   // unless a cap or a sink stands between. 64 rows; every warp looks at all of them.
   __device__ __forceinline__ bool suspect(const unsigned char* lse, const unsigned char* delta) const {
-    if (task.scores.cap_log2 > 0 || task.scores.sinks) return true;
+    if (task.scores.modified() || task.scores.sinks) return true;
     const auto bad = [&](const unsigned char* of) {
       const int2 x = reinterpret_cast<const int2*>(of)[lane()];
       constexpr int kExponent = 0x7f800000;

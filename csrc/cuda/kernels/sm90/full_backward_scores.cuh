@@ -54,7 +54,7 @@ struct Sm90FullBackwardScores {
                                           float& slope_sum) const {
     const Scores& options = task.scores;
     const bool bias = options.mask_kind > MaskElement::boolean;
-    if (options.cap_log2 > 0 || options.slopes || (bias && options.seed))
+    if (options.modified() || options.slopes || (bias && options.seed))
       pass<true, true>(scores, dp, pf, df, st, tiles, mask, own, slope_sum);
     else if (bias)
       pass<false, true>(scores, dp, pf, df, st, tiles, mask, own, slope_sum);
@@ -69,7 +69,7 @@ struct Sm90FullBackwardScores {
                                        const unsigned char* st, bool tiles, uint32_t mask, const float* own,
                                        float& slope_sum) const {
     Scores options = task.scores;  // what is not asked for is not compiled in
-    if (!All) options.cap_log2 = 0, options.slopes = nullptr;
+    if (!All) options.leave_unmodified(), options.slopes = nullptr;
     if (!All && Bias) options.seed = nullptr, options.mask_kind = MaskElement::same;
     if (!Bias) options.mask_kind = MaskElement::none;
     const float away = static_cast<float>(row + sequence.keys.offset - key);

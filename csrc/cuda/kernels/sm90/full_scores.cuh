@@ -24,7 +24,7 @@ struct Sm90FullScores {
   // what a score is multiplied by to be one in log2 units once apply() is through: 1 where that did it
   static __device__ __forceinline__ float unit_of(const ForwardTask& task) {
     const Scores& options = task.scores;
-    const bool done = Shape::kBias || options.cap_log2 > 0 || options.slopes || options.sinks || !(task.scale_log2 > 0);
+    const bool done = Shape::kBias || options.modified() || options.slopes || options.sinks || !(task.scale_log2 > 0);
     return done ? 1.f : task.scale_log2;
   }
 
@@ -160,9 +160,9 @@ struct Sm90FullScores {
     const int key = key_tile * Shape::kKeys + 2 * (lane % 4);
     float factor = task.scale_log2;
     float lowest = 0.f;  // bias, or 0
-    if (options.cap_log2 > 0) {
+    if (options.modified()) {
 #pragma unroll
-      for (int i = 0; i < kCount; i++) scores[i] = options.cap_log2 * cap_tanh<T>(options, scores[i]);
+      for (int i = 0; i < kCount; i++) scores[i] = modified_score<T>(options, scores[i]);
       factor = 1.f;
     }
     if (options.slopes) {
