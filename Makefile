@@ -19,7 +19,7 @@ RUN_TESTS = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -q -n auto
 CXX_FILES = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := build
-.PHONY: help build test test-quick test-clients demo bench gpu lint format asan fuzz test-torch test-torches clean
+.PHONY: help build test test-quick test-clients demo bench docs wheel gpu lint format asan fuzz test-torch test-torches clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -38,8 +38,7 @@ test: $(VENV)/.torch-$(TORCH)  ## build, then all tests; where nvcc is, the CUDA
 	$(RUN_TESTS) -m "not clients" $(PYTEST_ARGS)
 
 test-clients: build  ## install what attnjourney.integrations is for, then the tests with it
-	@$(PY) -c "$$REQUIREMENTS" test-clients >$(VENV)/clients.txt
-	@$(PY) -m pip install -q -r $(VENV)/clients.txt
+	$(call install,test-clients)
 	$(RUN_TESTS) -m clients $(PYTEST_ARGS)
 
 demo: build  ## build, then the demo: make demo TEXT=book.txt
@@ -47,6 +46,14 @@ demo: build  ## build, then the demo: make demo TEXT=book.txt
 
 bench: build  ## build, then the benchmarks: make bench ARGS="..."
 	$(PY) -m benchmarks.run $(ARGS)
+
+wheel: build  ## build, then a wheel in dist/
+	$(PY) -m pip wheel -q --no-deps --no-build-isolation -w dist .
+
+docs: build  ## build, then the site of docs/ in build/docs; a warning is an error
+	$(call install,docs)
+	@$(PY) -m sphinx -q -W --keep-going -b html docs build/docs
+	@echo "build/docs/index.html"
 
 gpu: OUT := $(or $(OUT),build/gpu)
 gpu:  ## on a machine with a GPU, with PYTHON's own torch: build, then the parts of tools/gpu.py, results in OUT
@@ -98,11 +105,17 @@ toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "pi
 with open("pyproject.toml", "rb") as file:
     project = toml.load(file)
 extras = project["project"]["optional-dependencies"]
-clients = extras.pop("test-clients")  # asked for by name
-lists = [clients] if sys.argv[1:] else [project["build-system"]["requires"], *extras.values()]
+by_name = {name: extras.pop(name) for name in ("test-clients", "docs", "wheel")}
+lists = [by_name[name] for name in sys.argv[1:]] or [project["build-system"]["requires"], *extras.values()]
 print(*(entry for entries in lists for entry in entries if not entry.startswith("attnjourney[")), sep="\n")
 endef
 export REQUIREMENTS
+
+# $(call install,EXTRA): what is not in every environment, by its name in pyproject.toml
+define install
+@$(PY) -c "$$REQUIREMENTS" $(1) >$(VENV)/$(1).txt
+@$(PY) -m pip install -q -r $(VENV)/$(1).txt
+endef
 
 %/.torch-$(TORCH): pyproject.toml
 	@echo "installing torch $(TORCH) and the development tools in $*"

@@ -1,6 +1,7 @@
-"""python -m benchmarks.readme [--check]: the README's benchmark table from the newest file in benchmarks/results/.
+"""python -m benchmarks.readme [--check]: the tables of the documents from the files in benchmarks/results/.
 
-The table stands between <!-- benchmark:start --> and <!-- benchmark:end -->.
+README.md has some rows of the newest, docs/performance.md all rows of every machine. Tables stand between
+<!-- benchmark:start --> and <!-- benchmark:end -->.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from .machine import ROOT
 from .report import duration
 
 START, END = "<!-- benchmark:start -->", "<!-- benchmark:end -->"
-README = ROOT / "README.md"
+README, PAGE = ROOT / "README.md", ROOT / "docs/performance.md"
 RESULTS = Path(__file__).with_name("results")
 
 CALLS = {  # row of the table -> case
@@ -41,14 +42,26 @@ CALLS = {  # row of the table -> case
 LAYERS = {"MHA": "layer-mha", "GPT": "layer-gpt", "GQA 8:2": "layer-gqa", "MLA": "layer-mla"}
 
 
-def newest(folder: Path = RESULTS) -> dict:
-    """The results with the latest date; FileNotFoundError if there are none."""
+SHORT = (  # the rows of CALLS that the README has
+    "fp32, D 64, N 512",
+    "fp32, D 64, N 4096, causal",
+    "bf16, D 64, N 512, causal",
+    "bf16, D 128, N 1024",
+    "fp16, D 128, N 1024",
+    "fp32, D 192, Dv 128, N 1024, causal (MLA)",
+    "fp32, dropout 0.1, N 1024",
+    "fp32, float mask with gradient, N 1024",
+)
+
+
+def machines(folder: Path = RESULTS) -> list[dict]:
+    """All results, newest first; FileNotFoundError if there are none."""
     documents = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     if not documents:
         raise FileNotFoundError(
             f"no results in {folder}: run `python -m benchmarks.run --json {folder / 'NAME.json'}` first"
         )
-    return max(documents, key=lambda document: document["date"])
+    return sorted(documents, key=lambda document: document["date"], reverse=True)
 
 
 def _times(value: float | None) -> str:
@@ -64,8 +77,8 @@ def _rows(header: list[str], rows: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(cells) + " |" for cells in (header, right, *rows)]
 
 
-def render(document: dict) -> str:
-    """Markdown: machine and command, the table of calls, the table of layers, the memory line."""
+def render(document: dict, short: bool = False) -> str:
+    """Markdown: machine and command, the table of calls, the table of layers, the memory line; short: some calls."""
     records = {(record["name"], record["pass"]): record for record in document["cases"]}
 
     def ours(record: dict | None) -> dict:
@@ -82,6 +95,8 @@ def render(document: dict) -> str:
 
     calls, layers = [], []
     for label, name in CALLS.items():
+        if short and label not in SHORT:
+            continue
         forward, backward, _ = passes(name)
         if any("seconds" in ours(record) for record in (forward, backward)):
             scaling = ours(forward).get("scaling")
@@ -103,7 +118,7 @@ def render(document: dict) -> str:
     ]
     if calls:
         lines += _rows(["", "forward", "of peak", "SDPA", "backward", "of peak", "SDPA"], calls) + [""]
-    if layers:
+    if layers and not short:
         times = ["SDPA composed", "nn.MultiheadAttention"]
         lines += _rows(["layer", "forward", *times, "forward + backward", *times], layers) + [""]
     memory = []
@@ -121,40 +136,47 @@ def render(document: dict) -> str:
             heads = f"the {case.layer} layer" if case.layer else f"{case.dtype}, one head"
             what = f"{heads}, N {case.q_len}" + (", causal" if case.causal else "")
             memory.append(f"- {what}: {'; '.join(parts)}")
-    if memory:
+    if memory and not short:
         lines += ["Peak memory beyond inputs and outputs, in MiB:", "", *memory]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def replace(readme: str, table: str) -> str:
-    """The README's text with the table between the markers; ValueError without exactly one pair of them."""
-    if readme.count(START) != 1 or readme.count(END) != 1 or readme.index(START) > readme.index(END):
-        raise ValueError(f"expected the README to contain {START} and after it {END}, once each")
-    before, _, rest = readme.partition(START)
+def every(documents: list[dict]) -> str:
+    """Markdown: each machine under a heading of its own."""
+    return "\n".join(f"### {document['gpu'] or document['cpu']}\n\n{render(document)}" for document in documents)
+
+
+def replace(page: str, table: str) -> str:
+    """The page's text with the table between the markers; ValueError without exactly one pair of them."""
+    if page.count(START) != 1 or page.count(END) != 1 or page.index(START) > page.index(END):
+        raise ValueError(f"expected the page to contain {START} and after it {END}, once each")
+    before, _, rest = page.partition(START)
     return f"{before}{START}\n{table}{END}{rest.partition(END)[2]}"
 
 
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__)
-    p.add_argument("--check", action="store_true", help="change nothing; exit with 1 if the table is not up to date")
+    p.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a table is not up to date")
     p.add_argument("--readme", type=Path, default=README)
+    p.add_argument("--page", type=Path, default=PAGE)
     p.add_argument("--results", type=Path, default=RESULTS)
     args = p.parse_args(argv)
     try:
-        old = args.readme.read_text()
-        new = replace(old, render(newest(args.results)))
+        documents = machines(args.results)
+        tables = {args.readme: render(documents[0], short=True), args.page: every(documents)}
+        old = {page: page.read_text() for page in tables}
+        new = {page: replace(old[page], table) for page, table in tables.items()}
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
-    if args.check:
-        if old != new:
-            print(
-                f"{args.readme}: the benchmark table is not up to date: run `python -m benchmarks.readme`",
-                file=sys.stderr,
-            )
-        return int(old != new)
-    args.readme.write_text(new)
-    return 0
+    stale = [page for page in tables if old[page] != new[page]]
+    for page in stale:
+        if args.check:
+            message = f"{page}: the benchmark table is not up to date: run `python -m benchmarks.readme`"
+            print(message, file=sys.stderr)
+        else:
+            page.write_text(new[page])
+    return int(args.check and bool(stale))
 
 
 if __name__ == "__main__":

@@ -30,12 +30,13 @@ def activity(reset: bool = False) -> dict[str, Any]:
         reset: begin again at 0.
 
     Returns a dict:
-        attnjourney: calls of F.scaled_dot_product_attention, from Python or C++, that ran here.
-        fast_path: calls of the inference kernel of nn.MultiheadAttention and nn.TransformerEncoderLayer that ran here.
-        traced: calls that put an operator of this package into a graph (torch.compile, make_fx, a decomposed export).
-            Runs of the graph are not counted.
-        torch: calls that, while activated, ran in torch's own function.
-        reasons: why, each with its number of calls.
+
+    - attnjourney: calls of F.scaled_dot_product_attention, from Python or C++, that ran here.
+    - fast_path: calls of the inference kernel of nn.MultiheadAttention and nn.TransformerEncoderLayer that ran here.
+    - traced: calls that put an operator of this package into a graph (torch.compile, make_fx, a decomposed export).
+      Runs of the graph are not counted.
+    - torch: calls that, while activated, ran in torch's own function.
+    - reasons: why, each with its number of calls.
     """
     with _lock:
         result = {**{name: _counts[name] for name in OURS}, "torch": _reasons.total(), "reasons": dict(_reasons)}

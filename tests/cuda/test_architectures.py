@@ -1,5 +1,5 @@
 """Which CUDA kernel a call takes, on GPUs that are not here: the list in csrc/cuda/architectures.cu against the rules
-that the README states."""
+that docs/cuda.md states."""
 
 import itertools
 import subprocess

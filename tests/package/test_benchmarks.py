@@ -338,11 +338,12 @@ def test_a_run_is_compared_and_what_seems_slower_is_measured_again(document, tmp
     assert "measuring 1 case(s) again" in shown and "3 compared with" in shown and "1 slower by more than 5%" in shown
 
 
-def test_the_readme_table_comes_from_the_newest_results(document, tmp_path, capsys):
-    results, page = tmp_path / "results", tmp_path / "README.md"
+def test_the_tables_of_the_documents_come_from_the_results(document, tmp_path, capsys):
+    results, short, page = tmp_path / "results", tmp_path / "README.md", tmp_path / "performance.md"
     results.mkdir()
-    arguments = ["--readme", str(page), "--results", str(results)]
-    page.write_text(f"before\n{readme.START}\n{readme.END}\nafter\n")
+    arguments = ["--readme", str(short), "--page", str(page), "--results", str(results)]
+    for path in (short, page):
+        path.write_text(f"before\n{readme.START}\n{readme.END}\nafter\n")
     assert readme.main(arguments) == 1  # no results yet
     (results / "b.json").write_text(json.dumps(document))
     older = {**document, "date": "2001-01-01T00:00:00Z", "cpu": "an older machine"}
@@ -351,9 +352,12 @@ def test_the_readme_table_comes_from_the_newest_results(document, tmp_path, caps
     assert readme.main([*arguments, "--check"]) == 1
     assert "not up to date" in capsys.readouterr().err
     assert readme.main(arguments) == 0 and readme.main([*arguments, "--check"]) == 0
-    text = page.read_text()
+    text = short.read_text()
     assert text.startswith(f"before\n{readme.START}\n{document['cpu']}") and text.endswith(f"{readme.END}\nafter\n")
+    assert document["command"] in text and "an older machine" not in text and "Peak memory beyond" not in text
+    text = page.read_text()
     assert "| fp32, (1, 8, 16, 64) |" in text and document["command"] in text and "Peak memory beyond" in text
+    assert text.index(f"### {document['cpu']}") < text.index("### an older machine")
     assert readme.main(arguments) == 0 and page.read_text() == text
 
     page.write_text("no markers\n")
