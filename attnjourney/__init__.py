@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from . import _requirements as _requirements  # isort: skip
 from . import nn as nn
 from . import reference as reference
 from ._version import __version__ as __version__

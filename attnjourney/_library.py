@@ -2,16 +2,14 @@
 
 import functools
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import _errors
+from . import _errors, _requirements
 
-MINIMUM_TORCH = (2, 11)
 _FRAGMENT = torch.library.Library("attnjourney", "FRAGMENT")
 _CUDA = torch.library.Library("attnjourney", "IMPL", "CUDA")
 
@@ -24,11 +22,7 @@ def directory() -> Path:
 @functools.cache
 def load() -> None:
     """Registers the operators with torch; later calls do nothing."""
-    version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
-    if version < MINIMUM_TORCH:
-        minimum = ".".join(map(str, MINIMUM_TORCH))
-        raise ImportError(f"attnjourney needs torch >= {minimum}, and torch {torch.__version__} is installed")
-
+    _requirements.check_torch()
     cpu, cuda = directory() / "_C_cpu.so", directory() / "_C_cuda.so"
     if not cpu.exists():
         raise ImportError(f"attnjourney's C++ library is not built: run `make build` or `pip install .` (no {cpu})")
@@ -74,4 +68,5 @@ def _load(path: Path) -> None:
         torch.ops.load_library(path)
         _errors.watch(path)
     except OSError as error:
-        raise ImportError(f"torch {torch.__version__} cannot load {path}: {error}") from error
+        musl = ": it is for glibc, and this system has musl" if _requirements.on_musl() else ""
+        raise ImportError(f"torch {torch.__version__} cannot load {path}: {error}{musl}") from error

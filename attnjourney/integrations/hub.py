@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from .._library import MINIMUM_TORCH, directory
+from .._library import directory
+from .._requirements import MINIMUM_TORCH
 from .._version import __version__
 
 # what a kernel of the hub offers: the functions that transformers looks for, and the package itself

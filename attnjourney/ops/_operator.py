@@ -7,12 +7,12 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-import torch._functorch.config
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from .. import _library
+from ._torch_internals import constant_in_graphs
 
 _library.load()
 NAMESPACE = "attnjourney"
@@ -32,8 +32,10 @@ def draw_seed(like: Tensor) -> Tensor:
     return _draw(like.device)
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _graphs_recompute() -> bool:
+    import torch._functorch.config
+
     return torch._functorch.config.activation_memory_budget < 1
 
 

@@ -1,6 +1,8 @@
-"""What the operators need of PyTorch that has no public name. All are called at every call: bound once."""
+"""What the operators need of PyTorch that has no public name. What is called at every call is bound once."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -8,6 +10,12 @@ any_requires_grad = torch._C._any_requires_grad
 below_autograd = torch._C._AutoDispatchBelowAutograd
 grad_enabled = torch.is_grad_enabled
 transforms_active = torch._C._are_functorch_transforms_active
+
+
+def constant_in_graphs(function: Callable) -> Callable:
+    """torch.compiler.assume_constant_result, which imports the compiler: a second and a half."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def autocast_on(device_type: str) -> bool:

@@ -47,6 +47,18 @@ def test_only_torchs_c_interface_and_the_compilers_runtime_are_needed():
     assert [n for n in needed if not (torch_c.fullmatch(n) or runtime.fullmatch(n) or n in weak)] == []
 
 
+def test_systems_from_glibc_2_28_on_can_load_it():
+    """csrc/core/older_systems.cpp. The limits of manylinux_2_28, which is what torch itself is built for."""
+    oldest = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}
+    newer = []
+    for name in undefined():
+        kind, _, version = name.rpartition("@")[2].partition("_")
+        numbers = tuple(map(int, re.findall(r"\d+", version)))
+        if kind in oldest and numbers > oldest[kind]:
+            newer.append(name)
+    assert newer == []
+
+
 def test_only_the_last_error_is_exported():
     assert symbols(LIBRARY, "-D", "--defined-only") == [("T", "attnjourney_last_error")]
 
