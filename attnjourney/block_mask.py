@@ -91,10 +91,35 @@ class BlockMask:
         batch, heads, q_len, kv_len = full.shape
         _check_sizes(batch, heads, q_len, kv_len, block_size)
 
-        def rows_of(b: int, h: int, first: int, last: int) -> Tensor:
-            return full[b, h, first:last]
+        row_blocks, key_blocks = -(-q_len // block_size), -(-kv_len // block_size)
+        pad = (0, key_blocks * block_size - kv_len, 0, row_blocks * block_size - q_len)
 
-        return cls._build(rows_of, batch, heads, q_len, kv_len, block_size, mask.device)
+        def blocks_of(beyond: bool) -> Tensor:
+            """(batch, heads, row blocks, key blocks, pairs), with `beyond` where there is no row or key."""
+            padded = torch.nn.functional.pad(full, pad, value=beyond)
+            blocks = padded.view(batch, heads, row_blocks, block_size, key_blocks, block_size)
+            return blocks.transpose(3, 4).flatten(4)
+
+        some, cut = blocks_of(False).any(-1), blocks_of(True)
+        # No branch depends on a value, so that a program can hold this whose batch only a run tells.
+        counts = some.sum(-1)
+        ends = counts.flatten().cumsum(0).view(batch, heads, row_blocks)
+        starts = (ends - counts)[..., :1] if q_len else counts.new_zeros(batch, heads, 1)
+        seen, is_cut = cut[some], ~cut.all(-1)[some]
+        words, kinds = torch.unique(seen[is_cut].view(torch.int64), dim=0, return_inverse=True)
+        nth = torch.arange(kinds.shape[0], device=mask.device)
+        first = torch.full_like(words[:, 0], kinds.shape[0]).scatter_reduce(0, kinds, nth, "amin")
+        order = first.argsort()  # those that differ, in the order in which they appear
+        partial = torch.full_like(is_cut, -1, dtype=torch.int32)
+        partial[is_cut] = order.argsort()[kinds].int()
+        return cls(
+            torch.cat([starts, ends], -1).int(),
+            some.nonzero()[:, -1].int(),
+            partial,
+            words[order].view(torch.bool).unflatten(1, (block_size, block_size)),
+            q_len,
+            kv_len,
+        )
 
     @classmethod
     def _build(
@@ -253,6 +278,8 @@ def _cut(rows: Tensor, size: int, beyond: bool) -> Tensor:
 def _check_sizes(batch: int, heads: int, q_len: int, kv_len: int, block_size: int) -> None:
     sizes = dict(batch=batch, heads=heads, q_len=q_len, kv_len=kv_len, block_size=block_size)
     for name, n in sizes.items():
+        if isinstance(n, torch.SymInt):
+            continue
         if not isinstance(n, int) or isinstance(n, bool) or n < 0:
             raise ValueError(f"{name}: expected an int from 0, got {n!r}")
     if block_size % 16 or block_size == 0:

@@ -389,6 +389,11 @@ def _with_weights():
     return lambda x: layer(x.flatten(2), x.flatten(2), x.flatten(2))[1]
 
 
+def _block_mask(batch):
+    seen = torch.tensor([[True, False], [True, True]])
+    return attnjourney.BlockMask.from_dense(seen.expand(batch, 1, 2, 2), 16)
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -400,8 +405,19 @@ def _with_weights():
         lambda x: attnjourney.infini_attention(x, x, x, torch.zeros(6), segment_length=2),
         lambda x: attnjourney.longformer_attention(x, x, x, window=1),
         _with_weights(),
+        lambda x: attnjourney.attention(x, x, x, _block_mask(x.shape[0])),
     ],
-    ids=["attention", "mask", "lengths", "rank 3", "attention_weights", "infini", "longformer", "mha weights"],
+    ids=[
+        "attention",
+        "mask",
+        "lengths",
+        "rank 3",
+        "attention_weights",
+        "infini",
+        "longformer",
+        "mha weights",
+        "blocks",
+    ],
 )
 def test_exports_with_a_batch_known_at_run_time(function):
     x, module = torch.randn(5, 6, 2, 8), _Kept(function)
