@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import _errors, _requirements
+from . import _compile_cache, _errors, _requirements
 
 _FRAGMENT = torch.library.Library("attnjourney", "FRAGMENT")
 _CUDA = torch.library.Library("attnjourney", "IMPL", "CUDA")
@@ -34,6 +34,7 @@ def load() -> None:
     _refuse_cuda(cuda)
     _errors.keep_types()
     _tag()
+    _compile_cache.tag_keys()
 
 
 def _tag() -> None:

@@ -13,9 +13,6 @@ The layers of the suite, from a second to the whole:
 there is: see the end of this file.
 """
 
-import hashlib
-import os
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -24,9 +21,6 @@ import torch
 from tests.support import quick
 
 TESTS = Path(__file__).parent
-# What inductor keeps on disk calls our operators by the schemas of its day, and does not know them for others.
-_schemas = hashlib.sha256((TESTS.parent / "csrc" / "schemas.cpp").read_bytes()).hexdigest()[:16]
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/attnjourney_inductor_{_schemas}")
 SLOW = [  # longest first: processes of xdist take the files in this order, so that all of them end at about one time
     *(f"emulator/test_{name}.py" for name in ("attention", "options", "fp16x2", "full_sm90", "fp16x2_backward")),
     *(f"emulator/test_{name}.py" for name in ("decode", "latent", "small", "linear", "nan", "full_sm90_backward")),

@@ -1,0 +1,17 @@
+"""What torch.compile keeps on disk calls our operators by the schemas of its day: others are not to find it."""
+
+import hashlib
+
+import torch
+
+
+def schemas_digest() -> str:
+    """Of the schemas of all operators that are registered."""
+    names = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("attnjourney::"))
+    texts = (str(torch._C._get_schema(*name.partition(".")[::2])) for name in names)
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+
+
+def tag_keys() -> None:
+    """Programs compiled by this process are kept, and found, under keys that hold these schemas."""
+    torch.compiler.config.cache_key_tag += f"attnjourney-{schemas_digest()}"
