@@ -1,7 +1,7 @@
 # Variables, on the command line or in the environment:
 #   TORCH=2.13.0    the torch that is installed           PIP_ARGS=   added to pip install torch, such as --index-url URL
 #   PYTHON=python3  the interpreter of the virtual environment, and of `make gpu`
-#   PYTEST_ARGS=    added to pytest                       ARGS=       added to benchmarks.run
+#   PYTEST_ARGS=    added to pytest                       ARGS=       added to benchmarks.run, tools.test_wheel
 #   CHROMIUM=       the browser of tests/seeing/test_page.py, if it is not `chromium` on PATH
 #   TEXT=           a text file for the demo              OUT=        where results go
 #   PART=bench CASES=...  parts of `make gpu`, and its benchmarks      PREBUILT=1  `make gpu` takes the libraries as they are
@@ -19,7 +19,7 @@ RUN_TESTS = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -q -n auto
 CXX_FILES = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := build
-.PHONY: help build test test-quick test-clients demo bench docs wheel gpu lint format asan fuzz test-torch test-torches clean
+.PHONY: help build test test-quick test-clients demo bench docs wheel test-wheel gpu lint format asan fuzz test-torch test-torches clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -47,8 +47,21 @@ demo: build  ## build, then the demo: make demo TEXT=book.txt
 bench: build  ## build, then the benchmarks: make bench ARGS="..."
 	$(PY) -m benchmarks.run $(ARGS)
 
-wheel: build  ## build, then a wheel in dist/
-	$(PY) -m pip wheel -q --no-deps --no-build-isolation -w dist .
+# torch's own libraries are those of the installed torch, never copies.
+wheel: OUT := $(or $(OUT),dist)
+wheel: $(VENV)/.torch-$(TORCH)  ## sdist and wheel in dist/, for any Linux with glibc >= 2.28; CUDA=0 without the CUDA library
+	$(call install,wheel)
+	@rm -rf build/wheel
+	@$(PY) setup.py -q sdist -d "$(OUT)"
+	@$(if $(CUDA),ATTNJOURNEY_CUDA=$(CUDA),$(if $(shell command -v nvcc),ATTNJOURNEY_CUDA=1)) \
+		$(PY) -m pip wheel -q --no-deps --no-build-isolation -w build/wheel .
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m auditwheel -v repair --plat manylinux_2_28_x86_64 --only-plat -w "$(OUT)" \
+		--exclude 'libtorch*.so' --exclude 'libc10*.so' build/wheel/*.whl 2>build/wheel/log \
+		|| { cat build/wheel/log; exit 1; }
+	@ls -l "$(OUT)"
+
+test-wheel:  ## the smoke tests with the wheel of dist/, without a compiler, by Python and torch: ARGS="--torch 2.14.1"
+	$(PY) -m tools.test_wheel $(ARGS)
 
 docs: build  ## build, then the site of docs/ in build/docs; a warning is an error
 	$(call install,docs)

@@ -73,3 +73,21 @@ def test_size_of_the_papers_for_contributors():
 def test_six_recipes():
     recipes = re.findall(r"^### (.*)$", text_of("csrc/README.md").partition("## Recipes")[2], re.M)
     assert len(recipes) == 6, recipes
+
+
+def test_workflows_call_the_makefile():
+    targets = re.findall(r"^([\w-]+):.*## ", (ROOT / "Makefile").read_text(), re.M)
+    commands = [
+        line
+        for path in (ROOT / ".github/workflows").glob("*.yml")
+        for line in re.findall(r"^\s+(?:- )?run: (.*)$", path.read_text(), re.M)
+    ]
+    made = [line.split()[1] for line in commands if line.startswith("make ")]
+    assert {"lint", "test-quick", "docs", "wheel", "test-wheel", "test"} == set(made) and set(made) <= set(targets)
+    assert all(line.startswith(("make ", "apt-get ")) for line in commands)
+
+
+def test_the_version_stands_in_one_place_and_in_the_changelog():
+    version = re.search(r'__version__ = "(\d+\.\d+)', text_of("attnjourney/_version.py"))[1]
+    assert re.search(rf"^## .*\b{re.escape(version)}\b", text_of("CHANGELOG.md"), re.M)
+    assert not re.search(r"^version\s*=\s*\"", text_of("pyproject.toml"), re.M)
