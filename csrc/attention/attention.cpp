@@ -157,10 +157,7 @@ ScoreModifier check_score_options(const AttentionOptions& o, int64_t batch, int6
 
 HeadMap mask_map(const AttentionCall& c, const Tensor& mask, int64_t& row, int64_t& col) {
   HeadMap m;
-  const auto stride = [&](int64_t from_end) {
-    const int64_t d = mask.dim() - from_end;
-    return d >= 0 && mask.size(d) != 1 ? mask.stride(d) : 0;
-  };
+  const auto stride = [&](int64_t from_end) { return stride_of(mask, mask.dim() - from_end); };
   col = stride(1);
   row = stride(2);
   if (c.rank >= 3) m.head_stride = stride(3);
@@ -178,8 +175,8 @@ HeadMap head_map(const AttentionCall& call, const Tensor& t, int64_t heads) {
   HeadMap m;
   const int64_t own = heads_of(t);
   m.head_div = own > 0 ? std::max<int64_t>(1, heads / own) : 1;
-  m.head_stride = call.rank >= 3 && own != 1 ? t.stride(call.rank - 3) : 0;
-  for (int d = 0; d < call.batch_dims; d++) m.batch_stride[d] = t.size(d) != 1 ? t.stride(d) : 0;
+  m.head_stride = call.rank >= 3 ? stride_of(t, call.rank - 3) : 0;
+  for (int d = 0; d < call.batch_dims; d++) m.batch_stride[d] = stride_of(t, d);
   return m;
 }
 
@@ -239,9 +236,9 @@ AttentionCall check_attention(AttentionArgs args) {
 
   for (Tensor* t : {&query, &key, &value})
     if (!aten::has_dense_rows(*t)) *t = torch::stable::contiguous(*t);
-  p.q_row = query.stride(c.rank - 2);
-  p.k_row = key.stride(c.rank - 2);
-  p.v_row = value.stride(c.rank - 2);
+  p.q_row = stride_of(query, c.rank - 2);
+  p.k_row = stride_of(key, c.rank - 2);
+  p.v_row = stride_of(value, c.rank - 2);
   c.query_map = head_map(c, query, c.q_heads);
   c.key_map = head_map(c, key, c.q_heads);
   c.value_map = head_map(c, value, c.q_heads);

@@ -37,10 +37,7 @@ void check_blocks(AttentionCall& c, const BlockTensors& b, const Tensor& query) 
     ok = b.offsets.size(d) == 1 || b.offsets.size(d) == want[static_cast<size_t>(d + extra)];
   check_value(ok, "block_offsets: expected a shape that broadcasts to ", list_text(want), " for blocks of ",
               p.block_size, ", got ", shape_text(b.offsets));
-  const auto stride = [&](int64_t from_end) {
-    const int64_t d = dim - from_end;
-    return d >= 0 && b.offsets.size(d) != 1 ? b.offsets.stride(d) : 0;
-  };
+  const auto stride = [&](int64_t from_end) { return stride_of(b.offsets, dim - from_end); };
   if (c.rank >= 3) c.mask_map.head_stride = stride(2);
   for (int d = 0; d < c.batch_dims; d++) c.mask_map.batch_stride[d] = stride(c.rank - 1 - d);
 

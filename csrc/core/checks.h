@@ -128,6 +128,10 @@ int64_t extent(int64_t first, Sizes... rest) {
   }
   return product;
 }
+// The stride of a dimension that is walked: 0 where it has one item, whose stride may be any number. `d` below 0: of a
+// dimension that is not there.
+inline int64_t stride_of(const Tensor& t, int64_t d) { return d >= 0 && t.size(d) > 1 ? t.stride(d) : 0; }
+
 inline void check_extent(const char* name, const Tensor& t) {
   const int64_t numbers = t.numel();
   if (numbers > 0 && numbers <= most_numbers) [[likely]]

@@ -24,10 +24,7 @@ void check_scores(DecodeCall& c, const DecodeInputs& in) {
   check_mask_tensor(m, {c.batch, c.q_heads, c.q_len, m.size(-1)}, q);  // the last one: see check_mask_keys
   c.mask = m.scalar_type() == ScalarType::Bool ? MaskKind::boolean : MaskKind::floating;
   c.mask_fp32 = m.scalar_type() == ScalarType::Float && q.scalar_type() != ScalarType::Float;
-  const auto stride = [&](int64_t from_end) {
-    const int64_t d = m.dim() - from_end;
-    return d >= 0 && m.size(d) != 1 ? m.stride(d) : 0;
-  };
+  const auto stride = [&](int64_t from_end) { return stride_of(m, m.dim() - from_end); };
   c.mask_col = stride(1), c.mask_row = stride(2), c.mask_head = stride(3), c.mask_batch = stride(4);
 }
 

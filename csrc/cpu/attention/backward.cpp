@@ -39,8 +39,8 @@ void backward(AttentionCall& c, const AttentionSaved& saved, const AttentionTang
   const Tensor& query = c.args.query;
   AttentionParams& p = c.params;
   p.dropout = Dropout::from(c.args.options.dropout_p, seed_of(c.args.options));
-  p.out_row = saved.out.stride(c.rank - 2);
-  p.grad_out_row = saved.grad_out.stride(c.rank - 2);
+  p.out_row = stride_of(saved.out, c.rank - 2);
+  p.grad_out_row = stride_of(saved.grad_out, c.rank - 2);
 
   if (p.q_len == 0 || c.batch * c.q_heads == 0 || (p.kv_len == 0 && !gradients.sinks)) {  // nothing sees anything
     for (const OptionalTensor* g : gradients.all())
@@ -87,9 +87,10 @@ void backward(AttentionCall& c, const AttentionSaved& saved, const AttentionTang
       h[i] = heads.at(b, head);
       h[i].grad_out = grads.at(b, head, q_begin);
       if (grad_lses) h[i].grad_lse = lse_at(c, grad_lses, b, head, q_begin);
-      if (gradients.query) g[i].query = gq.at(b, head, q_begin), g[i].query_row = gradients.query->stride(c.rank - 2);
-      if (gradients.key) g[i].key = gk.at(b, kv, k_begin), g[i].key_row = gradients.key->stride(c.rank - 2);
-      if (gradients.value) g[i].value = gv.at(b, kv, k_begin), g[i].value_row = gradients.value->stride(c.rank - 2);
+      if (gradients.query)
+        g[i].query = gq.at(b, head, q_begin), g[i].query_row = stride_of(*gradients.query, c.rank - 2);
+      if (gradients.key) g[i].key = gk.at(b, kv, k_begin), g[i].key_row = stride_of(*gradients.key, c.rank - 2);
+      if (gradients.value) g[i].value = gv.at(b, kv, k_begin), g[i].value_row = stride_of(*gradients.value, c.rank - 2);
       mask_gradient.place(g[i], item, part, b, head);
       if (gradients.sinks) g[i].sink = &grad_sinks[static_cast<size_t>(bh * most_parts)];
       if (gradients.alibi_slopes) g[i].slope = &grad_slopes[static_cast<size_t>(bh * most_parts + part)];
@@ -131,7 +132,7 @@ void backward(AttentionCall& c, const AttentionSaved& saved, const AttentionTang
         if (first >= q_len) return;
         HeadGradients g;
         g.query = gq.at(b, kv * p.group + member, sequences.q_begin(b));
-        g.query_row = gradients.query->stride(c.rank - 2);
+        g.query_row = stride_of(*gradients.query, c.rank - 2);
         kernel.sum_parts(p, partial + (index * parts * part_numbers + member * q_len * ld) * compute_item, part_numbers,
                          parts, first, std::min(rows, q_len - first), g);
       });

@@ -18,7 +18,7 @@ uint64_t seed_of(const AttentionOptions& options) {
 
 void clear_rows(const AttentionCall& c, const Sequences& sequences, const HeadWalk& walk, int64_t heads,
                 const Tensor& t) {
-  const int64_t row = t.stride(c.rank - 2) * item_size(t.scalar_type());
+  const int64_t row = stride_of(t, c.rank - 2) * item_size(t.scalar_type());
   const int64_t width = t.size(c.rank - 1) * item_size(t.scalar_type());
   sequences.unused_rows([&](int64_t b, int64_t first, int64_t count) {
     for (int64_t h = 0; h < heads; h++)
@@ -41,7 +41,7 @@ void cpu_attention_forward(AttentionCall& c, const AttentionResults& results) {
   AttentionParams& p = c.params;
   if (c.q_heads * p.q_len == 0) return;
   p.dropout = Dropout::from(c.args.options.dropout_p, seed_of(c.args.options));
-  p.out_row = out.stride(c.rank - 2);
+  p.out_row = stride_of(out, c.rank - 2);
   const Sequences sequences(c);
   const HeadInputs heads(c, sequences, out, lse, stats);
   char* lses = static_cast<char*>(lse.mutable_data_ptr());

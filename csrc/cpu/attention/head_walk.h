@@ -8,7 +8,7 @@ class HeadWalk {
  public:
   HeadWalk(const AttentionCall& call, const HeadMap& map, const Tensor& t)
       : call_(call), map_(map), base_(static_cast<char*>(t.data_ptr())), item_(item_size(t.scalar_type())) {
-    row_ = call.packed ? t.stride(call.rank - 2) : 0;
+    row_ = call.packed ? stride_of(t, call.rank - 2) : 0;
   }
   // `begin`: the first row of a packed sequence
   void* at(int64_t batch, int64_t head, int64_t begin = 0) const {

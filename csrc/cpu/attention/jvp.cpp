@@ -13,7 +13,7 @@ void cpu_attention_jvp(AttentionCall& c, const AttentionResults& results, const 
   AttentionParams& p = c.params;
   if (c.q_heads * p.q_len == 0) return;
   p.dropout = Dropout::from(c.args.options.dropout_p, seed_of(c.args.options));
-  p.out_row = results.out.stride(c.rank - 2);
+  p.out_row = stride_of(results.out, c.rank - 2);
   const Sequences sequences(c);
   const HeadInputs heads(c, sequences, results.out, results.lse, results.stats);
   const HeadMap written_map = head_map(c, *tangents.out, c.q_heads);

@@ -22,7 +22,7 @@ Tangents::Rows Tangents::rows(const OptionalTensor& t) const {
   if (!t) return r;
   r.tensor = aten::rows_contiguous(*t);
   r.map = head_map(call_, *r.tensor, call_.q_heads);
-  r.row = r.tensor->stride(call_.rank - 2);
+  r.row = stride_of(*r.tensor, call_.rank - 2);
   return r;
 }
 

@@ -15,7 +15,8 @@ class CacheRows {
   explicit CacheRows(const Tensor& t) : data_(static_cast<char*>(t.data_ptr())) {
     const ScalarType s = t.scalar_type();
     const int64_t item = s == ScalarType::Double ? 8 : s == ScalarType::Float ? 4 : 2;
-    outer_ = t.stride(0) * item, head_ = t.stride(1) * item, slot_ = t.stride(2) * item, bytes_ = t.size(3) * item;
+    outer_ = stride_of(t, 0) * item, head_ = stride_of(t, 1) * item, slot_ = stride_of(t, 2) * item;
+    bytes_ = t.size(3) * item;
   }
   char* at(int64_t outer, int64_t head, int64_t slot) const {
     return data_ + outer * outer_ + head * head_ + slot * slot_;

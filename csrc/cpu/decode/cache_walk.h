@@ -42,8 +42,8 @@ class CacheWalk {
     }
   };
   static Plane plane(const Tensor& t) {
-    return {static_cast<const char*>(t.const_data_ptr()), bytes_of(t.scalar_type()), t.stride(0), t.stride(1),
-            t.stride(2)};
+    return {static_cast<const char*>(t.const_data_ptr()), bytes_of(t.scalar_type()), stride_of(t, 0), stride_of(t, 1),
+            stride_of(t, 2)};
   }
   const DecodeCall& call_;
   Plane key_, value_;

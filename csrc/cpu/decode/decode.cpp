@@ -41,7 +41,7 @@ void decode_few(const DecodeCall& c, const DecodeInputs& in, const Tensor& query
   for (int64_t b = 0; b < c.batch; b++) {
     DecodeParams& p = all[static_cast<size_t>(b)].params;
     p.q_len = c.q_len, p.head_dim = c.head_dim, p.v_head_dim = c.v_head_dim;
-    p.q_head = query.stride(1), p.q_row = query.stride(2), p.k_row = walk.key_row(), p.v_row = walk.value_row();
+    p.q_head = stride_of(query, 1), p.q_row = stride_of(query, 2), p.k_row = walk.key_row(), p.v_row = walk.value_row();
     p.scale = c.scale;
     p.modifier = c.modifier, p.alibi = !slopes.empty();
     p.mask = c.mask, p.mask_fp32 = c.mask_fp32;
@@ -92,7 +92,7 @@ void decode_few(const DecodeCall& c, const DecodeInputs& in, const Tensor& query
     DecodeRows r;
     r.first = unit % row_blocks * row_block;
     r.count = std::min(row_block, rows - r.first);
-    r.query = q + (b * query.stride(0) + kv * c.group * query.stride(1)) * item;
+    r.query = q + (b * stride_of(query, 0) + kv * c.group * stride_of(query, 1)) * item;
     r.out = o + bh * c.q_len * c.v_head_dim * item;
     r.lse = l + bh * c.q_len * lse_item;
     if (mask) r.mask = mask + (b * c.mask_batch + kv * c.group * c.mask_head) * mask_item;

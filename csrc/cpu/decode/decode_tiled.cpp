@@ -69,7 +69,7 @@ void decode_tiled(const DecodeCall& c, const DecodeInputs& in, const Tensor& que
   shared.group = c.group, shared.scale = c.scale;
   shared.modifier = c.modifier, shared.alibi = in.options.alibi_slopes.has_value();
   shared.mask = c.mask, shared.mask_fp32 = c.mask_fp32, shared.mask_row = c.mask_row, shared.mask_col = c.mask_col;
-  shared.q_row = query.stride(2), shared.out_row = c.v_head_dim;
+  shared.q_row = stride_of(query, 2), shared.out_row = c.v_head_dim;
 
   std::vector<KeyRange> seen;
   for (int64_t b = 0; b < c.batch; b++) {
@@ -107,7 +107,7 @@ void decode_tiled(const DecodeCall& c, const DecodeInputs& in, const Tensor& que
     const int64_t bh = b * c.q_heads + head, first = block * plan.rows;
     HeadPointers h;
     h.index = static_cast<uint32_t>(bh);
-    h.query = q + (b * query.stride(0) + head * query.stride(1)) * item;
+    h.query = q + (b * stride_of(query, 0) + head * stride_of(query, 1)) * item;
     h.key = pieces.key[static_cast<size_t>(b * c.kv_heads + head / c.group)];
     h.value = pieces.value[static_cast<size_t>(b * c.kv_heads + head / c.group)];
     const int64_t first_key = seen[static_cast<size_t>(b)].begin;

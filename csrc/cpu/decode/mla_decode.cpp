@@ -12,8 +12,8 @@ void cpu_head_products(const Tensor& x, const Tensor& w, bool transposed, const 
   HeadProductParams shared;
   shared.rows = x.size(0) * x.size(2), shared.q_len = x.size(2), shared.inner = x.size(3), shared.width = out.size(3);
   if (shared.rows * x.size(1) == 0) return;
-  shared.x_batch = x.stride(0), shared.x_row = x.stride(2), shared.w_row = w.stride(1);
-  shared.out_batch = out.stride(0), shared.out_row = out.stride(2), shared.transposed = transposed;
+  shared.x_batch = stride_of(x, 0), shared.x_row = stride_of(x, 2), shared.w_row = stride_of(w, 1);
+  shared.out_batch = stride_of(out, 0), shared.out_row = stride_of(out, 2), shared.transposed = transposed;
   const DecodeKernels& kernel = kernels().decode[static_cast<int>(kernel_dtype(x.scalar_type()))];
   const int64_t item = bytes_of(x.scalar_type()), heads = x.size(1);
   const auto [from, weight, to] =
@@ -25,9 +25,9 @@ void cpu_head_products(const Tensor& x, const Tensor& w, bool transposed, const 
   run_queue(heads, thread_count(heads, cost), kernel.product_space(shared),
             [&, from = from, weight = weight, to = to](int64_t h, void* space) {
               HeadProductParams p = shared;
-              p.x = from + h * x.stride(1) * item;
-              p.w = weight + h * w.stride(0) * item;
-              p.out = to + h * out.stride(1) * item;
+              p.x = from + h * stride_of(x, 1) * item;
+              p.w = weight + h * stride_of(w, 0) * item;
+              p.out = to + h * stride_of(out, 1) * item;
               kernel.product(p, space);
             });
 }

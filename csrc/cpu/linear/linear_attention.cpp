@@ -14,7 +14,7 @@ struct Rows {
     item = t.scalar_type() == ScalarType::Double ? 8 : t.scalar_type() == ScalarType::Float ? 4 : 2;
   }
   char* at(int64_t b, int64_t h) const {
-    return base ? base + (b * kept.stride(0) + h * kept.stride(1)) * item : nullptr;
+    return base ? base + (b * stride_of(kept, 0) + h * stride_of(kept, 1)) * item : nullptr;
   }
   Tensor kept;
   char* base;
@@ -32,9 +32,9 @@ struct Heads {
         outs(out),
         grad_out(grads ? grads->grad_out : out),
         denominators(denominator) {
-    params.q_head = query.kept.stride(1), params.q_row = query.kept.stride(2);
-    params.k_row = key.kept.stride(2), params.v_row = value.kept.stride(2);
-    params.grad_out_head = grad_out.kept.stride(1), params.grad_out_row = grad_out.kept.stride(2);
+    params.q_head = stride_of(query.kept, 1), params.q_row = stride_of(query.kept, 2);
+    params.k_row = stride_of(key.kept, 2), params.v_row = stride_of(value.kept, 2);
+    params.grad_out_head = stride_of(grad_out.kept, 1), params.grad_out_row = stride_of(grad_out.kept, 2);
     if (grads && grads->grad_denominator && params.normalize) den_grad = aten::contiguous(*grads->grad_denominator);
     if (in.key_padding_mask) mask = aten::contiguous(*in.key_padding_mask);
     const int64_t state_item = call.state_dtype == ScalarType::Double ? 8 : 4;

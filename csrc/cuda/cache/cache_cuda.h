@@ -15,14 +15,14 @@ namespace attnjourney {
 inline int unit_of(const Tensor& t) {
   const int64_t item = t.element_size();
   int64_t all = static_cast<int64_t>(reinterpret_cast<uintptr_t>(t.data_ptr())) | t.size(3) * item | 16;
-  for (int64_t d = 0; d < 3; d++)
-    if (t.size(d) > 1) all |= t.stride(d) * item;
+  for (int64_t d = 0; d < 3; d++) all |= stride_of(t, d) * item;
   return static_cast<int>(all & -all);
 }
 
 inline CacheRows rows_of(const Tensor& t) {
   const int64_t item = t.element_size();
-  return {static_cast<unsigned char*>(t.data_ptr()), t.stride(0) * item, t.stride(1) * item, t.stride(2) * item};
+  return {static_cast<unsigned char*>(t.data_ptr()), stride_of(t, 0) * item, stride_of(t, 1) * item,
+          stride_of(t, 2) * item};
 }
 
 // Keys, and values where there are any. unit: what the rows of all tensors, those of `others` too, can be copied in.

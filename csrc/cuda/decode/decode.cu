@@ -11,7 +11,7 @@ namespace {
 // until then, keys are split.
 constexpr int64_t few_rows = 128;
 
-CacheStrides strides_of(const Tensor& t) { return {t.stride(0), t.stride(1), t.stride(2)}; }
+CacheStrides strides_of(const Tensor& t) { return {stride_of(t, 0), stride_of(t, 1), stride_of(t, 2)}; }
 
 void describe(DecodeTask& p, const DecodeCall& c, const DecodeInputs& in) {
   p.key = in.key.data_ptr(), p.value = in.value.data_ptr();
@@ -64,7 +64,7 @@ void decode_split(const CudaDecode& kernel, bool chunked, const DecodeCall& c, c
   const Tensor query = chunked && !in_chunks(given) ? torch::stable::clone(aten::contiguous(given)) : given;
   const Device device = current_device(query);
   p.query = query.data_ptr(), p.out = out.data_ptr(), p.lse = lse.data_ptr();
-  p.q_batch = query.stride(0), p.q_head = query.stride(1), p.q_row = query.stride(2);
+  p.q_batch = stride_of(query, 0), p.q_head = stride_of(query, 1), p.q_row = stride_of(query, 2);
   OptionalTensor sinks, slopes;  // copies live as long as this
   const auto numbers = [&](const OptionalTensor& t, OptionalTensor& held, const void*& data, int64_t& batch_stride) {
     if (!t) return;

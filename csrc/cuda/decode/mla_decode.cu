@@ -9,7 +9,8 @@ namespace attnjourney {
 namespace {
 
 LatentCase case_of(const DecodeCall& c, const DecodeInputs& in, bool chunked) {
-  const int64_t last = in.key.size(0) * in.key.stride(0) + in.key.size(2) * in.key.stride(2);  // chunks of 8 numbers
+  const int64_t last =
+      in.key.size(0) * stride_of(in.key, 0) + in.key.size(2) * stride_of(in.key, 2);  // chunks of 8 numbers
   return {.type = element_type(in.query.scalar_type()),
           .rows = c.q_heads * c.q_len,
           .v_head_dim = c.v_head_dim,
