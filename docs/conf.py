@@ -26,6 +26,9 @@ autodoc_member_order = "bysource"
 autoclass_content = "class"
 napoleon_google_docstring = True
 
+highlight_language = "none"
+smartquotes = False
+
 html_theme = "furo"
 html_title = "attnjourney"
 html_static_path = ["_static"]

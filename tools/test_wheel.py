@@ -17,7 +17,7 @@ from tools.test_torches import releases
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = [f"python3.{minor}" for minor in range(10, 15)]
-NEEDED = ("pytest", "numpy", "expecttest")  # by the smoke tests
+NEEDED = ("pytest", "pytest-xdist", "numpy", "expecttest")  # by the smoke tests
 
 
 def works(python: str) -> bool:
