@@ -57,7 +57,7 @@ def _fake(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     lead = check(query, key, value, None, scale, enable_gqa, **{name: options[name] for name in CHECKED})
     need(
-        block_elements.dim() == 3 and block_elements.shape[1] > 0,
+        block_elements.dim() == 3 and block_elements.shape[1] == block_elements.shape[2] > 0,
         "block_elements: expected shape (blocks, size, size)",
         block_elements,
     )

@@ -1,6 +1,7 @@
 #include "linear_attention.h"
 
 #include <cmath>
+#include <utility>
 
 #include "core/backend.h"
 
@@ -15,6 +16,31 @@ void check_shape(const char* name, const Tensor& t, std::vector<int64_t> shape, 
 
 void check_exact_dtype(const char* name, const Tensor& t, ScalarType expected) {
   check_dtype(dtype_of(t) == expected, name, t, "dtype ", dtype_text(expected));
+}
+
+struct Shape {
+  std::vector<int64_t> sizes;
+  const char* meaning;
+};
+
+// An operand beside query: of that dtype and shape, on its device.
+void check_operand(const char* name, const Tensor& t, ScalarType dtype, Shape shape, const Tensor& query) {
+  check_exact_dtype(name, t, dtype);
+  check_shape(name, t, std::move(shape.sizes), shape.meaning);
+  check_same_device(name, t, "query", query);
+}
+
+// The shapes of what a call hands on, and of its gradients; without normalize there is neither of the last two.
+Shape state_shape(const LinearCall& c) {
+  return {{c.batch, c.kv_heads, c.params.head_dim, c.params.v_head_dim}, "(batch, kv_heads, head_dim, v_head_dim)"};
+}
+Shape normalizer_shape(const LinearCall& c) {
+  if (!c.params.normalize) return {{0}, "(0,)"};
+  return {{c.batch, c.kv_heads, c.params.head_dim}, "(batch, kv_heads, head_dim)"};
+}
+Shape denominator_shape(const LinearCall& c) {
+  if (!c.params.normalize) return {{0}, "(0,)"};
+  return {{c.batch, c.q_heads, c.params.q_len}, "(batch, q_heads, q_len)"};
 }
 
 }  // namespace
@@ -55,30 +81,18 @@ LinearCall check_linear_attention(const LinearInputs& in) {
               in.feature_map);
   check_value(std::isfinite(in.scale), "scale: expected a finite number, got ", in.scale);
   check_value(std::isfinite(in.eps) && in.eps >= 0, "eps: expected a finite number of at least 0, got ", in.eps);
-  if (in.key_padding_mask) {
-    const Tensor& m = *in.key_padding_mask;
-    check_exact_dtype("key_padding_mask", m, ScalarType::Bool);
-    check_shape("key_padding_mask", m, {c.batch, p.kv_len}, "(batch, kv_len)");
-    check_same_device("key_padding_mask", m, "query", q);
-  }
-  if (in.initial_state) {
-    check_exact_dtype("initial_state", *in.initial_state, c.state_dtype);
-    check_shape("initial_state", *in.initial_state, {c.batch, c.kv_heads, p.head_dim, p.v_head_dim},
-                "(batch, kv_heads, head_dim, v_head_dim)");
-    check_same_device("initial_state", *in.initial_state, "query", q);
-  }
+  p.scale = in.scale, p.eps = in.eps, p.causal = in.is_causal, p.normalize = in.normalize;
+  p.feature_map = static_cast<FeatureMap>(in.feature_map);
+  if (in.key_padding_mask)
+    check_operand("key_padding_mask", *in.key_padding_mask, ScalarType::Bool, {{c.batch, p.kv_len}, "(batch, kv_len)"},
+                  q);
+  if (in.initial_state) check_operand("initial_state", *in.initial_state, c.state_dtype, state_shape(c), q);
   check_value(in.initial_normalizer.has_value() == (in.normalize && in.initial_state.has_value()),
               in.initial_normalizer ? "initial_normalizer: expected None without normalize or without initial_state"
                                     : "initial_normalizer: expected a tensor beside initial_state with normalize, got "
                                       "None");
-  if (in.initial_normalizer) {
-    check_exact_dtype("initial_normalizer", *in.initial_normalizer, c.state_dtype);
-    check_shape("initial_normalizer", *in.initial_normalizer, {c.batch, c.kv_heads, p.head_dim},
-                "(batch, kv_heads, head_dim)");
-    check_same_device("initial_normalizer", *in.initial_normalizer, "query", q);
-  }
-  p.scale = in.scale, p.eps = in.eps, p.causal = in.is_causal, p.normalize = in.normalize;
-  p.feature_map = static_cast<FeatureMap>(in.feature_map);
+  if (in.initial_normalizer)
+    check_operand("initial_normalizer", *in.initial_normalizer, c.state_dtype, normalizer_shape(c), q);
   return c;
 }
 
@@ -97,15 +111,9 @@ std::vector<Tensor> linear_attention_forward(const Backend& backend, Arguments& 
   const LinearCall c = check_linear_attention(in);
   const LinearParams& p = c.params;
   const Tensor out = aten::empty(in.query, {c.batch, c.q_heads, p.q_len, p.v_head_dim});
-  const Tensor state = aten::empty(in.query, {c.batch, c.kv_heads, p.head_dim, p.v_head_dim}, c.state_dtype);
-  Tensor denominator, normalizer;
-  if (p.normalize) {
-    denominator = aten::empty(in.query, {c.batch, c.q_heads, p.q_len}, c.state_dtype);
-    normalizer = aten::empty(in.query, {c.batch, c.kv_heads, p.head_dim}, c.state_dtype);
-  } else {
-    denominator = aten::empty(in.query, {0}, c.state_dtype);
-    normalizer = aten::empty(in.query, {0}, c.state_dtype);
-  }
+  const Tensor state = aten::empty(in.query, state_shape(c).sizes, c.state_dtype);
+  const Tensor denominator = aten::empty(in.query, denominator_shape(c).sizes, c.state_dtype);
+  const Tensor normalizer = aten::empty(in.query, normalizer_shape(c).sizes, c.state_dtype);
   backend.linear.forward(c, in, out, denominator, state, normalizer);
   return {out, denominator, state, normalizer};
 }
@@ -120,12 +128,12 @@ std::vector<Tensor> linear_attention_backward(const Backend& backend, Arguments&
                   .key_padding_mask = arguments.optional_tensor(),
                   .initial_state = arguments.optional_tensor(),
                   .initial_normalizer = arguments.optional_tensor()};
-  const LinearGradientInputs grads{.grad_out = grad_of_out,
-                                   .grad_denominator = grad_of_denominator,
-                                   .grad_state = grad_of_state,
-                                   .grad_normalizer = grad_of_normalizer,
-                                   .out = arguments.tensor(),
-                                   .denominator = arguments.tensor()};
+  LinearGradientInputs grads{.grad_out = grad_of_out,
+                             .grad_denominator = grad_of_denominator,
+                             .grad_state = grad_of_state,
+                             .grad_normalizer = grad_of_normalizer,
+                             .out = arguments.tensor(),
+                             .denominator = arguments.tensor()};
   in.feature_map = arguments.integer(), in.is_causal = arguments.flag(), in.scale = arguments.number();
   in.normalize = arguments.flag(), in.eps = arguments.number();
   const int64_t need = arguments.integer();
@@ -138,37 +146,22 @@ std::vector<Tensor> linear_attention_backward(const Backend& backend, Arguments&
     check_shape(name, *t, {c.batch, c.q_heads, p.q_len, p.v_head_dim}, "(batch, q_heads, q_len, v_head_dim)");
     check_same_device(name, *t, "query", in.query);
   }
-  if (p.normalize) {
-    check_exact_dtype("denominator", grads.denominator, c.state_dtype);
-    check_shape("denominator", grads.denominator, {c.batch, c.q_heads, p.q_len}, "(batch, q_heads, q_len)");
-    check_same_device("denominator", grads.denominator, "query", in.query);
-  }
-  if (grads.grad_denominator && p.normalize) {
-    check_exact_dtype("grad_denominator", *grads.grad_denominator, c.state_dtype);
-    check_shape("grad_denominator", *grads.grad_denominator, {c.batch, c.q_heads, p.q_len}, "(batch, q_heads, q_len)");
-    check_same_device("grad_denominator", *grads.grad_denominator, "query", in.query);
-  }
-  if (grads.grad_state) {
-    check_exact_dtype("grad_state", *grads.grad_state, c.state_dtype);
-    check_shape("grad_state", *grads.grad_state, {c.batch, c.kv_heads, p.head_dim, p.v_head_dim},
-                "(batch, kv_heads, head_dim, v_head_dim)");
-    check_same_device("grad_state", *grads.grad_state, "query", in.query);
-  }
-  if (grads.grad_normalizer && p.normalize) {
-    check_exact_dtype("grad_normalizer", *grads.grad_normalizer, c.state_dtype);
-    check_shape("grad_normalizer", *grads.grad_normalizer, {c.batch, c.kv_heads, p.head_dim},
-                "(batch, kv_heads, head_dim)");
-    check_same_device("grad_normalizer", *grads.grad_normalizer, "query", in.query);
-  }
+  check_operand("denominator", grads.denominator, c.state_dtype, denominator_shape(c), in.query);
+  if (grads.grad_denominator)
+    check_operand("grad_denominator", *grads.grad_denominator, c.state_dtype, denominator_shape(c), in.query);
+  if (grads.grad_state) check_operand("grad_state", *grads.grad_state, c.state_dtype, state_shape(c), in.query);
+  if (grads.grad_normalizer)
+    check_operand("grad_normalizer", *grads.grad_normalizer, c.state_dtype, normalizer_shape(c), in.query);
+  if (!p.normalize) grads.grad_denominator.reset(), grads.grad_normalizer.reset();
   const Tensor none = aten::none(in.query);
   const auto like = [&](int bits, const Tensor& t) {
     if (!(need & bits)) return none;
     return aten::empty(t, {t.size(0), t.size(1), t.size(2), t.size(3)});
   };
   const bool normalizer = need & 16 && in.initial_normalizer;
-  const LinearGradients result{
-      like(1, in.query), like(6, in.key), like(6, in.value), in.initial_state ? like(8, *in.initial_state) : none,
-      normalizer ? aten::empty(in.query, {c.batch, c.kv_heads, p.head_dim}, c.state_dtype) : none};
+  const LinearGradients result{like(1, in.query), like(6, in.key), like(6, in.value),
+                               in.initial_state ? like(8, *in.initial_state) : none,
+                               normalizer ? aten::empty(in.query, normalizer_shape(c).sizes, c.state_dtype) : none};
   backend.linear.backward(c, in, grads, result);
   const auto& [grad_query, grad_key, grad_value, grad_state, grad_normalizer] = result;
   return {grad_query, need & 2 ? grad_key : none, need & 4 ? grad_value : none, grad_state, grad_normalizer};
