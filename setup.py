@@ -171,7 +171,7 @@ class Step:
             if self.record.read_text() != shlex.join(self.command):
                 return False
             inputs = self.inputs
-            if self.output.suffix == ".o":
+            if self.output.suffix != ".so":
                 rule = self.depfile.read_text().replace("\\\n", " ").split(":", 1)[1]
                 inputs = [*inputs, *map(Path, shlex.split(rule))]
             return all(path.stat().st_mtime_ns <= made for path in inputs)
@@ -196,6 +196,9 @@ class BuildLibraries(build_ext):
         BUILD.mkdir(parents=True, exist_ok=True)
         lock = open(BUILD / "lock", "w")
         fcntl.flock(lock, fcntl.LOCK_EX)  # a second build in the same tree waits
+        self.prefix = self.compile_prefix()
+        if not self.prefix.is_current():
+            self.prefix.run()
         steps = {extension.name: self.compile_steps(extension) for extension in self.extensions}
         # all libraries at once, so that no core waits for the last file of one; in each the slowest files, isa, first
         stale = {step.output: step for own in steps.values() for step in reversed(own) if not step.is_current()}
@@ -211,11 +214,30 @@ class BuildLibraries(build_ext):
                 shutil.copy2(built, fresh)
                 fresh.replace(target)  # in one step: a running process keeps the file it has loaded
 
+    def entry_command(self) -> list[str]:
+        """What compiles a file that knows torch."""
+        include = find_torch() / "include"
+        # torch's headers put their own path into error texts: without the build machine's part
+        shorter = f"-ffile-prefix-map={include}/="
+        flags = WITH_CHECKS if SANITIZE else RELEASE
+        extra = shlex.split(os.environ.get("CXXFLAGS", ""))
+        return [*CXX, *COMMON, *flags, *CXX_FLAGS, shorter, "-isystem", str(include), *extra]
+
+    def compile_prefix(self) -> Step:
+        """torch's headers, which take most of an entry file's compilation, compiled once for all of them."""
+        header = BUILD / "prefix.h"
+        text = "".join(
+            f"#include <torch/csrc/stable/{name}.h>\n" for name in ("accelerator", "library", "ops", "tensor")
+        )
+        if not header.exists() or header.read_text() != text:
+            header.write_text(text)
+        output = BUILD / "prefix.h.gch"
+        command = [*self.entry_command(), "-x", "c++-header", "-MD", "-MF", str(output.with_suffix(".d"))]
+        return Step(output, [*command, str(header), "-o", str(output)], [header])
+
     def compile_steps(self, extension: Extension) -> list[Step]:
         include = find_torch() / "include"
         headers = ["-isystem", str(include)]
-        # torch's headers put their own path into error texts: without the build machine's part
-        shorter = f"-ffile-prefix-map={include}/="
         extra = shlex.split(os.environ.get("CXXFLAGS", ""))
 
         steps = []
@@ -229,11 +251,12 @@ class BuildLibraries(build_ext):
                 arch = next(arch for folder, arch in CUDA_ARCHS.items() if source.is_relative_to(folder))
                 command = [find_nvcc(), "-ccbin", CXX[0], *NVCC_FLAGS, "-gencode", arch, *headers]
                 if not source.is_relative_to("csrc/cuda/inst"):  # these know no torch
-                    command.append(f"-Xcompiler={shorter}")
+                    command.append(f"-Xcompiler=-ffile-prefix-map={include}/=")
+            elif of_isa is None:
+                command = [*self.entry_command(), *twin, "-include", str(self.prefix.output.with_suffix(""))]
             else:
-                own = [shorter] if of_isa is None else ISAS[of_isa][1]
                 flags = WITH_CHECKS if checked else RELEASE
-                command = [*CXX, *COMMON, *flags, *CXX_FLAGS, *own, *twin, *headers, *extra]
+                command = [*CXX, *COMMON, *flags, *CXX_FLAGS, *ISAS[of_isa][1], *twin, *headers, *extra]
             command += ["-MD", "-MF", str(output.with_suffix(".d")), "-c", str(source), "-o", str(output)]
             steps.append(Step(output, command, [source]))
         return steps
