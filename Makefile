@@ -4,6 +4,8 @@
 #   PYTEST_ARGS=    added to pytest                       ARGS=       added to benchmarks.run, tools.test_wheel
 #   CHROMIUM=       the browser of tests/seeing/test_page.py, if it is not `chromium` on PATH
 #   TEXT=           a text file for the demo              OUT=        where results go
+#   FULL=1          the demo trains as long as it takes to write well
+#   CUDA=0          `make wheel` without the CUDA library
 #   PART=bench CASES=...  parts of `make gpu`, and its benchmarks      PREBUILT=1  `make gpu` takes the libraries as they are
 # See setup.py for CXX, CXXFLAGS, MAX_JOBS and CUDA_HOME.
 TORCH ?= 2.13.0
@@ -41,8 +43,8 @@ test-clients: build  ## install what attnjourney.integrations is for, then the t
 	$(call install,test-clients)
 	$(RUN_TESTS) -m clients $(PYTEST_ARGS)
 
-demo: build  ## build, then the demo: make demo TEXT=book.txt
-	$(PY) -m examples.demo $(if $(TEXT),--text "$(TEXT)") $(if $(OUT),--out "$(OUT)")
+demo: build  ## build, then the demo, in two minutes; longer with FULL=1: make demo TEXT=book.txt
+	$(PY) -m examples.demo $(if $(FULL),--full) $(if $(TEXT),--text "$(TEXT)") $(if $(OUT),--out "$(OUT)")
 
 bench: build  ## build, then the benchmarks: make bench ARGS="..."
 	$(PY) -m benchmarks.run $(ARGS)

@@ -5,7 +5,7 @@ torch, which is found without being imported. The result uses PyTorch's stable C
 version of Python or torch. A file is compiled again when it, a header it includes, or its command line has changed.
 
 Environment:
-  CXX, CXXFLAGS           the compiler (g++), and flags put after all others
+  CXX, CXXFLAGS           the compiler (g++; g++ >= 11 or clang++ 19), and flags put after all others
   CUDA_HOME               where bin/nvcc is, if not on PATH; without nvcc there is no _C_cuda.so
   ATTNJOURNEY_CUDA=1, 0   build _C_cuda.so or not, whatever torch is installed (default: if that torch has CUDA)
   MAX_JOBS                compilers running at once (default: the number of cores)
@@ -13,6 +13,15 @@ Environment:
                           sets (scalar,avx2) in place of 1: the kernels of these alone, the others as in a release
   ATTNJOURNEY_AMX_TWIN=1  the matrix unit of `amx` in plain C++, for tests where there is none, objects in build/twin
 """
+
+import sys
+
+if sys.platform != "linux":
+    system = {"win32": "Windows", "darwin": "macOS"}.get(sys.platform, sys.platform)
+    sys.exit(
+        f"attnjourney is built for Linux on x86-64 and is not supported on {system} yet: it needs an ELF linker with "
+        "version scripts, a compiler with GNU inline assembly (g++ >= 11 or clang++ 19) and fork"
+    )
 
 import fcntl
 import filecmp
@@ -23,7 +32,6 @@ import shlex
 import shutil
 import site
 import subprocess
-import sys
 import sysconfig
 from collections.abc import Container
 from concurrent.futures import ThreadPoolExecutor
@@ -81,6 +89,8 @@ COMMON = ["-std=c++20", TORCH_TARGET, "-Icsrc", *(["-DATTNJOURNEY_X86=1"] if X86
 CXX_FLAGS = ["-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]
 CXX_FLAGS += ["-ffp-contract=off"]  # fused products are written as such; a*b + c rounds twice, on every machine
 CXX_FLAGS += ["-Wall", "-Wextra"]
+if "clang" in Path(CXX[0]).name:
+    CXX_FLAGS += ["-Wno-unknown-warning-option"]  # of g++ alone
 # ptxas reports registers and spills of each kernel; tests/cuda/test_build.py reads them from the .log files
 NVCC_FLAGS = [*COMMON, "-O3", "-DNDEBUG", "-DUSE_CUDA", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v"]
 
@@ -156,6 +166,17 @@ def extensions() -> list[Extension]:
     return found
 
 
+def tell(line: str) -> None:
+    """Prints the line; pip shows nothing of what a build prints, so there it goes to the terminal, if there is one."""
+    print(line, flush=True)
+    if "PIP_BUILD_TRACKER" in os.environ:
+        try:
+            with open("/dev/tty", "w") as terminal:
+                print(line, file=terminal)
+        except OSError:
+            pass
+
+
 class Step:
     """One compiler or linker call: runs only if its inputs or its command line changed since its output was made."""
 
@@ -184,7 +205,7 @@ class Step:
         result = subprocess.run(self.command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self.output.with_name(self.output.name + ".log").write_text(result.stdout)
         printed = re.sub(r"(?m)^(ptxas info .*|    \d+ bytes stack frame.*|\s*)\n", "", result.stdout)
-        print(f"{self.output}\n{printed}".rstrip(), flush=True)
+        tell(f"{self.output}\n{printed}".rstrip())
         if result.returncode != 0:
             raise CompileError(f"this command failed with status {result.returncode}:\n{shlex.join(self.command)}")
         self.record.write_text(shlex.join(self.command))
@@ -202,7 +223,13 @@ class BuildLibraries(build_ext):
         steps = {extension.name: self.compile_steps(extension) for extension in self.extensions}
         # all libraries at once, so that no core waits for the last file of one; in each the slowest files, isa, first
         stale = {step.output: step for own in steps.values() for step in reversed(own) if not step.is_current()}
-        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
+        jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
+        if stale:
+            names = " and ".join(Path(self.get_ext_filename(extension.name)).name for extension in self.extensions)
+            isas = ", ".join(isa for isa, (of_this_machine, _) in ISAS.items() if of_this_machine)
+            count = f"{len(stale)} of {sum(map(len, steps.values()))} files, {jobs} at once"
+            tell(f"attnjourney builds {names} with CPU kernels for {isas}: {count}, by {CXX[0]}; all take minutes")
+        with ThreadPoolExecutor(jobs) as pool:
             for done in [pool.submit(step.run) for step in stale.values()]:
                 done.result()
         for extension in self.extensions:

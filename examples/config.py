@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 
+FULL_STEPS = 500
+
 
 @dataclass(frozen=True)
 class Config:
     """The same for all variants. Everything here decides the result, so a checkpoint keeps a copy of it."""
 
-    steps: int = 500
+    steps: int = 200  # FULL_STEPS with --full
     batch: int = 8
     context: int = 128  # bytes a model sees at once
     layers: int = 4

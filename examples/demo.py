@@ -24,7 +24,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--text", type=Path, help="a text file or a folder of them (default: Python's standard library)")
     add("--out", type=Path, default=Path("demo-output"), help="folder for report and checkpoints (%(default)s)")
     add("--fresh", action="store_true", help="forget earlier checkpoints in that folder")
-    sizes = parser.add_argument_group("sizes", "the defaults take a few minutes on two cores")
+    add("--full", action="store_true", help="train longer: minutes on two cores in place of two")
+    sizes = parser.add_argument_group("sizes", "the defaults take two minutes on two cores")
     for name in ("steps", "batch", "context", "layers", "embed", "heads", "seed"):
         sizes.add_argument(f"--{name}", type=positive, metavar="N", default=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -32,11 +33,11 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = vars(arguments(argv))
-    path, out, fresh = args.pop("text"), args.pop("out"), args.pop("fresh")
+    path, out, fresh, full = (args.pop(name) for name in ("text", "out", "fresh", "full"))
     try:
         from rich.console import Console  # what takes seconds to import comes after the arguments were read
 
-        from examples.config import Config
+        from examples.config import FULL_STEPS, Config
         from examples.data import TextError, load_text
         from examples.pipeline import run
     except ImportError as error:
@@ -44,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return interrupted()
 
-    config = Config(**args)
+    config = Config(**{**({"steps": FULL_STEPS} if full else {}), **args})
     if config.problem():
         return fail(config.problem())
     try:

@@ -1,6 +1,8 @@
 """What README.md, CONTRIBUTING.md, csrc/README.md and docs/ name exists; papers for contributors keep their size."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -91,3 +93,12 @@ def test_the_version_stands_in_one_place_and_in_the_changelog():
     version = re.search(r'__version__ = "(\d+\.\d+)', text_of("attnjourney/_version.py"))[1]
     assert re.search(rf"^## .*\b{re.escape(version)}\b", text_of("CHANGELOG.md"), re.M)
     assert not re.search(r"^version\s*=\s*\"", text_of("pyproject.toml"), re.M)
+
+
+def test_other_systems_are_refused_in_one_sentence():
+    program = "import runpy, sys; sys.platform = {!r}; runpy.run_path('setup.py')"
+    for platform, name in (("win32", "Windows"), ("darwin", "macOS")):
+        command = [sys.executable, "-c", program.format(platform)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 1 and done.stderr.count("\n") == 1
+        assert f"not supported on {name} yet: it needs" in done.stderr
