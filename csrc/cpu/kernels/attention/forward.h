@@ -240,30 +240,40 @@ class Forward {
     }
   }
 
-  // Rows to be computed again keep their largest score in running.top: those that ended below the range, and those far
-  // from their reference whose output is not finite, or so small that weighted values were not normal numbers.
+  // Rows to be computed again keep their next reference in running.top: those that ended below the range, and those far
+  // from their reference whose weighted values were so small that they were not normal numbers, get their largest
+  // score; those whose output is not finite one so far above it that no sum of weighted values is larger than the
+  // largest.
   ATTN_INLINE void look_again(const QueryTile& rows, const RunningRows<Real>& running, const T* out) {
     constexpr Real far = Real(8);
+    const bool finite = all_finite(out, params_.out_row, rows.count, params_.v_head_dim);
     for (int64_t i = 0; i < rows.count; i++) {
       const Real top = running.top[i], above = (top + running.reference[i]) * Real(unit_.exponents);
-      const bool near = running.reference[i] == Real(0) && above <= far && above >= -far;
-      if (near || !(top > unseen) ||
-          (above > lowest_top && products_in_range(out + i * params_.out_row, above < -far, buffers_.inverse[i])))
+      const T* const row = out + i * params_.out_row;
+      const bool below = above <= lowest_top, row_finite = finite || all_finite(row, 0, 1, params_.v_head_dim);
+      if (!(top > unseen) || (row_finite && !below && (above >= -far || is_normal(row, buffers_.inverse[i])))) {
         running.top[i] = unseen;
-      else
-        settled_ = false;
+        continue;
+      }
+      settled_ = false;
+      if (!row_finite) running.top[i] += headroom() / Real(unit_.exponents);
     }
     for (int64_t i = rows.count; i < tile; i++) running.top[i] = unseen;
   }
-  ATTN_NOINLINE bool products_in_range(const T* out, bool below, Real inverse) const {
+  ATTN_NOINLINE bool is_normal(const T* out, Real inverse) const {
     constexpr Real least = sizeof(Real) == 4 ? Real(0x1p-100f) : Real(0x1p-960);
-    Real largest = 0, bad = 0;
+    Real largest = 0;
     for (int64_t d = 0; d < params_.v_head_dim; d++) {
       const Real x = load_one(out + d), size = x < 0 ? -x : x;
       largest = size > largest ? size : largest;
-      bad += x - x;
     }
-    return bad == Real(0) && (!below || largest >= least * inverse);
+    return largest >= least * inverse;
+  }
+  // log2 of the number of keys, and of the unit in which weights are counted
+  Real headroom() const {
+    Real bits = Products::weight_unit < 1 ? 7 : 0;
+    for (int64_t n = params_.kv_len; n > 1; n = (n + 1) / 2) bits += 1;
+    return bits;
   }
 
   const AttentionParams& params_;

@@ -9,9 +9,10 @@
 namespace attnjourney {
 namespace {
 
-// 2^t / exp2_unit to 4e-6, for a result that is rounded to bfloat16; as exp2 otherwise. A monic polynomial of degree 4
-// takes two multiplications if its coefficients are adapted; additions have units of their own (Knuth, TAOCP 4.6.4).
-constexpr float exp2_unit = 9.570102210e-03f;
+// 2^t / exp2_unit to 4e-6, exact for t = 0, for a result that is rounded to bfloat16; as exp2 otherwise. A monic
+// polynomial of degree 4 takes two multiplications if its coefficients are adapted; additions have units of their own
+// (Knuth, TAOCP 4.6.4).
+constexpr float exp2_unit = 9.570111520e-03f;
 ATTN_INLINE Vf exp2_short(Vf t, float least = -125.f) {
   t = max(Vf::set(least), t);
   const Vf n = round(t), f = t - n;

@@ -105,14 +105,14 @@ ATTN_NOINLINE bool pack_rows(const T* from, int64_t ld, int64_t rows, int64_t co
   return finite.all();
 }
 
-template <class Real>
-ATTN_NOINLINE bool all_finite(const Real* from, int64_t ld, int64_t rows, int64_t cols) {
-  constexpr int width = Vec<Real>::width;
-  Finite<Real> finite;
+template <class T>
+ATTN_NOINLINE bool all_finite(const T* from, int64_t ld, int64_t rows, int64_t cols) {
+  constexpr int width = Vec<Compute<T>>::width;
+  Finite<Compute<T>> finite;
   for (int64_t k = 0; k < rows; k++) {
     int64_t d = 0;
     for (; d + width <= cols; d += width) finite.see(load(from + k * ld + d));
-    for (; d < cols; d++) finite.see(from[k * ld + d]);
+    for (; d < cols; d++) finite.see(load_one(from + k * ld + d));
   }
   return finite.all();
 }
