@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <array>
 #include <optional>
 #include <vector>
@@ -37,12 +38,22 @@ inline Tensor strided_view(const Tensor& t, IntHeaderOnlyArrayRef sizes, IntHead
   return Tensor(view);
 }
 
+// A contiguous tensor where `like` is, without the dispatcher, which takes a microsecond.
 inline Tensor empty(const Tensor& like, IntHeaderOnlyArrayRef sizes, std::optional<ScalarType> dtype = std::nullopt) {
-  try {
-    return torch::stable::new_empty(like, sizes, dtype);
-  } catch (const std::runtime_error&) {
+  constexpr size_t most_dims = 64;  // torch's own bound
+  std::array<int64_t, most_dims> strides;
+  int64_t stride = 1;
+  for (size_t d = std::min(sizes.size(), most_dims); d-- > 0; stride *= std::max<int64_t>(sizes[d], 1))
+    strides[d] = stride;
+  const auto own = torch::stable::detail::from(dtype ? *dtype : like.scalar_type());
+  int32_t device_type = 0, device_index = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
+  AtenTensorHandle made = nullptr;
+  if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                               torch::stable::detail::to<int32_t>(own), device_type, device_index, &made))
     refuse_allocation(like, sizes, dtype);
-  }
+  return Tensor(made);
 }
 inline Tensor none(const Tensor& like) { return empty(like, {0}); }  // stands for a gradient that is not needed
 
