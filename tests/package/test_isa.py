@@ -46,7 +46,7 @@ SELECTION = [
     "attention/test_dropout.py::test_values_and_gradients",
     "cache/test_decode.py::test_values",
     "cache/test_decode.py::test_a_nan_shows_in_the_rows_that_see_it_and_in_no_other",
-    "attention/test_options.py::test_values_and_gradients",
+    "options/test_options.py::test_values_and_gradients",
     "linear/test_linear_attention.py::test_values_and_gradients",
     "linear/test_linear_attention.py::test_a_nan_shows_in_the_rows_that_see_it_and_in_no_other",
     "attention/test_derivatives.py::test_values",
