@@ -35,6 +35,7 @@ void construct(Stream*,
                Mode) __asm__("_ZNSt7__cxx1118basic_stringstreamIcSt11char_traitsIcESaIcEEC1ESt13_Ios_Openmode");
 void construct(OutStream*,
                Mode) __asm__("_ZNSt7__cxx1119basic_ostringstreamIcSt11char_traitsIcESaIcEEC1ESt13_Ios_Openmode");
+std::string text_of(const OutStream*) __asm__("_ZNKSt7__cxx1119basic_ostringstreamIcSt11char_traitsIcESaIcEE3strEv");
 std::string text_of(const Buffer*) __asm__("_ZNKSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strEv");
 void copy_exception(void** to, void* const* from) __asm__("_ZNSt15__exception_ptr13exception_ptrC1ERKS0_");
 void destroy_exception(void** at) __asm__("_ZNSt15__exception_ptr13exception_ptrD1Ev");
@@ -42,6 +43,8 @@ void destroy_exception(void** at) __asm__("_ZNSt15__exception_ptr13exception_ptr
 // GCC 9 and 11.
 void default_construct(Stream*) __asm__("_ZNSt7__cxx1118basic_stringstreamIcSt11char_traitsIcESaIcEEC1Ev");
 void default_construct(OutStream*) __asm__("_ZNSt7__cxx1119basic_ostringstreamIcSt11char_traitsIcESaIcEEC1Ev");
+std::string text_of_lvalue(const OutStream*) __asm__(
+    "_ZNKRSt7__cxx1119basic_ostringstreamIcSt11char_traitsIcESaIcEE3strEv");
 std::string text_of_lvalue(const Buffer*) __asm__("_ZNKRSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strEv");
 std::string text_of_rvalue(Buffer*) __asm__("_ZNOSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strEv");
 void add_reference(void** exception) __asm__("_ZNSt15__exception_ptr13exception_ptr9_M_addrefEv");
@@ -50,6 +53,7 @@ void release(void** exception) __asm__("_ZNSt15__exception_ptr13exception_ptr10_
 
 void default_construct(Stream* stream) { construct(stream, std::ios_base::in | std::ios_base::out); }
 void default_construct(OutStream* stream) { construct(stream, std::ios_base::out); }
+std::string text_of_lvalue(const OutStream* stream) { return text_of(stream); }
 std::string text_of_lvalue(const Buffer* buffer) { return text_of(buffer); }
 std::string text_of_rvalue(Buffer* buffer) { return text_of(buffer); }
 void add_reference(void** exception) {
