@@ -77,9 +77,10 @@ def explain(
     """Tells how `attention` would run with these arguments, without running it.
 
     Returns a dict: `isa`, `group` (query heads per key/value head), and for `forward` and `backward` the threads, tile
-    sizes (query rows, keys), work items and scratch bytes per thread; and `sdpa`: whether `activate` is on (`active`),
-    and why F.scaled_dot_product_attention would still run torch's own function (`refusal`), or None. Raises what
-    `attention` would raise.
+    sizes (query rows, keys), work items and scratch bytes per thread; the `kernel` of `forward`, "decode" for few query
+    rows (each item then has a chunk of keys, `key_block`), else "tiled"; and `sdpa`: whether `activate` is on
+    (`active`), and why F.scaled_dot_product_attention would still run torch's own function (`refusal`), or None.
+    Raises what `attention` would raise.
     """
     refusal = sdpa.refusal(query, key, value, attn_mask if isinstance(attn_mask, torch.Tensor) else None, is_causal)
     blocks = {}

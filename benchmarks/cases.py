@@ -197,6 +197,15 @@ def _decode() -> list[Case]:
     return cases
 
 
+def _few() -> list[Case]:
+    """Few query rows of `attention` itself: decode's kernels up to some of them."""
+    return [
+        Case(f"few-{dtype}-h8.{kv_heads}-l{rows}-s{keys}", "few", kv_heads=kv_heads, q_len=rows, kv_len=keys,
+             dtype=dtype, passes=("forward",))
+        for dtype in ("fp32", "bf16") for kv_heads in (8, 2) for keys in (512, 2048) for rows in (1, 4, 8)
+    ]  # fmt: skip
+
+
 def _linear() -> list[Case]:
     """Causal linear attention from where softmax attention is faster to where it is not."""
     cases = []
@@ -233,7 +242,7 @@ def _options() -> list[Case]:
     return cases
 
 
-CASES = _dense() + _decode() + _linear() + _options() + [
+CASES = _dense() + _decode() + _few() + _linear() + _options() + [
     # head sizes
     Case("fp32-d80-n1024-full", "dims", heads=4, head_dim=80),
     Case("fp32-d96-n1024-full", "dims", heads=4, head_dim=96),

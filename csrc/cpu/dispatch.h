@@ -38,11 +38,12 @@ struct AttentionKernels {
 
 // Decoding in one dtype, see kernels/decode/decode.h. Sizes are bytes; scratch and partials are 64-byte aligned.
 struct DecodeKernels {
+  int64_t few_rows;  // query rows of a head up to which they are faster than AttentionKernels::forward
   int64_t (*space)(const DecodeParams&, int64_t rows);
   int64_t (*partial_size)(const DecodeParams&, int64_t rows);
   void (*chunk)(const DecodeParams&, const DecodeRows&, const DecodeRun* runs, int64_t n_runs, void* partial,
                 void* space);
-  void (*merge)(const DecodeParams&, const DecodeRows&, void* partials, int64_t chunks);
+  bool (*merge)(const DecodeParams&, const DecodeRows&, void* partials, int64_t chunks);
   int64_t (*product_space)(const HeadProductParams&);
   void (*product)(const HeadProductParams&, void* space);
 };

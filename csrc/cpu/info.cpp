@@ -8,6 +8,7 @@
 #include <string>
 
 #include "cpu/attention/block_lists.h"
+#include "cpu/attention/few_rows.h"
 #include "plan.h"
 
 namespace attnjourney {
@@ -38,6 +39,20 @@ Tensor cpu_info() try {
   remember_and_rethrow();
 }
 
+std::string forward_text(const AttentionCall& c, const Sequences& sequences) {
+  if (takes_few_rows(c, sequences)) {
+    const FewRowsPlan p = plan_few_rows(few_rows_of(c, sequences));
+    return text("{\"kernel\": \"decode\", \"threads\": ", p.threads, ", \"query_tile\": ", sequences.largest().q_len,
+                ", \"key_block\": ", p.chunk, ", \"rows_per_item\": ", p.rows, ", \"items\": ", p.items,
+                ", \"scratch_bytes_per_thread\": ", p.space, "}");
+  }
+  const ForwardPlan f = plan_forward(c, sequences);
+  return text(
+      "{\"kernel\": \"tiled\", \"threads\": ", f.threads, ", \"query_tile\": ", f.kernel->forward_tile,
+      ", \"key_block\": ", f.kernel->forward_key_block, ", \"rows_per_item\": ", f.rows, ", \"items\": ", f.items,
+      ", \"scratch_bytes_per_thread\": ", f.kernel->forward_space(c.params, std::min(f.rows, c.params.q_len)), "}");
+}
+
 void explain(StableIValue* stack, uint64_t arguments, uint64_t) try {
   Arguments in(stack, arguments);
   AttentionArgs args{.query = in.tensor(), .key = in.tensor(), .value = in.tensor(), .options = {}};
@@ -52,19 +67,16 @@ void explain(StableIValue* stack, uint64_t arguments, uint64_t) try {
   const AttentionCall c = check_attention(std::move(args));
   const BlockLists lists(c);  // for its checks
   const Sequences sequences(c);
-  const ForwardPlan f = plan_forward(c, sequences);
   std::vector<int64_t> heads(static_cast<size_t>(c.batch * c.kv_heads));
   std::iota(heads.begin(), heads.end(), 0);
   const BackwardPlan b = plan_backward(c, sequences, heads);
   const int64_t whole = static_cast<int64_t>(heads.size()) - b.split;
-  const Tensor json = json_tensor(text(
-      "{\"isa\": ", quoted(kernels().isa), ", \"group\": ", c.params.group, ", \"forward\": {\"threads\": ", f.threads,
-      ", \"query_tile\": ", f.kernel->forward_tile, ", \"key_block\": ", f.kernel->forward_key_block,
-      ", \"rows_per_item\": ", f.rows, ", \"items\": ", f.items, ", \"scratch_bytes_per_thread\": ",
-      f.kernel->forward_space(c.params, std::min(f.rows, c.params.q_len)), "}, \"backward\": {\"threads\": ", b.threads,
-      ", \"query_tile\": ", b.kernel->backward_tile, ", \"key_block\": ", b.kernel->backward_key_block,
-      ", \"heads_whole\": ", whole, ", \"heads_split\": ", b.split, ", \"parts_per_split_head\": ", b.parts,
-      ", \"scratch_bytes_per_thread\": ", b.kernel->backward_space(c.params), "}}"));
+  const Tensor json = json_tensor(
+      text("{\"isa\": ", quoted(kernels().isa), ", \"group\": ", c.params.group,
+           ", \"forward\": ", forward_text(c, sequences), ", \"backward\": {\"threads\": ", b.threads,
+           ", \"query_tile\": ", b.kernel->backward_tile, ", \"key_block\": ", b.kernel->backward_key_block,
+           ", \"heads_whole\": ", whole, ", \"heads_split\": ", b.split, ", \"parts_per_split_head\": ", b.parts,
+           ", \"scratch_bytes_per_thread\": ", b.kernel->backward_space(c.params), "}}"));
   write_results(stack, json);
 } catch (...) {
   remember_and_rethrow();

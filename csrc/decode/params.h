@@ -12,8 +12,9 @@ constexpr int64_t decode_row_block = 128;  // rows that one item takes at most: 
 // the group. Strides count elements; the last dimension of every tensor is dense.
 struct DecodeRows {
   const void* query = nullptr;  // [group, q_len, head_dim]
-  void* out = nullptr;          // [group, q_len, v_head_dim] dense
-  void* lse = nullptr;          // [group, q_len] dense, float (double for double)
+  void* out = nullptr;          // [group, q_len, v_head_dim]
+  void* lse = nullptr;          // [group, q_len], float (double for double)
+  void* stats = nullptr;        // [group, q_len][2], see HeadPointers; or null
   int64_t first = 0, count = 0;
   const void* mask = nullptr;                        // of the group's first head, its row 0 and key 0
   const double *sinks = nullptr, *slopes = nullptr;  // [group]; null: none
@@ -23,6 +24,7 @@ struct DecodeParams {
   int64_t q_len = 0;
   int64_t head_dim = 0, v_head_dim = 0;
   int64_t q_head = 0, q_row = 0, k_row = 0, v_row = 0;  // strides
+  int64_t out_head = 0, out_row = 0, lse_head = 0;      // the rows of lse are dense; stats: two numbers for each of lse
   double scale = 1;
   ScoreModifier modifier;  // this and the mask as in AttentionParams
   MaskKind mask = MaskKind::none;

@@ -126,7 +126,8 @@ def _rounding(f, mask_dtype, ulps):
     # an exponential as exact as 16 bits need is enough
     row = (row + (u / 1024 if dtype.itemsize == 2 else 0) ** 2).masked_fill(~lse_finite, 0.0)
     weight = p.square() * (u**2 + score) * dropped**2
-    result = weight @ v + u**2 * out
+    # the two sums over keys, of weights and of weighted values
+    result = weight @ v + (u**2 + uw**2 * chain(k.size(-2))) * out
     of_delta = (g * result).sum(-1, keepdim=True) + uw**2 * ((g * out).sum(-1, keepdim=True) + delta.square())
     of_dp = uw**2 * chain(v.size(-1)) * ((g @ v.mT) * dropped**2 + dp.square())
     of_ds = p.square() * (of_dp + uw**2 * (dp.square() + delta.square())) + ds.square() * (u**2 + score)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...ops import attention, attention_weights, decode, mla_decode, varlen_attention
+from ...ops import attention, attention_weights, mla_decode, varlen_attention
 from .masks import MaskDescription
 
 try:
@@ -17,7 +17,6 @@ except ImportError:  # moved: output_attentions then reaches those alone to whom
     _active_collector = None  # type: ignore[assignment]
 
 NAME = "attnjourney"
-FEW_ROWS = 8  # up to which decode's kernel is the faster one
 calls: Counter[str] = Counter()  # of `forward`, by what it called; a graph that is made counts once
 
 
@@ -67,19 +66,11 @@ def forward(
         out, lse = attention(query, key, value, attention_mask, dropout, causal, return_lse=True, **options)
         weights = attention_weights(query, key, attention_mask, causal, lse=lse, **options)
         return out.transpose(1, 2).contiguous(), weights
-    few = rows <= FEW_ROWS and dropout == 0 and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    if few and (alignment == "bottom_right" or not causal):
-        calls["decode"] += 1
-        out = decode(
-            query, key, value, _all_of(key, 2) if lengths is None else lengths, is_causal=causal,
-            attn_mask=_key_mask(attention_mask, key.shape[2]), **options,
-        )  # fmt: skip
-    else:
-        calls["attention"] += 1
-        out = attention(
-            query, key, value, attention_mask, dropout, causal, enable_gqa=True, key_lengths=lengths,
-            causal_alignment=alignment, **options,
-        )  # fmt: skip
+    calls["attention"] += 1
+    out = attention(
+        query, key, value, attention_mask, dropout, causal, enable_gqa=True, key_lengths=lengths,
+        causal_alignment=alignment, **options,
+    )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -116,11 +107,6 @@ def _absorbed(
         attn_mask=_key_mask(attention_mask, keys), **options,
     )  # fmt: skip
     return out.transpose(1, 2).contiguous()
-
-
-def _all_of(x: Tensor, dim: int) -> Tensor:
-    """(B,): every sequence is as long as the tensor."""
-    return torch.full((x.shape[0],), x.shape[dim], dtype=torch.int64, device=x.device)
 
 
 def _key_mask(mask: Tensor | None, keys: int) -> Tensor | None:

@@ -6,7 +6,7 @@
 #include "attention_cpu.h"
 #include "cpu/plan.h"
 #include "cpu/threads.h"
-#include "head_inputs.h"
+#include "few_rows.h"
 
 namespace attnjourney {
 
@@ -59,6 +59,7 @@ void cpu_attention_forward(AttentionCall& c, const AttentionResults& results) {
     }
   });
 
+  if (takes_few_rows(c, sequences)) return forward_few_rows(c, sequences, heads);
   const ForwardPlan plan = plan_forward(c, sequences);
   const int64_t space = plan.kernel->forward_space(p, std::min(plan.rows, p.q_len));
   run_queue(plan.items, plan.threads, space, [&](int64_t item, void* scratch) {

@@ -52,8 +52,15 @@ class HeadInputs {
     return h;
   }
   const HeadWalk& out() const { return out_; }
+  // those of a batch item's heads from this one on, or null
+  const double* sinks(int64_t batch, int64_t head) const { return numbers(sinks_, batch, head); }
+  const double* slopes(int64_t batch, int64_t head) const { return numbers(slopes_, batch, head); }
 
  private:
+  const double* numbers(const std::vector<double>& of_heads, int64_t batch, int64_t head) const {
+    return of_heads.empty() ? nullptr : of_heads.data() + batch * call_.q_heads + head;
+  }
+
   const AttentionCall& call_;
   const Sequences& sequences_;
   const HeadMap out_map_;

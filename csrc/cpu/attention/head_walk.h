@@ -20,6 +20,8 @@ class HeadWalk {
     return base_ + offset * item_;
   }
 
+  const HeadMap& map() const { return map_; }
+
  private:
   const AttentionCall& call_;
   const HeadMap& map_;

@@ -49,7 +49,8 @@ constexpr AttentionKernels attention_kernels() {
 template <class T>
 constexpr DecodeKernels decode_kernels() {
   using D = Decode<T>;
-  return {.space = D::space,
+  return {.few_rows = D::few_rows,
+          .space = D::space,
           .partial_size = D::partial_size,
           .chunk = D::chunk,
           .merge = D::merge,

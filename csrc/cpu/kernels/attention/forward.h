@@ -231,7 +231,7 @@ class Forward {
     };
     for (int64_t i = 0; i < rows.count; i++) {
       const Real reference = -running.reference[i];
-      if constexpr (Products::rounds) repeats_ = repeats_ && pairs_repeat(running.top[i], unit_);
+      if constexpr (Products::rounds) repeats_ = repeats_ && scores_repeat(running.top[i], unit_);
       const RowSum<Real> sum = sum_of(reference, running.total[i] * unit);
       lse[i] = sum.lse;
       stats[i] = sum.stats;

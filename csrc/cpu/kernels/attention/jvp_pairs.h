@@ -165,7 +165,7 @@ class PairJvp : public PairTiles {
                   int64_t count, void* space) {
     const ScoreUnit unit = score_unit(params);
     for (int64_t r = first; r < first + count; r++)
-      if (!pairs_repeat(row_stats<float>(head, r, unit).reference, unit)) return false;
+      if (!scores_repeat(row_stats<float>(head, r, unit).reference, unit)) return false;
     PairJvp(params, head, tangents, count, space).walk(first, count);
     return true;
   }

@@ -60,7 +60,7 @@ ATTN_NOINLINE RowSum<Real> row_sum(double sink, Real reference, Real sum, const 
 // Whether scores about as large as this one may differ by the order of their sums: weights change by 1e-7 of them. A
 // NaN may.
 template <class Real>
-ATTN_INLINE bool pairs_repeat(Real score, const ScoreUnit& unit) {
+ATTN_INLINE bool scores_repeat(Real score, const ScoreUnit& unit) {
   const double limit = 320 / unit.exponents, size = double(score < 0 ? -score : score);
   return !(size > limit) || size == __builtin_inf();
 }

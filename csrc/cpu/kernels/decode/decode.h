@@ -31,6 +31,10 @@ struct Decode {
   using V = Vec<Real>;
   static constexpr int width = V::width;
   static constexpr int max_rows = Products::max_rows;
+  // The tiled forward works on vectors of rows, and converts 16-bit keys once a head: below these it wastes more than
+  // is lost here by reading queries and outputs again for every few keys (python -m benchmarks.run --case few, AVX2).
+  static constexpr int lanes_of_rows = sizeof(T) == 4 ? width / 2 : width;
+  static constexpr int64_t few_rows = lanes_of_rows < max_rows ? lanes_of_rows : max_rows;
   static constexpr Real lowest = sizeof(Real) == 4 ? Real(-3.4028234663852886e38) : Real(-1.7976931348623157e308);
   static constexpr Real infinity = Real(__builtin_inff());
 
@@ -313,13 +317,16 @@ struct Decode {
     }
   }
 
-  // partials of `chunks` chunks, partial_size apart, in the order of the keys -> out, lse; the first one is overwritten
-  static void merge(const DecodeParams& params, const DecodeRows& rows, void* partials, int64_t chunks) {
+  // partials of `chunks` chunks, partial_size apart, in the order of the keys -> out, lse, stats; the first one is
+  // overwritten. False where the tiled forward does better: scores so large that derivatives, which add in another
+  // order, do not find them again, and sums of values that are not finite, though their mean may be.
+  static bool merge(const DecodeParams& params, const DecodeRows& rows, void* partials, int64_t chunks) {
     const Shape shape(params, rows.count);
     const bool rounds = ByPairs::on && shape.rows == ByPairs::rows;
     const ScoreUnit unit = score_unit(params);
     const int64_t stride = partial_size(params, rows.count) / int64_t(sizeof(Real));
     const Partial first = buffers_in<Partial>(partials, shape);
+    bool repeat = true;
     for (int64_t i = 0; i < rows.count; i++) {
       const Real *const largest = first.largest + i, *const sums = first.sum + i;
       const Real* const rounded = rounds ? first.rounded + i : sums;
@@ -339,12 +346,17 @@ struct Decode {
       const auto sum_of = [&](Real x) {
         return sink == -__builtin_inf() ? row_sum(top, x, unit) : row_sum(sink, top, x, unit);
       };
-      const Real inverse = sum_of(divisor).inverse, lse = sum_of(sum).lse;
-      const int64_t at = rows.first + i;
-      T* const out = static_cast<T*>(rows.out) + at * params.v_head_dim;
+      const Real inverse = sum_of(divisor).inverse;
+      const RowSum<Real> all = sum_of(sum);
+      const int64_t head = (rows.first + i) / params.q_len, row = (rows.first + i) % params.q_len;
+      T* const out = static_cast<T*>(rows.out) + head * params.out_head + row * params.out_row;
       for (int64_t d = 0; d < params.v_head_dim; d++) store_one(out + d, output[d] * inverse);
-      static_cast<Real*>(rows.lse)[at] = lse;
+      const int64_t at = head * params.lse_head + row;
+      static_cast<Real*>(rows.lse)[at] = all.lse;
+      if (rows.stats) static_cast<RowStats<Real>*>(rows.stats)[at] = all.stats;
+      if (sum > Real(0)) repeat = repeat && scores_repeat(top, unit) && finite(output, shape.vd);
     }
+    return repeat;
   }
 };
 
