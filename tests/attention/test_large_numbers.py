@@ -138,6 +138,8 @@ def compare(actual, same, right, tensors, exact, dtype, label):
         size *= 20 * max(query, key) ** 2 if kind == "second" else 20 * max(query, key) if of == "tangent" else 1.0
         eps = torch.finfo(dtype).eps
         least = 2.0**-100 * size if exact else 3 * eps * size
+        if kind == "second" and eps > 2.0**-20:  # made of tangents of scores, sums in float32 whose order may differ
+            least = max(least, 20 * 2.0**-23 * max(query, key))
         rounding = FLOOR_ULPS * eps * right[name].abs() + least
         factor = OUTPUT_FACTOR if kind == "out" else GRADIENT_FACTOR
         assert_close_to_reference(x, same[name], right[name], factor, f"{label} {name}", rounding)

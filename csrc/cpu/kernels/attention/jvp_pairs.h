@@ -166,8 +166,9 @@ class PairJvp : public PairTiles {
     const ScoreUnit unit = score_unit(params);
     for (int64_t r = first; r < first + count; r++)
       if (!scores_repeat(row_stats<float>(head, r, unit).reference, unit)) return false;
-    PairJvp(params, head, tangents, count, space).walk(first, count);
-    return true;
+    PairJvp pass(params, head, tangents, count, space);
+    pass.walk(first, count);
+    return pass.precise_;
   }
 
  private:
@@ -312,13 +313,16 @@ class PairJvp : public PairTiles {
       value_rows_guarded(terms(buffers_.weights, buffers_.value_tangents, begin, 0, n), rows.count, output);
   }
 
-  ATTN_NOINLINE void finish(const QueryRows& rows) const {
+  ATTN_NOINLINE void finish(const QueryRows& rows) {
+    constexpr float largest = 1024;  // a mean that is taken from sums in float32, which then still has bfloat16's bits
     if (!rows.started) memset(rows.output, 0, size_t(tile * buffers_.value_ld) * 4);
     const Sums& sums = *rows.sums;
     for (int64_t r = 0; r < rows.count; r++) {
       const int64_t row = rows.first + r;
       const RowMean<float> mean(params_, head_, tangents_, row, sums.total[r] + sums.total_low[r]);
-      static_cast<float*>(tangents_.lse)[row] = mean.of(sums.mu[r] + sums.mu_low[r]);
+      const float mu = mean.of(sums.mu[r] + sums.mu_low[r]);
+      static_cast<float*>(tangents_.lse)[row] = mu;
+      precise_ = precise_ && !(mu > largest || mu < -largest);
       write_tangent<bf16>(params_, head_, tangents_, row, mean.of(sums.rounded[r]), mean.inverse,
                           rows.output + r * buffers_.value_ld);
     }
@@ -327,7 +331,8 @@ class PairJvp : public PairTiles {
   const AttentionParams& params_;
   const HeadPointers& head_;
   const HeadTangents& tangents_;
-  const bool scores_;  // any score changes
+  bool precise_ = true;  // else the rows are another kernel's, which takes the mean from the tangents of the scores
+  const bool scores_;    // any score changes
   Buffers buffers_;
   // the key block
   int64_t k0_ = 0, block_ = 0;
