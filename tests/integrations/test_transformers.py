@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore")]
 transformers = pytest.importorskip("transformers", minversion="5")
 
 from transformers import masking_utils  # noqa: E402
-from transformers.cache_utils import DynamicLayer  # noqa: E402
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, QuantizedLayer  # noqa: E402
 
 from attnjourney.integrations import transformers as ours  # noqa: E402
 from tests.support.transformers_models import CONFIGURATIONS, DECODERS, build, inputs_of, logits_of  # noqa: E402
@@ -243,7 +243,9 @@ def test_greedy_tokens(name):
         cache = ours.cache(model)
         assert torch.equal(tokens(model, inputs, past_key_values=cache), expected)
         own = [layer for layer in cache.layers if isinstance(layer, (ours.KVLayer, ours.LatentLayer))]
-        assert own or name in ("mistral", "phimoe")  # these have windows in every layer
+        windows = [layer for layer in cache.layers if isinstance(layer, ours.WindowLayer)]
+        assert len(own) + len(windows) == len(cache.layers)
+        assert all(layer.room[0].shape[2] == 12 and layer.keys.shape[2] == 5 for layer in windows)  # windows of 6
         assert all(int(layer.cache.lengths[0]) == layer.length == 14 + 7 for layer in own)
 
 
@@ -337,6 +339,53 @@ def test_a_layer_has_the_verbs_of_theirs():
     update(3, 2)
     with pytest.raises(ValueError, match="tokens_to_remove"):
         own.crop(2)
+
+
+def test_a_window_has_the_verbs_of_theirs():
+    theirs, own = DynamicSlidingWindowLayer(6), ours.WindowLayer(6)
+    generator = torch.Generator().manual_seed(0)
+
+    def both(call):
+        for got, wanted in zip(call(own) or (), call(theirs) or (), strict=True):
+            assert torch.equal(got, wanted)
+        assert torch.equal(own.keys, theirs.keys) and torch.equal(own.values, theirs.values)
+        assert own.get_seq_length() == theirs.get_seq_length() and own.get_mask_sizes(3) == theirs.get_mask_sizes(3)
+
+    def update(*counts, batch=3):
+        for count in counts:
+            new = torch.randn(2, batch, 2, count, 8, generator=generator)
+            both(lambda layer, new=new: layer.update(new[0], new[1]))
+
+    update(2, 1, 1, 1)
+    place = own.room[0].data_ptr()
+    update(1, 1, 1)
+    assert own.room[0].data_ptr() == place  # written in place
+    update(1, 1, 1, 1, 1, 1, 9, 1, 3)
+    both(lambda layer: layer.reorder_cache(torch.tensor([2, 0, 0])))
+    update(1, 1)
+    both(lambda layer: layer.batch_repeat_interleave(2))
+    update(1, batch=6)
+    own.reset(), theirs.reset()
+    update(8, 1, batch=6)
+
+
+class Rounded(QuantizedLayer):
+    """As transformers' quantised layers, whose packages are not installed: numbers in steps of 1/8."""
+
+    def _quantize(self, tensor, axis):
+        return (tensor * 8).round().to(torch.int8)
+
+    def _dequantize(self, q_tensor):
+        return q_tensor.float() / 8
+
+
+def test_quantised_caches_are_theirs():
+    """They hand out keys and values as tensors: attention is ours, what is kept theirs."""
+    inputs, results = inputs_of("llama", "left"), []
+    for implementation in ("eager", "attnjourney"):
+        cache = transformers.Cache(layers=[Rounded(residual_length=4) for _ in range(2)])
+        results.append(tokens(build("llama", implementation).eval(), inputs, past_key_values=cache))
+    assert torch.equal(*results) and ours.calls["attention"] == 16
 
 
 # --------------------------------------------------------------------------------------------------------------- guards

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ...nn.cache import Cache as OwnCache
 from ...nn.cache import KVCache, LatentCache
@@ -129,11 +129,63 @@ class LatentLayer(_GrowingLayer):
         return latent, rotary
 
 
+class WindowLayer(DynamicSlidingWindowLayer):
+    """transformers' layer of a sliding window over room for two windows: a token is written in place, and what is kept
+    moves to the front once a window, where DynamicSlidingWindowLayer copies the window for every token."""
+
+    room: tuple[Tensor, Tensor] | None = None  # (B, heads, places, dim) each
+    end = 0  # where the last of `keys` ends in it
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.record_past:  # theirs decides what is kept
+            self.room = None
+            return super().update(key_states, value_states, *args, **kwargs)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        held = self._held()
+        new, held_count = key_states.shape[-2], 0 if held is None else held[0].shape[2]
+        if self.room is None or not self._ends_in(self.room, held) or self.end + new > self.room[0].shape[2]:
+            self.room = self._moved(held, held_count + new, key_states, value_states)
+            self.end = held_count
+        begin, self.end = self.end - held_count, self.end + new
+        for room, states in zip(self.room, (key_states, value_states)):
+            room[:, :, self.end - new : self.end] = states
+        full_keys, full_values = (room[:, :, begin : self.end] for room in self.room)
+        self.keys, self.values = (x[:, :, -self.sliding_window + 1 :] for x in (full_keys, full_values))
+        self.cumulative_length += new
+        return full_keys, full_values
+
+    def _held(self) -> tuple[Tensor, Tensor] | None:
+        """(B, heads, tokens, dim) each; None before the first token."""
+        if self.keys is None or self.values is None or self.keys.dim() != 4:
+            return None
+        return self.keys, self.values
+
+    def _ends_in(self, room: tuple[Tensor, Tensor], held: tuple[Tensor, Tensor] | None) -> bool:
+        """Whether what is held ends at `end` of the room: what crops, repeats or reorders it makes other tensors."""
+        if held is None:
+            return self.end == 0
+        place = room[0][:, :, self.end - held[0].shape[2] :]
+        return held[0].shape[0] == place.shape[0] and held[0].data_ptr() == place.data_ptr()
+
+    def _moved(self, held: tuple[Tensor, Tensor] | None, least: int, *states: Tensor) -> tuple[Tensor, Tensor]:
+        """New room, with what is held at its front."""
+        places = max(2 * self.sliding_window, least)
+        keys, values = (x.new_empty(*x.shape[:2], places, x.shape[3]) for x in states)
+        if held is not None:
+            keys[:, :, : held[0].shape[2]], values[:, :, : held[1].shape[2]] = held
+        return keys, values
+
+    def reset(self) -> None:
+        self.room, self.end = None, 0
+        super().reset()
+
+
 def cache(model: Any) -> Cache:
     """A cache for model.generate(past_key_values=...) and model(past_key_values=...), without gradients.
 
-    Layers that see all keys get a KVLayer, or a LatentLayer where `use` has prepared the model for latents. Those with
-    a sliding window, and what is no attention, keep transformers' own.
+    Layers that see all keys get a KVLayer, or a LatentLayer where `use` has prepared the model for latents; those with
+    a sliding window a WindowLayer. What is no attention keeps transformers' own.
     """
     made = DynamicCache(config=model.config)
     latent = any(hasattr(module, "attnjourney_expand_kv") for module in model.modules())
@@ -141,5 +193,11 @@ def cache(model: Any) -> Cache:
     if not layers:
         count = model.config.get_text_config(decoder=True).num_hidden_layers
         layers = [DynamicLayer() for _ in range(count)]
-    made.layers = [(LatentLayer() if latent else KVLayer()) if type(x) is DynamicLayer else x for x in layers]
+
+    def own(layer: Any) -> Any:
+        if type(layer) is DynamicSlidingWindowLayer:
+            return WindowLayer(layer.sliding_window)
+        return (LatentLayer() if latent else KVLayer()) if type(layer) is DynamicLayer else layer
+
+    made.layers = [own(layer) for layer in layers]
     return made
