@@ -211,6 +211,40 @@ class Step:
         self.record.write_text(shlex.join(self.command))
 
 
+OLDER_HOMES = {"libpthread.so.0": ("pthread_", "sem_"), "libdl.so.2": ("dl",), "librt.so.1": ("shm_",)}
+
+
+def older_homes(library: Path, folder: Path) -> list[str]:
+    """Libraries to link so that `library`, already linked once, loads with glibc 2.28. glibc 2.34 has moved threads,
+    dlopen and shared memory into libc under new versions, and CUDA's static runtime takes them. The stubs made here say
+    what the system's libraries of their names have had ever since: the first version of each function."""
+    wanted = set(re.findall(r" U (\w+)@GLIBC_2\.3\d\b", dynamic_symbols(library)))
+    libc = subprocess.run([*CXX, "-print-file-name=libc.so.6"], check=True, capture_output=True, text=True).stdout
+    first: dict[str, str] = {}
+    for name, version in re.findall(r" \w (\w+)@(GLIBC_[\d.]+)$", dynamic_symbols(Path(libc.strip())), re.MULTILINE):
+        first.setdefault(name, version)
+    made = []
+    for home, prefixes in OLDER_HOMES.items():
+        versions = {name: first[name] for name in sorted(wanted & set(first)) if name.startswith(prefixes)}
+        if versions:
+            script, source, stub = folder / f"{home}.map", folder / f"{home}.s", folder / home
+            script.write_text("".join(f"{version} {{ }};\n" for version in sorted(set(versions.values()))))
+            functions = (
+                f".globl stub_{name}\n.type stub_{name}, @function\nstub_{name}: ret\n"
+                f".symver stub_{name}, {name}@@{version}\n"
+                for name, version in versions.items()
+            )
+            source.write_text(".text\n" + "".join(functions) + '.section .note.GNU-stack,"",@progbits\n')
+            options = [f"-Wl,-soname,{home}", f"-Wl,--version-script={script}"]
+            subprocess.run([*CXX, "-shared", "-nostdlib", *options, str(source), "-o", str(stub)], check=True)
+            made.append(str(stub))
+    return made
+
+
+def dynamic_symbols(library: Path) -> str:
+    return subprocess.run(["nm", "-D", str(library)], check=True, capture_output=True, text=True).stdout
+
+
 class BuildLibraries(build_ext):
     def run(self) -> None:
         os.chdir(ROOT)
@@ -303,9 +337,15 @@ class BuildLibraries(build_ext):
             checks = [] if SANITIZE else ["-Wl,-z,defs"]
             command = [*CXX, *SANITIZERS, *link, *checks, f"-Wl,--version-script={exports},--as-needed"]
         # libstdc++ before torch, which has copies of some of its functions
-        step = Step(output, [*command, "-lstdc++", "-ltorch_cpu", "-ltorch", "-lc10"], objects)
+        libraries = ["-lstdc++", "-ltorch_cpu", "-ltorch", "-lc10"]
+        step = Step(output, [*command, *libraries], objects)
         if any(path in fresh for path in objects) or not step.is_current():
             step.run()
+            homes = older_homes(output, BUILD) if name.endswith("_cuda") and X86 else []
+            stubs = [word for home in homes for word in ("-Xlinker", home)]
+            if stubs:
+                Step(output, [*command, *stubs, *libraries], objects).run()
+                step.record.write_text(shlex.join(step.command))
         return output
 
     def get_ext_filename(self, fullname: str) -> str:

@@ -11,6 +11,7 @@ from attnjourney import _library
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "attnjourney" / "_C_cpu.so"
+CUDA_LIBRARY = ROOT / "build" / "cuda" / "attnjourney" / "_C_cuda.so"
 OBJECTS = ROOT / "build" / "release" / "csrc" / "cpu" / "isa"
 
 pytestmark = [
@@ -26,8 +27,8 @@ def symbols(path: Path, *options: str) -> list[tuple[str, str]]:
     return [(m[1], m[2]) for m in re.finditer(r"^[0-9a-f ]{16} (\S) (.+)$", text, re.MULTILINE)]
 
 
-def undefined() -> list[str]:
-    return [name for _, name in symbols(LIBRARY, "-D", "--undefined-only")]
+def undefined(library: Path = LIBRARY) -> list[str]:
+    return [name for _, name in symbols(library, "-D", "--undefined-only")]
 
 
 def test_no_symbol_of_torchs_unstable_cpp_interface_is_needed():
@@ -47,11 +48,15 @@ def test_only_torchs_c_interface_and_the_compilers_runtime_are_needed():
     assert [n for n in needed if not (torch_c.fullmatch(n) or runtime.fullmatch(n) or n in weak)] == []
 
 
-def test_systems_from_glibc_2_28_on_can_load_it():
-    """csrc/core/older_systems.cpp. The limits of manylinux_2_28, which is what torch itself is built for."""
+@pytest.mark.parametrize("library", [LIBRARY, CUDA_LIBRARY], ids=lambda path: path.stem)
+def test_systems_from_glibc_2_28_on_can_load_it(library):
+    """csrc/core/older_systems.cpp; for CUDA's runtime older_homes in setup.py. The limits are those of manylinux_2_28,
+    which is what torch itself is built for."""
+    if not library.exists():
+        pytest.skip(f"{library} is not built")
     oldest = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}
     newer = []
-    for name in undefined():
+    for name in undefined(library):
         kind, _, version = name.rpartition("@")[2].partition("_")
         numbers = tuple(map(int, re.findall(r"\d+", version)))
         if kind in oldest and numbers > oldest[kind]:
