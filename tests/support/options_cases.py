@@ -107,7 +107,12 @@ def plain_attention(tensors, arguments, gradients, ulps):
 def check(tensors, arguments, ours=attnjourney.attention, theirs=reference.attention, plain=plain_attention, label=""):
     """Asserts the rule of testing.py for out, lse and every gradient of a call through autograd."""
     __tracebackhide__ = True
-    actual, gradients = run(ours, tensors, arguments)
+    return compare(*run(ours, tensors, arguments), tensors, arguments, theirs, plain, label)
+
+
+def compare(actual, gradients, tensors, arguments, theirs=reference.attention, plain=plain_attention, label=""):
+    """The same for what `run` has given."""
+    __tracebackhide__ = True
     exact, _ = run(theirs, tensors, arguments, torch.float64)
     values, roundings = plain(tensors, arguments, gradients, ULPS)
     for (name, x), same_dtype, rounding in zip(actual.items(), values, roundings, strict=True):

@@ -1,0 +1,42 @@
+"""Before anything is sent: do all ranks make the same call?"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import torch
+import torch.distributed as dist
+
+from ._transfer import all_gather
+
+
+def agree(
+    what: str, call: dict[str, str], error: Exception | None, group: dist.ProcessGroup | None, device: torch.device
+) -> None:
+    """Raises `error`, this rank's own; RuntimeError if another rank has one; ValueError naming what differs and the two
+    ranks. One number of 8 bytes is all-gathered; descriptions only where these differ."""
+    described = {**call, "error": f"{type(error).__name__}: {error}"} if error else call
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).digest()
+    number = torch.tensor([int.from_bytes(digest[:8], "big", signed=True)], device=device)
+    numbers = all_gather(number, group).flatten().tolist()
+    if len(set(numbers)) > 1:
+        everyone: list = [None] * len(numbers)
+        dist.all_gather_object(everyone, described, group=group)
+        if error is None:
+            _explain(what, everyone)
+    if error is not None:
+        raise error
+
+
+def _explain(what: str, everyone: list[dict[str, str]]) -> None:
+    for rank, call in enumerate(everyone):
+        if "error" in call:
+            raise RuntimeError(f"{what}: rank {rank} of the group refused its arguments: {call['error']}")
+    for rank, call in enumerate(everyone):
+        for name in everyone[0]:
+            if call[name] != everyone[0][name]:
+                raise ValueError(
+                    f"{name}: expected the same on every rank, got {everyone[0][name]} on rank 0 and {call[name]} on "
+                    f"rank {rank} of the group"
+                )

@@ -1,0 +1,164 @@
+"""The state of a rank's rows while keys come by, joined in the accumulation dtype, and the calls of the operator."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._dtypes import accumulation_dtype
+from ._parts import Part
+
+_LOG2_E = math.log2(math.e)
+_forward = torch.ops.attnjourney.attention_forward.default
+_backward = torch.ops.attnjourney.attention_backward.default
+QUERY, KEY, VALUE, MASK, SINKS, SLOPES = (1 << bit for bit in range(6))  # bits of `need`
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The options of attention that do not depend on where a shard lies."""
+
+    scale: float | None
+    enable_gqa: bool
+    softcap: float
+    key_lengths: Tensor | None
+
+
+class Rows:
+    """out (..., L, Ev), and each row's weights: 2^(score - reference) / sum, in float64 as both are few."""
+
+    def __init__(self, lead: tuple[int, ...], query: Tensor, value: Tensor, sinks: Tensor | None):
+        wide = accumulation_dtype(query.dtype)
+        self.shape = (*lead, query.shape[-2])
+        self.dtype = query.dtype
+        self.out = query.new_zeros((*self.shape, value.shape[-1]), dtype=wide)
+        self.reference = query.new_full(self.shape, -math.inf, dtype=torch.float64)
+        self.sum = query.new_zeros(self.shape, dtype=torch.float64)
+        if sinks is not None:  # a key of its own, without a value
+            sink = per_head(sinks, self.shape).double() * _LOG2_E
+            self.reference = sink.to(wide).double().expand(self.shape).clone()
+            there = self.reference > -math.inf
+            self.sum = torch.where(there, (sink - self.reference).exp2(), 0.0)
+
+    def join(self, part: Part, out: Tensor, lse: Tensor, stats: Tensor, biased: bool) -> None:
+        rows = slice(part.row, part.row_end)
+        if stats.is_cuda:  # weights there are exp(score - lse)
+            reference = lse.double() * _LOG2_E
+            total = (lse != -math.inf).double()
+        else:
+            reference, inverse = stats.double().unbind(-1)
+            reference = reference * _LOG2_E if biased else reference  # scores with a bias are natural ones
+            total = torch.where(inverse == 0, 0.0, 1 / inverse)
+        reference = torch.where(total == 0, -math.inf, reference)
+        before = self.reference[..., rows]
+        top = torch.maximum(before, reference)
+        safe = torch.where(top == -math.inf, 0.0, top)
+        a = self.sum[..., rows] * (before - safe).exp2()
+        b = total * (reference - safe).exp2()
+        whole = a + b
+        divisor = torch.where(whole == 0, 1.0, whole)
+        weigh = [(x / divisor).to(self.out.dtype).unsqueeze(-1) for x in (a, b)]
+        self.out[..., rows, :] = self.out[..., rows, :] * weigh[0] + out.to(self.out.dtype) * weigh[1]
+        self.reference[..., rows], self.sum[..., rows] = top, whole
+
+    def results(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(out, lse, stats) as the operator gives them, stats in log2 units."""
+        empty = self.sum == 0
+        reference = torch.where(empty, 0.0, self.reference)
+        lse = torch.where(empty, -math.inf, reference / _LOG2_E + self.sum.log())
+        stats = torch.stack([reference, torch.where(empty, 0.0, 1 / self.sum)], -1)
+        return self.out.to(self.dtype), lse.to(self.out.dtype), stats.to(self.out.dtype)
+
+
+def per_head(numbers: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """(Hq,) or (B, Hq) beside rows of `shape` (batch dims..., Hq, L): (batch dims..., Hq, 1)."""
+    return numbers.unsqueeze(-1) if numbers.dim() == 1 else numbers.reshape(*shape[:-1], 1)
+
+
+class Calls:
+    """The operator on parts of this rank's rows and another's keys."""
+
+    def __init__(self, scores: Scores, slopes: Tensor | None):
+        self.scores, self.slopes = scores, slopes
+
+    def _arguments(self, part: Part, query: Tensor, shape: tuple[int, ...]) -> tuple[Tensor | None, dict]:
+        """(attn_mask, options). ALiBi between chunks is a bias: the operator counts distances from its first row."""
+        keys = part.key_end - part.key
+        options: dict[str, Any] = dict(
+            scale=self.scores.scale,
+            enable_gqa=self.scores.enable_gqa,
+            window_size=part.window,
+            softcap=self.scores.softcap,
+        )
+        if self.scores.key_lengths is not None:
+            options["key_lengths"] = (self.scores.key_lengths - part.first_key).clamp(0, keys)
+        if self.slopes is None:
+            return None, options
+        if part.distance == 0:
+            return None, {**options, "alibi_slopes": self.slopes}
+        wide = accumulation_dtype(query.dtype)
+        slopes = per_head(self.slopes, shape).to(wide).unsqueeze(-1)
+        return -slopes * _distances(part, wide, query.device), options
+
+    def forward(self, rows: Rows, part: Part, query: Tensor, key: Tensor, value: Tensor) -> None:
+        keys = slice(part.key, part.key_end)
+        mask, options = self._arguments(part, query, rows.shape)
+        out, lse, stats = _forward(
+            query[..., part.row : part.row_end, :], key[..., keys, :], value[..., keys, :], mask, **options
+        )
+        rows.join(part, out, lse, stats, biased=mask is not None)
+
+    def backward(
+        self, part: Part, need: int, grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor,
+        value: Tensor, out: Tensor, lse: Tensor, stats: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """(grad_query, grad_key, grad_value, grad_alibi_slopes); what `need` does not ask for is empty."""
+        mask, options = self._arguments(part, query, lse.shape)
+        rows, keys = slice(part.row, part.row_end), slice(part.key, part.key_end)
+        stats = stats[..., rows, :]
+        if mask is not None:
+            stats = stats * stats.new_tensor([1 / _LOG2_E, 1.0])
+            if need & SLOPES:
+                need = need & ~SLOPES | MASK
+        grads = _backward(
+            grad_out[..., rows, :],
+            None if grad_lse is None else grad_lse[..., rows],
+            query[..., rows, :],
+            key[..., keys, :],
+            value[..., keys, :],
+            mask,
+            out[..., rows, :],
+            lse[..., rows],
+            stats,
+            **options,
+            need=need,
+        )
+        of_slopes = grads[5]
+        if need & MASK:
+            assert self.slopes is not None
+            of_slopes = -(grads[3] * _distances(part, grads[3].dtype, query.device)).sum((-2, -1))
+            of_slopes = of_slopes.reshape(-1, self.slopes.shape[-1])
+            of_slopes = of_slopes.sum(0) if self.slopes.dim() == 1 else of_slopes
+        return (*grads[:3], of_slopes)
+
+
+def _distances(part: Part, dtype: torch.dtype, device: torch.device) -> Tensor:
+    rows = torch.arange(part.row_end - part.row, device=device) + part.distance
+    return (rows.unsqueeze(-1) - torch.arange(part.key_end - part.key, device=device)).abs().to(dtype)
+
+
+def sinks_gradient(sinks: Tensor, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor) -> Tensor:
+    """That of the logit which joins each row's sum, over this rank's rows."""
+    wide = stats.dtype
+    delta = (grad_out.to(wide) * out.to(wide)).sum(-1)
+    if grad_lse is not None:
+        delta = delta - grad_lse
+    logit = per_head(sinks, delta.shape).double() * _LOG2_E
+    reference, inverse = stats.double().unbind(-1)
+    weight = torch.where(logit == -math.inf, 0.0, (logit - reference).exp2() * inverse)
+    gradient = -(weight * delta).sum(-1).reshape(-1, sinks.shape[-1])
+    return (gradient.sum(0) if sinks.dim() == 1 else gradient).to(sinks.dtype)

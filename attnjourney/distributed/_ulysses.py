@@ -1,0 +1,51 @@
+"""All heads of some rows for some heads of all rows, and back: attention between the two is the ordinary one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from ..ops import attention
+from ._transfer import all_to_all
+from .sharding import positions
+
+
+class _Swap(Function):
+    """Shards of dimension `joined` become whole, dimension `split` is shared out."""
+
+    @staticmethod
+    def forward(ctx, x, group, split, joined):
+        ctx.arguments = group, split, joined
+        size = dist.get_world_size(group)
+        received = all_to_all(torch.stack(x.chunk(size, split)), group)
+        return torch.cat(received.unbind(0), joined)
+
+    @staticmethod
+    def backward(ctx, grad):
+        group, split, joined = ctx.arguments
+        return _Swap.apply(grad, group, joined, split), None, None, None
+
+
+def ulysses(
+    query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup | None, order: str, is_causal: bool,
+    per_head: dict[str, Tensor | None], options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse) of this rank's rows; per_head: sinks and slopes of all heads."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    whole = []
+    for x in (query, key, value):
+        places = torch.cat([positions(order, x.shape[-2], r, size) for r in range(size)]).to(x.device)
+        joined = _Swap.apply(x, group, x.dim() - 3, x.dim() - 2)
+        whole.append(joined if order == "contiguous" else joined.index_select(-2, places.argsort()))
+    own: Any = {name: None if x is None else x.chunk(size, -1)[rank] for name, x in per_head.items()}
+    out, lse = attention(whole[0], whole[1], whole[2], is_causal=is_causal, return_lse=True, **options, **own)
+    lse = lse.unsqueeze(-1)
+    if order != "contiguous":
+        places = torch.cat([positions(order, query.shape[-2], r, size) for r in range(size)]).to(query.device)
+        out, lse = out.index_select(-2, places), lse.index_select(-2, places)
+    out, lse = (_Swap.apply(x, group, x.dim() - 2, x.dim() - 3) for x in (out, lse))
+    return out, lse.squeeze(-1)

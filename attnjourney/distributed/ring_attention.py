@@ -1,0 +1,168 @@
+"""Attention over a sequence whose rows lie on the ranks of a process group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._options import ScoreOptions
+from ..ops._attention_checks import check
+from ._agreement import agree
+from ._parts import Layout, Visibility
+from ._rows import Scores
+from ._streams import Stream, StreamedAttention
+from ._ulysses import ulysses
+from .cost import SCHEMES, choose_scheme
+from .sharding import check_order
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class RingOptions(ScoreOptions, total=False):
+    """The options of ring_attention."""
+
+    group: dist.ProcessGroup | None
+    order: str
+    scheme: str
+    dropout_p: float
+    is_causal: bool
+    enable_gqa: bool
+    key_lengths: Tensor | None
+
+
+@overload
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[RingOptions]
+) -> Tensor: ...
+@overload
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True], **options: Unpack[RingOptions]
+) -> tuple[Tensor, Tensor]: ...
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    order: str = "contiguous",
+    scheme: str = "auto",
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window_size: tuple[int, int] | None = (-1, -1),
+    prefix_length: int = 0,
+    key_lengths: Tensor | None = None,
+    softcap: float | None = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """attnjourney.attention over the whole sequence, of which each rank of the group has a shard and gets the rows of
+    its shard. Ring Attention (arXiv 2310.01889), or all-gathered keys and values, or DeepSpeed-Ulysses
+    (arXiv 2309.14509).
+
+    Args:
+        query, key, value: this rank's shards, (..., H, L / ranks, E), of one shape on every rank. `shard` makes them.
+        group: the process group, the default one by default.
+        order: how the sequence is shared out, as in `shard`: "contiguous", or "zigzag" for even causal work.
+        scheme: "ring": keys and values go from rank to rank while the last ones are worked on, as far as some row sees
+            them. "all_gather": all of them at once. "ulysses": heads are shared out in place of rows; the ranks divide
+            the numbers of query and of key heads. "auto": see choose_scheme.
+        dropout_p: 0; other probabilities are refused, whose bits depend on positions in the whole.
+        is_causal, scale, enable_gqa, window_size, prefix_length, softcap: as in attnjourney.attention; positions are
+            those of the whole sequence.
+        key_lengths: (B,), of the whole sequences.
+        sinks, alibi_slopes: (Hq,) or (B, Hq), the same on every rank. A rank's gradient is that of its rows (its heads
+            with "ulysses"): the sum over the group is the whole one. ALiBi makes a bias of (Hq, rows, keys) of each
+            pair of different chunks, one at a time.
+        return_lse: also return the logarithm of each row's denominator.
+
+    Returns: (..., Hq, L / ranks, Ev); with return_lse also (..., Hq, L / ranks), as attnjourney.attention.
+
+    Raises, on every rank and before keys and values are sent:
+        ValueError: an argument that does not fit, or differs between ranks; names it, and the two ranks.
+        RuntimeError: a dtype that does not fit, or another rank that refused its arguments.
+        NotImplementedError: dropout; differentiated twice, but with "ulysses".
+    """
+    call: dict[str, str] = {}
+    error, lead = None, []
+    own = dict(locals())
+    try:
+        call = _described(own)
+        lead = _checked(own)
+    except (ValueError, RuntimeError, NotImplementedError, TypeError) as refused:
+        error = refused
+    agree("ring_attention", call, error, group, query.device)
+    size = dist.get_world_size(group)
+    masks: Any = dict(is_causal=is_causal, window_size=window_size, prefix_length=prefix_length)
+    if scheme == "auto":
+        shapes = (query.shape, key.shape, value.shape)
+        scheme = choose_scheme(*shapes, query.dtype, size, order=order, **masks)
+    softcap = softcap or 0.0
+    if scheme == "ulysses":
+        options = dict(scale=scale, enable_gqa=enable_gqa, key_lengths=key_lengths, softcap=softcap, **masks)
+        per_head = dict(sinks=sinks, alibi_slopes=alibi_slopes)
+        out, lse = ulysses(query, key, value, group, order, options.pop("is_causal"), per_head, options)
+    else:
+        stream = Stream(
+            group=group,
+            layout=Layout(order, size, query.shape[-2], key.shape[-2]),
+            seen=Visibility.of(**masks),
+            scores=Scores(scale, enable_gqa, softcap, key_lengths),
+            lead=tuple(lead),
+            gathered=scheme == "all_gather",
+        )
+        out, lse = StreamedAttention.apply(stream, query, key, value, sinks, alibi_slopes)
+    return (out, lse) if return_lse else out
+
+
+def _described(arguments: dict[str, Any]) -> dict[str, str]:
+    """What must be the same on every rank, as text; tensors by what their calls and transfers depend on."""
+    grads = torch.is_grad_enabled()
+
+    def text(x: Any) -> str:
+        if isinstance(x, Tensor):
+            trained = ", requires grad" if grads and x.requires_grad else ""
+            return f"shape {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}{trained}"
+        return str(tuple(x)) if isinstance(x, (list, tuple)) else repr(x)
+
+    described = {name: text(x) for name, x in arguments.items() if name not in ("group", "call", "error", "lead")}
+    lengths = arguments["key_lengths"]
+    if lengths is not None and not lengths.is_cuda:
+        described["key_lengths"] = f"{lengths.tolist()}"
+    return described
+
+
+def _checked(arguments: dict[str, Any]) -> list[int]:
+    """The leading dimensions of the result; raises for what does not fit on this rank."""
+    query, key, value = (arguments[name] for name in ("query", "key", "value"))
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() < 3:
+            raise ValueError(f"{name}: expected at least 3 dimensions (..., heads, length, head_dim), got {x.dim()}")
+        check_order(arguments["order"], name, x.shape[-2])
+        if x.dtype != query.dtype:
+            raise RuntimeError(f"{name}: expected dtype {query.dtype}, got {x.dtype}")
+    if arguments["dropout_p"] != 0:
+        raise NotImplementedError(f"dropout_p: expected 0 in ring_attention, got {arguments['dropout_p']}")
+    if arguments["prefix_length"] < 0:
+        raise ValueError(f"prefix_length: expected a number of at least 0, got {arguments['prefix_length']}")
+    names = ("key_lengths", "sinks", "alibi_slopes")
+    options = {name: arguments[name] for name in names if arguments[name] is not None}
+    window, softcap = arguments["window_size"], arguments["softcap"]
+    options |= dict(window_size=(-1, -1) if window is None else window, softcap=softcap or 0.0)
+    lead = check(query, key, value, None, arguments["scale"], arguments["enable_gqa"], **options)
+    scheme, size = arguments["scheme"], dist.get_world_size(arguments["group"])
+    most, lengths = key.shape[-2] * size, arguments["key_lengths"]
+    if lengths is not None and not lengths.is_cuda and not all(0 <= n <= most for n in lengths.tolist()):
+        raise ValueError(f"key_lengths: expected numbers from 0 to {most}, got {lengths.tolist()}")
+    if scheme not in ("auto", *SCHEMES):
+        raise ValueError(f"scheme: expected one of auto, {', '.join(SCHEMES)}, got {scheme!r}")
+    for name, x in (("query", query), ("key", key)):
+        if scheme == "ulysses" and x.shape[-3] % size:
+            raise ValueError(f"{name}: scheme 'ulysses' expects a multiple of {size} heads, got {x.shape[-3]}")
+    return lead

@@ -1,0 +1,113 @@
+"""What ranks do: a call of ring_attention on their shards, put together again; bytes counted; calls that differ."""
+
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import attnjourney
+from attnjourney import distributed
+from tests.distributed.ranks import groups
+from tests.support import options_cases
+from tests.support.testing import random_tensor
+
+
+def make(names, dtype, **sizes):
+    """(query, key, value, arguments): lengths that four ranks of two chunks divide."""
+    query, key, value, arguments = options_cases.make(
+        names, dtype, **{**dict(q_heads=8, kv_heads=4, q_len=16, kv_len=16), **sizes}
+    )
+    if "key_lengths" in names:
+        arguments["key_lengths"] = torch.tensor([key.size(-2) - 3, 5])
+    return query, key, value, arguments
+
+
+def whole_call(rank, size, names, dtype, alone=False, sizes=None, **call):
+    """options_cases.run of the whole, each rank on its shard; gradients summed over ranks. alone: the fault that each
+    rank sees its own keys only."""
+    group = groups[size]
+    tensors, arguments = (lambda q, k, v, a: ((q, k, v), a))(*make(names, dtype, **(sizes or {})))
+    order = call.get("order", "contiguous")
+
+    def ours(*tensors, **arguments):
+        shards = [distributed.shard(x, group, order) for x in tensors]
+        if alone:
+            out, lse = attnjourney.attention(*shards, **arguments)
+        else:
+            out, lse = distributed.ring_attention(*shards, group=group, **arguments, **call)
+        return distributed.unshard(out, group, order), distributed.unshard(lse, group, order, -1)
+
+    results, gradients = options_cases.run(ours, tensors, arguments)
+    for name, x in results.items():
+        if name.startswith("grad_"):
+            total = x.double()
+            dist.all_reduce(total, group=group)
+            results[name] = total.to(x.dtype)
+    return results, gradients
+
+
+class Counted:
+    """Bytes that leave this rank through torch.distributed."""
+
+    def __init__(self):
+        self.bytes = 0
+
+    def __enter__(self):
+        def count(name, size_of):
+            real = getattr(dist, name)
+
+            def counted(*args, **kwargs):
+                self.bytes += size_of(*args, **kwargs)
+                return real(*args, **kwargs)
+
+            return mock.patch.object(dist, name, counted)
+
+        def nbytes(x):
+            return x.numel() * x.element_size()
+
+        def others(group):
+            return dist.get_world_size(group) - 1
+
+        self.patches = [
+            count("batch_isend_irecv", lambda ops: sum(nbytes(o.tensor) for o in ops if o.op is dist.isend)),
+            count("all_gather_into_tensor", lambda out, x, group: others(group) * nbytes(x)),
+            count("all_to_all_single", lambda out, x, group: nbytes(x) // (others(group) + 1) * others(group)),
+        ]
+        for patch in self.patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *_):
+        for patch in self.patches:
+            patch.stop()
+
+
+def bytes_of(rank, size, dtype, scheme, **masks):
+    """((bytes sent, those of the formula) of the forward, the same of the backward)."""
+    group = groups[size]
+    tensors = [distributed.shard(x, group).requires_grad_() for x in make((), dtype)[:3]]
+    shapes = [x.shape for x in tensors]
+    place = (dist.get_rank(group), size)
+    with Counted() as forward:
+        out = distributed.ring_attention(*tensors, group=group, scheme=scheme, enable_gqa=True, **masks)
+    with Counted() as backward:
+        out.sum().backward()
+    expected = [distributed.bytes_sent(scheme, *shapes, dtype, *place, **masks, backward=b) for b in (False, True)]
+    agreement = 8 * (size - 1)
+    return (forward.bytes - agreement, expected[0]), (backward.bytes, expected[1])
+
+
+def differing(rank, odd_rank, odd):
+    """A call in which one rank has other arguments than the others, then one that fits: (the error's text, result)."""
+    arguments = dict(shape=(1, 4, 8, 4), dtype=torch.float32, scheme="ring", is_causal=True)
+    if rank == odd_rank:
+        arguments.update(odd)
+    shape, dtype = arguments.pop("shape"), arguments.pop("dtype")
+    try:
+        with Counted() as sent:
+            distributed.ring_attention(*(random_tensor(shape, dtype, i) for i in range(3)), **arguments)
+        text = ""
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        text = f"{type(error).__name__}: {error}"
+    after = distributed.ring_attention(*(random_tensor((1, 4, 8, 4), seed=i) for i in range(3)), scheme="ring")
+    return text, sent.bytes, after.isfinite().all().item()

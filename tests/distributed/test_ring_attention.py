@@ -1,0 +1,105 @@
+"""ring_attention on two and four ranks against the fp64 reference of the whole, by the rule of tests/support."""
+
+import pytest
+import torch
+
+from attnjourney import distributed
+from tests.distributed import calls
+from tests.support import options_cases
+from tests.support.testing import pairs, row_id
+
+OPTIONS = (
+    ("causal",),
+    ("window", "softcap"),
+    ("left", "sinks"),
+    ("prefix", "alibi"),
+    ("key_lengths", "scale"),
+    ("causal", "alibi_per_item", "sinks"),
+    ("window", "key_lengths", "alibi"),
+)
+CASES = pairs(
+    options=OPTIONS,
+    scheme=("ring", "all_gather", "ulysses"),
+    order=("contiguous", "zigzag"),
+    dtype=(torch.float64, torch.float32, torch.bfloat16),
+    size=(4, 2),
+)
+
+
+def checked(ranks, size, options, dtype, **call):
+    results = ranks.run(calls.whole_call, size, options, dtype, **call)
+    query, key, value, arguments = calls.make(options, dtype, **call.get("sizes", {}))
+    for results_of_rank, _ in results:
+        for name, x in results_of_rank.items():
+            assert torch.equal(x, results[0][0][name]), f"{name} differs between ranks"
+    options_cases.compare(*results[0], (query, key, value), arguments)
+    return results[0][0]
+
+
+@pytest.mark.parametrize("case", CASES, ids=row_id)
+def test_values_and_gradients(ranks, case):
+    checked(ranks, **case)
+
+
+@pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
+def test_float64_is_exact_and_keys_may_be_more_than_rows(ranks, scheme):
+    sizes = dict(q_len=8, kv_len=24)
+    actual = checked(ranks, 4, ("sinks",), torch.float64, scheme=scheme, order="zigzag", sizes=sizes)
+    query, key, value, arguments = calls.make(("sinks",), torch.float64, **sizes)
+    exact, _ = options_cases.run(options_cases.attnjourney.attention, (query, key, value), arguments)
+    for name, x in actual.items():
+        assert (x - exact[name]).abs().max() < 1e-10, name
+
+
+def test_one_key_head_for_all(ranks):
+    checked(ranks, 2, ("causal",), torch.float32, scheme="ring", sizes=dict(kv_heads=1))
+
+
+def test_the_check_sees_ranks_that_stay_alone(ranks):
+    results = ranks.run(calls.whole_call, 2, (), torch.float64, alone=True)
+    query, key, value, arguments = calls.make((), torch.float64)
+    with pytest.raises(AssertionError):
+        options_cases.compare(*results[0], (query, key, value), arguments)
+
+
+@pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
+@pytest.mark.parametrize("masks", [{}, dict(is_causal=True), dict(window_size=(3, 2))], ids=str)
+def test_bytes_are_those_of_the_formula(ranks, scheme, masks):
+    for of_rank in ranks.run(calls.bytes_of, 4, torch.bfloat16, scheme, **masks):
+        for sent, expected in of_rank:
+            assert sent == expected
+
+
+@pytest.mark.parametrize(
+    "odd, name",
+    [
+        (dict(shape=(1, 4, 10, 4)), "query"),
+        (dict(dtype=torch.bfloat16), "query"),
+        (dict(is_causal=False), "is_causal"),
+        (dict(softcap=2.0), "softcap"),
+    ],
+    ids=str,
+)
+def test_ranks_that_differ_are_told_before_anything_is_sent(ranks, odd, name):
+    for text, sent, after in ranks.run(calls.differing, 2, odd):
+        assert text.startswith(f"ValueError: {name}: ") and "on rank 0" in text and "on rank 2" in text, text
+        assert sent == 8 * 3 and after
+
+
+def test_one_rank_that_refuses_ends_the_others(ranks):
+    for rank, (text, _, after) in enumerate(ranks.run(calls.differing, 1, dict(dropout_p=0.5))):
+        own = "NotImplementedError: dropout_p: "
+        assert text.startswith(own if rank == 1 else "RuntimeError: ring_attention: rank 1") and "dropout_p" in text
+        assert after
+
+
+def test_the_rule_of_auto():
+    shape, small = (1, 8, 4096, 64), (1, 8, 8, 64)
+
+    def chosen(query, key, size, **masks):
+        return distributed.choose_scheme(query, key, key, torch.float32, size, **masks)
+
+    assert chosen(small, small, 4) == "all_gather"
+    assert chosen(shape, shape, 4) == "ulysses"
+    assert chosen(shape, (1, 2, 4096, 64), 4) == "ring"  # fewer key heads than ranks
+    assert chosen(shape, shape, 4, is_causal=True, window_size=(512, 0)) == "ring"
