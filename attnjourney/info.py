@@ -12,9 +12,9 @@ from ._errors import raise_typed
 from .block_mask import BlockMask
 from .integrations import sdpa
 from .ops._attention_checks import CHECKED, alignment_index, check
-from .ops._operator import Signature
-from .ops._registration import LIBRARY
-from .ops._torch_internals import below_autograd
+from .ops._registry.operator import Signature
+from .ops._registry.registration import LIBRARY
+from .ops._registry.torch_internals import below_autograd
 from .ops.attention import UNBOUNDED
 from .ops.block_attention import BLOCKS, block_tensors
 

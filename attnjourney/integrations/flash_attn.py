@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..ops import decode, rope_with_tables, varlen_attention
-from ..ops._inference import as_index
+from ..ops._registry.inference import as_index
 
 __version__ = "2.8.3"  # the interface of this version
 Result = Tensor | tuple[Tensor, Tensor, Tensor]

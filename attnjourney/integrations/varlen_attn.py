@@ -18,7 +18,7 @@ except ImportError as error:
 
 from ..ops import varlen_attention
 from ..ops._attention_checks import ALIGNMENTS
-from ..ops._registration import OPERATORS
+from ..ops._registry.registration import OPERATORS
 from .flash_attn import gather_blocks
 
 

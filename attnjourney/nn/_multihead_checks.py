@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops._torch_internals import autocast_on
+from ..ops._registry.torch_internals import autocast_on
 
 
 def check_inputs(

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .._dtypes import accumulation_dtype
-from ..ops._fakes import known_at_run_time
+from ..ops._registry.fakes import known_at_run_time
 
 BLOCK = 1 << 20  # weights of all heads that exist at one time
 

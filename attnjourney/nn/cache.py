@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..ops import kv_cache as ops
-from ..ops._inference import as_index, optional_index
+from ..ops._registry.inference import as_index, optional_index
 from ..ops.decode import UNBOUNDED, decode
 from ..ops.mla_decode import mla_decode
 

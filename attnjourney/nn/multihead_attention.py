@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import mha
-from ..ops._operator import seed_for
+from ..ops._registry.operator import seed_for
 from ..reference.mha import attention_mask
 from ._multihead_cached import attend_cached
 from ._multihead_checks import check_inputs

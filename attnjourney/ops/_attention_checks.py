@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._fakes import broadcasts, is_one, need, or_float32, same_size
+from ._registry.fakes import broadcasts, is_one, need, or_float32, same_size
 
 ALIGNMENTS = ("top_left", "bottom_right")  # their indices are the operators' int
 CHECKED = ("window_size", "key_lengths", "query_lengths", "softcap", "sinks", "alibi_slopes")  # options of `check`

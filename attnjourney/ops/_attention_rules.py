@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ._fakes import empty_lse, empty_stats
+from ._registry.fakes import empty_lse, empty_stats
 
 
 def empty_results(query: Tensor, value: Tensor, lead: list[int]) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ._attention_rules import align_mask, per_head, to_front
-from ._derivatives import one_call_a_sample
-from ._operator import Signature
+from ._registry.derivatives import one_call_a_sample
+from ._registry.operator import Signature
 
 
 def _fold(dims: dict, call: dict, size: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._fakes import or_float32
+from ._registry.fakes import or_float32
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from ..block_mask import BlockMask
 from ._attention_checks import alignment_index, check
 from ._attention_rules import empty_results, vmap_forward, vmap_gradients, vmap_jvp
-from ._flops import attention_flops
-from ._operator import seed_for
-from ._registration import LIBRARY, register
+from ._registry.flops import attention_flops
+from ._registry.operator import seed_for
+from ._registry.registration import LIBRARY, register
 from .block_attention import block_attention
 
 if TYPE_CHECKING:

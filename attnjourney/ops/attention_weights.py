@@ -14,10 +14,10 @@ from .._errors import raise_typed
 from ..block_mask import BlockMask
 from ..reference.attention import differentiable_weights
 from ._attention_checks import CHECKED, alignment_index, check
-from ._fakes import need, same_size
-from ._operator import Signature, carries_tangent
-from ._registration import LIBRARY
-from ._torch_internals import any_requires_grad, below_autograd, grad_enabled, transforms_active
+from ._registry.fakes import need, same_size
+from ._registry.operator import Signature, carries_tangent
+from ._registry.registration import LIBRARY
+from ._registry.torch_internals import any_requires_grad, below_autograd, grad_enabled, transforms_active
 from .attention import UNBOUNDED
 from .block_attention import block_tensors
 

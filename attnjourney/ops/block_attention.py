@@ -13,9 +13,9 @@ from torch._ops import OpOverload
 from ..block_mask import BlockMask
 from ._attention_checks import CHECKED, check
 from ._attention_rules import empty_results, vmap_forward, vmap_gradients, vmap_jvp
-from ._fakes import broadcasts, need, same_size
-from ._flops import attention_flops
-from ._registration import register
+from ._registry.fakes import broadcasts, need, same_size
+from ._registry.flops import attention_flops
+from ._registry.registration import register
 
 BLOCKS = ("block_offsets", "block_index", "block_partial", "block_elements")
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ._attention_checks import check_per_head, check_scores
 from ._decode_vmap import vmap_decode
-from ._fakes import broadcasts, empty_lse, need, same_size
-from ._inference import as_index, register_inference
+from ._registry.fakes import broadcasts, empty_lse, need, same_size
+from ._registry.inference import as_index, register_inference
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

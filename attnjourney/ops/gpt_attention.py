@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._fakes import empty_gradients, empty_lse, empty_stats
-from ._flops import layer_flops
 from ._layer_checks import check_dropout, check_heads, check_sequence, check_weight
-from ._operator import draw_seed, seed_is_apart
-from ._registration import register
+from ._registry.fakes import empty_gradients, empty_lse, empty_stats
+from ._registry.flops import layer_flops
+from ._registry.operator import draw_seed, seed_is_apart
+from ._registry.registration import register
 from .attention import attention
 
 

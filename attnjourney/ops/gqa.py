@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ..reference.gqa import grouped_query_layer
-from ._fakes import empty_gradients, empty_lse, empty_stats
-from ._flops import layer_flops
 from ._layer_checks import check_heads, check_matrix, check_sequence, check_tables, check_weight
-from ._registration import register
+from ._registry.fakes import empty_gradients, empty_lse, empty_stats
+from ._registry.flops import layer_flops
+from ._registry.registration import register
 
 
 def gqa(

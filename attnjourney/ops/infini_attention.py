@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from ._call_observers import observed
+from ._registry.call_observers import observed
 from .attention import attention
 from .linear_attention import linear_attention
 from .rope import rope_with_tables

@@ -26,8 +26,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ._fakes import need
-from ._inference import register_inference
+from ._registry.fakes import need
+from ._registry.inference import register_inference
 
 
 def _check_new(name: str, cache: Tensor, new: Tensor, lengths: Tensor) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ._fakes import empty_lse
-from ._registration import register
+from ._registry.fakes import empty_lse
+from ._registry.registration import register
 
 FEATURE_MAPS = {"identity": 0, "relu": 1, "elu+1": 2}
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._call_observers import observed
+from ._registry.call_observers import observed
 from .attention import attention
 from .merge_states import merge_states
 

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..reference.mha import attention_mask
-from ._fakes import empty_lse, empty_stats
-from ._flops import layer_flops
 from ._layer_checks import check_dropout, check_heads, check_mask, check_sequence, check_weight
-from ._operator import draw_seed, seed_is_apart
-from ._registration import register
+from ._registry.fakes import empty_lse, empty_stats
+from ._registry.flops import layer_flops
+from ._registry.operator import draw_seed, seed_is_apart
+from ._registry.registration import register
 from .attention import attention
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ..reference.mla import latent_layer
 from ._attention_checks import check_scale
-from ._fakes import empty_lse, empty_stats
-from ._flops import layer_flops
 from ._layer_checks import check_matrix, check_sequence, check_tables, check_weight
-from ._registration import register
+from ._registry.fakes import empty_lse, empty_stats
+from ._registry.flops import layer_flops
+from ._registry.registration import register
 
 
 def mla(

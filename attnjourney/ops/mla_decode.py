@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ._decode_vmap import vmap_mla_decode
-from ._fakes import empty_lse, need
-from ._inference import as_index, register_inference
+from ._registry.fakes import empty_lse, need
+from ._registry.inference import as_index, register_inference
 from .decode import UNBOUNDED, check_options, decode_options
 
 if TYPE_CHECKING:

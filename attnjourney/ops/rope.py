@@ -1,7 +1,7 @@
 """Rotary position embedding from tables: torch.ops.attnjourney.rope.
 
 A linear operator: its backward is itself turned the other way and its forward derivative itself, to any order. So it
-registers a node of its own and has no rope_forward and rope_backward (see _registration.py).
+registers a node of its own and has no rope_forward and rope_backward (see _registry/registration.py).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch.autograd import Function
 from torch.library import register_fake
 
 from .._errors import raise_typed
-from ._fakes import need, same_size
-from ._inference import register_negative
-from ._operator import NAMESPACE, Signature
-from ._registration import LIBRARY, needs_node
-from ._torch_internals import below_autograd
+from ._registry.fakes import need, same_size
+from ._registry.inference import register_negative
+from ._registry.operator import NAMESPACE, Signature
+from ._registry.registration import LIBRARY, needs_node
+from ._registry.torch_internals import below_autograd
 
 _rope = torch.ops.attnjourney.rope.default
 _rope_in_place = torch.ops.attnjourney.rope_.default

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ._attention_checks import alignment_index, check_index, check_per_head, check_scale, check_scores
-from ._fakes import empty_lse, empty_stats, need
-from ._operator import seed_for
-from ._registration import register
+from ._registry.fakes import empty_lse, empty_stats, need
+from ._registry.operator import seed_for
+from ._registry.registration import register
 from .attention import UNBOUNDED
 
 if TYPE_CHECKING:

@@ -1,10 +1,10 @@
-"""What _registration.py makes of schemas, shown on an operator of the test's own."""
+"""What registration.py makes of schemas, shown on an operator of the test's own."""
 
 import pytest
 import torch
 from torch.func import grad, jvp, vmap
 
-from attnjourney.ops import _registration
+from attnjourney.ops._registry import registration
 
 SCHEMAS = """
 _toy(Tensor x, Tensor y) -> Tensor
@@ -47,9 +47,9 @@ def toy():
     for suffix, kernel in kernels.items():
         library.impl("_toy" + suffix, kernel, "CPU")
     nothing = lambda *_: None  # noqa: E731  one call a sample
-    _registration.register("_toy", fake=lambda *, x, y: _forward(x, y), vmap=(nothing,) * 4)
+    registration.register("_toy", fake=lambda *, x, y: _forward(x, y), vmap=(nothing,) * 4)
     yield torch.ops.attnjourney._toy_forward
-    del _registration.OPERATORS["_toy"]
+    del registration.OPERATORS["_toy"]
 
 
 def loss(toy):

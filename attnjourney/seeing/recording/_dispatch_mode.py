@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ...ops._operator import NAMESPACE, Signature
-from ...ops._registration import OPERATORS
+from ...ops._registry.operator import NAMESPACE, Signature
+from ...ops._registry.registration import OPERATORS
 from ._scores import READERS
 
 

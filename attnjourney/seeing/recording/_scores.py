@@ -329,7 +329,7 @@ def _longformer(call: dict) -> Scores:
     return StagedScores(call["query"], lambda heads, rows: longformer_scores(**call, heads=heads, rows=rows))
 
 
-# functions made of several operators (attnjourney/ops/_call_observers.py), from their arguments
+# functions made of several operators (attnjourney/ops/_registry/call_observers.py), from their arguments
 FUNCTIONS = {"infini_attention": _infini, "longformer_attention": _longformer}
 
 READERS: dict[str, Callable[[dict, tuple], Scores]] = {

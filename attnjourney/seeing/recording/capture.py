@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-from ...ops._call_observers import observers
+from ...ops._registry.call_observers import observers
 from ._dispatch_mode import OperatorCalls
 from ._scores import FUNCTIONS, READERS, Scores
 from .records import Captured, Record, Rows, indices, settings_of

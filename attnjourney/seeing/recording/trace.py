@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...block_mask import BlockMask
 from ...info import explain
 from ...ops._attention_checks import CHECKED, check
-from ...ops._operator import draw_seed
+from ...ops._registry.operator import draw_seed
 from ...ops.block_attention import of_call
 from ._stages import attention_stages, number_of_heads
 from ._stages_of_modules import module_stages

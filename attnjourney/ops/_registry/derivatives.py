@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ._operator import Operator, Signature
-from ._torch_internals import below_autograd
+from .operator import Operator, Signature
+from .torch_internals import below_autograd
 
 
 def keep(ctx: Any, signature: Signature, flat: tuple, outputs: tuple = ()) -> None:

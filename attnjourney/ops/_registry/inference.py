@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from .._errors import raise_typed
-from ._operator import NAMESPACE, Signature, carries_tangent
-from ._registration import LIBRARY
-from ._torch_internals import any_requires_grad, below_autograd, grad_enabled
+from ..._errors import raise_typed
+from .operator import NAMESPACE, Signature, carries_tangent
+from .registration import LIBRARY
+from .torch_internals import any_requires_grad, below_autograd, grad_enabled
 
 
 def as_index(x: Tensor) -> Tensor:

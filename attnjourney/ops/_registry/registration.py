@@ -55,11 +55,11 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from .._errors import raise_typed
-from ._derivatives import Derivatives
-from ._nodes import eager_node, transformed_node
-from ._operator import NAMESPACE, Operator, Signature, draw_seed
-from ._torch_internals import any_requires_grad, autocast_on, below_autograd, grad_enabled
+from ..._errors import raise_typed
+from .derivatives import Derivatives
+from .nodes import eager_node, transformed_node
+from .operator import NAMESPACE, Operator, Signature, draw_seed
+from .torch_internals import any_requires_grad, autocast_on, below_autograd, grad_enabled
 
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # lives as long as the module: its kernels go with it
 OPERATORS: dict[str, Operator] = {}  # by name, all that `register` has completed

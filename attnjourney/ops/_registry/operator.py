@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from .. import _library
-from ._torch_internals import constant_in_graphs
+from ... import _library
+from .torch_internals import constant_in_graphs
 
 _library.load()
 NAMESPACE = "attnjourney"

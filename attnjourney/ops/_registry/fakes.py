@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._dtypes import accumulation_dtype
+from ..._dtypes import accumulation_dtype
 
 
 def need(ok: bool, expected: str, got: Tensor) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.autograd import Function, forward_ad
 
-from ._derivatives import Derivatives, one_call_a_sample
-from ._operator import Operator, pick
-from ._torch_internals import below_autograd, grad_enabled, transforms_active
+from .derivatives import Derivatives, one_call_a_sample
+from .operator import Operator, pick
+from .torch_internals import below_autograd, grad_enabled, transforms_active
 
 
 def eager_node(op: Operator, derivatives: Derivatives, all_outputs: bool) -> Callable:
