@@ -314,7 +314,9 @@ class BuildLibraries(build_ext):
                 if not source.is_relative_to("csrc/cuda/inst"):  # these know no torch
                     command.append(f"-Xcompiler=-ffile-prefix-map={include}/=")
             elif of_isa is None:
-                command = [*self.entry_command(), *twin, "-include", str(self.prefix.output.with_suffix(""))]
+                # not before definitions of what torch's headers define inline
+                prefix = [] if source.stem == "older_systems" else ["-include", str(self.prefix.output.with_suffix(""))]
+                command = [*self.entry_command(), *twin, *prefix]
             else:
                 flags = WITH_CHECKS if checked else RELEASE
                 command = [*CXX, *COMMON, *flags, *CXX_FLAGS, *ISAS[of_isa][1], *twin, *headers, *extra]
