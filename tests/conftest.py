@@ -36,6 +36,7 @@ SLOW = [  # longest first: processes of xdist take the files in this order, so t
     "package/test_journey.py",
     "attention/test_fuzz.py",
     "options/test_options_fuzz.py",
+    "layers/test_multihead_module_info.py",
     "layers/test_multihead_opinfo.py",
     "integrations/test_transformers_sweep.py",
 ]
