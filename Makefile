@@ -129,7 +129,7 @@ export REQUIREMENTS
 # $(call install,EXTRA): what is not in every environment, by its name in pyproject.toml
 define install
 @$(PY) -c "$$REQUIREMENTS" $(1) >$(VENV)/$(1).txt
-@$(PY) -m pip install -q -r $(VENV)/$(1).txt
+@$(PY) -m pip install -q $(PIP_ARGS) torch==$(TORCH) -r $(VENV)/$(1).txt
 endef
 
 %/.torch-$(TORCH): pyproject.toml
