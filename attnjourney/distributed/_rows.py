@@ -68,15 +68,24 @@ class Rows:
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
         """(out, lse, stats) as the operator gives them, stats in log2 units."""
         empty = self.sum == 0
-        reference = torch.where(empty, 0.0, self.reference)
-        lse = torch.where(empty, -math.inf, reference / _LOG2_E + self.sum.log())
-        stats = torch.stack([reference, torch.where(empty, 0.0, 1 / self.sum)], -1)
-        return self.out.to(self.dtype), lse.to(self.out.dtype), stats.to(self.out.dtype)
+        exact = torch.where(empty, 0.0, self.reference)
+        lse = torch.where(empty, -math.inf, exact / _LOG2_E + self.sum.log())
+        reference = exact.to(self.out.dtype)
+        inverse = torch.where(empty, 0.0, (reference - exact).exp2() / self.sum)
+        stats = torch.stack([reference, inverse.to(self.out.dtype)], -1)
+        return self.out.to(self.dtype), lse.to(self.out.dtype), stats
 
 
 def per_head(numbers: Tensor, shape: tuple[int, ...]) -> Tensor:
     """(Hq,) or (B, Hq) beside rows of `shape` (batch dims..., Hq, L): (batch dims..., Hq, 1)."""
     return numbers.unsqueeze(-1) if numbers.dim() == 1 else numbers.reshape(*shape[:-1], 1)
+
+
+def natural(stats: Tensor) -> Tensor:
+    """stats in log2 units in those of scores with a bias; what rounding takes from the reference, the sum gives."""
+    exact = stats[..., 0].double() / _LOG2_E
+    reference = exact.to(stats.dtype)
+    return torch.stack([reference, ((reference - exact).exp() * stats[..., 1]).to(stats.dtype)], -1)
 
 
 class Calls:
@@ -121,7 +130,7 @@ class Calls:
         rows, keys = slice(part.row, part.row_end), slice(part.key, part.key_end)
         stats = stats[..., rows, :]
         if mask is not None:
-            stats = stats * stats.new_tensor([1 / _LOG2_E, 1.0])
+            stats = natural(stats)
             if need & SLOPES:
                 need = need & ~SLOPES | MASK
         grads = _backward(

@@ -83,5 +83,5 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """(ranks, ...) of x of every rank."""
     result = x.new_empty((dist.get_world_size(group), *x.shape))
-    dist.all_gather_into_tensor(result.view(-1), x.view(-1), group=group)
+    dist.all_gather(list(result.unbind(0)), x.contiguous(), group=group)
     return result

@@ -13,12 +13,16 @@ from tests.support.testing import random_tensor
 
 
 def make(names, dtype, **sizes):
-    """(query, key, value, arguments): lengths that four ranks of two chunks divide."""
+    """(query, key, value, arguments): lengths that four ranks of two chunks divide. large: of scores, in hundreds."""
     query, key, value, arguments = options_cases.make(
-        names, dtype, **{**dict(q_heads=8, kv_heads=4, q_len=16, kv_len=16), **sizes}
+        [name for name in names if name != "large"],
+        dtype,
+        **{**dict(q_heads=8, kv_heads=4, q_len=16, kv_len=16), **sizes},
     )
     if "key_lengths" in names:
         arguments["key_lengths"] = torch.tensor([key.size(-2) - 3, 5])
+    if "large" in names:
+        arguments["scale"] = 60.0
     return query, key, value, arguments
 
 
@@ -70,7 +74,7 @@ class Counted:
 
         self.patches = [
             count("batch_isend_irecv", lambda ops: sum(nbytes(o.tensor) for o in ops if o.op is dist.isend)),
-            count("all_gather_into_tensor", lambda out, x, group: others(group) * nbytes(x)),
+            count("all_gather", lambda out, x, group: others(group) * nbytes(x)),
             count("all_to_all_single", lambda out, x, group: nbytes(x) // (others(group) + 1) * others(group)),
         ]
         for patch in self.patches:

@@ -16,6 +16,8 @@ OPTIONS = (
     ("key_lengths", "scale"),
     ("causal", "alibi_per_item", "sinks"),
     ("window", "key_lengths", "alibi"),
+    ("sinks", "large"),
+    ("causal", "alibi", "large"),
 )
 CASES = pairs(
     options=OPTIONS,
