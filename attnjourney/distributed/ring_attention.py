@@ -89,6 +89,9 @@ def ring_attention(
         RuntimeError: a dtype that does not fit, or another rank that refused its arguments.
         NotImplementedError: dropout; differentiated twice, but with "ulysses".
     """
+    device = query.device.type
+    if torch.is_autocast_enabled(device):  # as attention itself: casts, and computes what is then there
+        query, key, value = (_autocast(x) for x in (query, key, value))
     call: dict[str, str] = {}
     error, lead = None, []
     own = dict(locals())
@@ -104,21 +107,26 @@ def ring_attention(
         shapes = (query.shape, key.shape, value.shape)
         scheme = choose_scheme(*shapes, query.dtype, size, order=order, **masks)
     softcap = softcap or 0.0
-    if scheme == "ulysses":
-        options = dict(scale=scale, enable_gqa=enable_gqa, key_lengths=key_lengths, softcap=softcap, **masks)
-        per_head = dict(sinks=sinks, alibi_slopes=alibi_slopes)
-        out, lse = ulysses(query, key, value, group, order, options.pop("is_causal"), per_head, options)
-    else:
-        stream = Stream(
-            group=group,
-            layout=Layout(order, size, query.shape[-2], key.shape[-2]),
-            seen=Visibility.of(**masks),
-            scores=Scores(scale, enable_gqa, softcap, key_lengths),
-            lead=tuple(lead),
-            gathered=scheme == "all_gather",
-        )
-        out, lse = StreamedAttention.apply(stream, query, key, value, sinks, alibi_slopes)
+    with torch.autocast(device, enabled=False):
+        if scheme == "ulysses":
+            options = dict(scale=scale, enable_gqa=enable_gqa, key_lengths=key_lengths, softcap=softcap, **masks)
+            per_head = dict(sinks=sinks, alibi_slopes=alibi_slopes)
+            out, lse = ulysses(query, key, value, group, order, options.pop("is_causal"), per_head, options)
+        else:
+            stream = Stream(
+                group=group,
+                layout=Layout(order, size, query.shape[-2], key.shape[-2]),
+                seen=Visibility.of(**masks),
+                scores=Scores(scale, enable_gqa, softcap, key_lengths),
+                lead=tuple(lead),
+                gathered=scheme == "all_gather",
+            )
+            out, lse = StreamedAttention.apply(stream, query, key, value, sinks, alibi_slopes)
     return (out, lse) if return_lse else out
+
+
+def _autocast(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _described(arguments: dict[str, Any]) -> dict[str, str]:
@@ -131,7 +139,9 @@ def _described(arguments: dict[str, Any]) -> dict[str, str]:
             return f"shape {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}{trained}"
         return str(tuple(x)) if isinstance(x, (list, tuple)) else repr(x)
 
-    described = {name: text(x) for name, x in arguments.items() if name not in ("group", "call", "error", "lead")}
+    described = {
+        name: text(x) for name, x in arguments.items() if name not in ("group", "device", "call", "error", "lead")
+    }
     lengths = arguments["key_lengths"]
     if lengths is not None and not lengths.is_cuda:
         described["key_lengths"] = f"{lengths.tolist()}"

@@ -115,3 +115,17 @@ def differing(rank, odd_rank, odd):
         text = f"{type(error).__name__}: {error}"
     after = distributed.ring_attention(*(random_tensor((1, 4, 8, 4), seed=i) for i in range(3)), scheme="ring")
     return text, sent.bytes, after.isfinite().all().item()
+
+
+def under_autocast(rank, scheme):
+    """Whether float32 inputs under autocast give what inputs of its dtype give: out, and the gradient of query."""
+    shards = [distributed.shard(x, groups[2]) for x in make(("causal",), torch.float32)[:3]]
+    options = dict(group=groups[2], scheme=scheme, enable_gqa=True, is_causal=True)
+    narrow = [x.bfloat16().requires_grad_() for x in shards]
+    expected = distributed.ring_attention(*narrow, **options)
+    expected.float().sum().backward()
+    wide = [x.requires_grad_() for x in shards]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = distributed.ring_attention(*wide, **options)
+    out.float().sum().backward()
+    return torch.equal(out, expected) and torch.equal(wide[0].grad, narrow[0].grad.float())

@@ -64,6 +64,11 @@ def test_the_check_sees_ranks_that_stay_alone(ranks):
         options_cases.compare(*results[0], (query, key, value), arguments)
 
 
+@pytest.mark.parametrize("scheme", ["ring", "ulysses"])
+def test_autocast_is_that_of_attention(ranks, scheme):
+    assert all(ranks.run(calls.under_autocast, scheme))
+
+
 @pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
 @pytest.mark.parametrize("masks", [{}, dict(is_causal=True), dict(window_size=(3, 2))], ids=str)
 def test_bytes_are_those_of_the_formula(ranks, scheme, masks):
