@@ -148,14 +148,18 @@ struct RowProducts {
       if (d < dim) pv_tail<M>(weights + r, R, n, value + d, v_row, dim - d, output + r * output_ld + d, output_ld);
     }
   }
-  // The same where a row may not see a value that is an inf or a NaN: a weight of exactly 0 hides it.
+  // The same, with the same bits, where a row may not see a value that is an inf or a NaN: a weight of exactly 0 hides
+  // it.
   static ATTN_NOINLINE void weighted_values_guarded(const Real* weights, int64_t rows, int64_t n, const T* value,
                                                     int64_t v_row, int64_t dim, Real* output, int64_t output_ld) {
-    for (int64_t k = 0; k < n; k++)
-      for (int64_t r = 0; r < rows; r++) {
-        const Real weight = weights[k * rows + r];
-        if (weight == Real(0)) continue;
-        for (int64_t d = 0; d < dim; d++) output[r * output_ld + d] += weight * load_one(value + k * v_row + d);
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t d = 0; d < dim; d++) {
+        Real sum = 0;
+        for (int64_t k = 0; k < n; k++) {
+          const Real weight = weights[k * rows + r];
+          if (weight != Real(0)) sum = fma(weight, load_one(value + k * v_row + d), sum);
+        }
+        output[r * output_ld + d] += sum;
       }
   }
 };
