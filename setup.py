@@ -300,6 +300,7 @@ class BuildLibraries(build_ext):
         include = find_torch() / "include"
         headers = ["-isystem", str(include)]
         extra = shlex.split(os.environ.get("CXXFLAGS", ""))
+        entry = self.entry_command()
 
         steps = []
         for source in map(Path, extension.sources):
@@ -316,7 +317,7 @@ class BuildLibraries(build_ext):
             elif of_isa is None:
                 # not before definitions of what torch's headers define inline
                 prefix = [] if source.stem == "older_systems" else ["-include", str(self.prefix.output.with_suffix(""))]
-                command = [*self.entry_command(), *twin, *prefix]
+                command = [*entry, *twin, *prefix]
             else:
                 flags = WITH_CHECKS if checked else RELEASE
                 command = [*CXX, *COMMON, *flags, *CXX_FLAGS, *ISAS[of_isa][1], *twin, *headers, *extra]

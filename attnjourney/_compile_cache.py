@@ -4,11 +4,13 @@ import hashlib
 
 import torch
 
+from ._names import NAMESPACE, operator_names
+
 
 def schemas_digest() -> str:
     """Of the schemas of all operators that are registered."""
-    names = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("attnjourney::"))
-    texts = (str(schema) for name in names for schema in torch._C._jit_get_schemas_for_operator(name))
+    schemas_of = torch._C._jit_get_schemas_for_operator
+    texts = (str(schema) for name in operator_names() for schema in schemas_of(NAMESPACE + name))
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 

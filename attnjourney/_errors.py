@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from ._names import operator_names
+
 _TYPES = {"ValueError": ValueError, "TypeError": TypeError, "MemoryError": MemoryError}
 _last_errors: list[Callable[[], bytes]] = []  # of each library
 
@@ -60,8 +62,7 @@ def keep_types() -> None:
     called as soon as the operators are there: what torch keeps by operator must find them as they stay."""
     if not _types_are_lost():
         return
-    for name in torch._C._dispatch_get_all_op_names():
-        if name.startswith("attnjourney::"):
-            packet = getattr(torch.ops.attnjourney, name.removeprefix("attnjourney::"))
-            for callable_ in (packet, packet.default):
-                callable_._op = _guarded(callable_._op)
+    for name in operator_names():
+        packet = getattr(torch.ops.attnjourney, name)
+        for callable_ in (packet, packet.default):
+            callable_._op = _guarded(callable_._op)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from . import _compile_cache, _errors, _requirements
+from ._names import NAMESPACE, operator_names
 
 _FRAGMENT = torch.library.Library("attnjourney", "FRAGMENT")
 _CUDA = torch.library.Library("attnjourney", "IMPL", "CUDA")
@@ -39,22 +40,20 @@ def load() -> None:
 
 def _tag() -> None:
     """torch 2.11 has no tags for operators of the stable interface; they are asked for by Python alone."""
-    for name in torch._C._dispatch_get_all_op_names():
-        if name.startswith("attnjourney::"):
-            operator = getattr(torch.ops.attnjourney, name.removeprefix("attnjourney::")).default
-            if torch.Tag.pt2_compliant_tag not in operator.tags:
-                operator._tags = [*operator.tags, torch.Tag.pt2_compliant_tag]
+    for name in operator_names():
+        operator = getattr(torch.ops.attnjourney, name).default
+        if torch.Tag.pt2_compliant_tag not in operator.tags:
+            operator._tags = [*operator.tags, torch.Tag.pt2_compliant_tag]
 
 
 def _refuse_cuda(library: Path) -> None:
     """Operators without a CUDA kernel say so, instead of the dispatcher's list of all its keys."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    served = has("attnjourney::attention_forward", "CUDA")
-    for name in torch._C._dispatch_get_all_op_names():
-        if name.startswith("attnjourney::") and has(name, "CPU") and not has(name, "CUDA"):
-            short = name.removeprefix("attnjourney::")
+    served = has(NAMESPACE + "attention_forward", "CUDA")
+    for name in operator_names():
+        if has(NAMESPACE + name, "CPU") and not has(NAMESPACE + name, "CUDA"):
             why = "it has no CUDA kernel yet" if served else f"attnjourney's CUDA library is not there (no {library})"
-            _CUDA.impl(short, _refusal(f"{short}: expected tensors on the CPU, got CUDA tensors: {why}"))
+            _CUDA.impl(name, _refusal(f"{name}: expected tensors on the CPU, got CUDA tensors: {why}"))
 
 
 def _refusal(message: str) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -145,23 +146,28 @@ def _extra(question: dict) -> int | None:
     return max(0, peak - before - _nbytes(result))
 
 
+def in_fork(work: Callable[[], int | None]) -> str:
+    """What `work` returns in a forked child, as JSON; "null" if it raises there, "" if the child is killed."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        answer = None
+        try:
+            answer = work()
+        finally:
+            os.write(write, json.dumps(answer).encode())
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return text
+
+
 def _serve() -> None:
     OURS.missing("cpu")  # loads the operators before the first fork
     for line in sys.stdin:
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            answer = None
-            try:
-                answer = _extra(json.loads(line))
-            finally:
-                os.write(write, json.dumps(answer).encode())
-                os._exit(0)
-        os.close(write)
-        with os.fdopen(read) as pipe:
-            answer = pipe.read()
-        os.waitpid(child, 0)
-        print(answer or "null", flush=True)
+        print(in_fork(lambda line=line: _extra(json.loads(line))) or "null", flush=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -129,26 +128,18 @@ def call(case: Case, contestant: str, length: int = PROMPT, new: int = NEW) -> C
 def peak(case: Case, contestant: str) -> int | None:
     """Bytes by which a turn raises the peak of a process that has built the model and run a short turn; of one thread:
     the pool of others would not live in a fork."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        answer = None
-        try:
-            call(case, contestant, 16, 2)()
-            turn = call(case, contestant)
-            filler = memory._level()
-            before = memory._resident()
-            turn()
-            answer = max(0, memory._high_water() - before)
-            del filler
-        finally:
-            os.write(write, json.dumps(answer).encode())
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        answer = pipe.read()
-    os.waitpid(child, 0)
-    return json.loads(answer)
+
+    def work() -> int:
+        call(case, contestant, 16, 2)()
+        turn = call(case, contestant)
+        filler = memory._level()
+        before = memory._resident()
+        turn()
+        answer = max(0, memory._high_water() - before)
+        del filler
+        return answer
+
+    return json.loads(memory.in_fork(work))
 
 
 def measure(case: Case, turns: int, threads: int, with_memory: bool) -> dict:

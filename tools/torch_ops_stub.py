@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 import attnjourney
+from attnjourney._names import operator_names
 
 STUB = Path(attnjourney.__file__).parent / "torch_ops.pyi"
 HEAD = '''\
@@ -91,9 +92,7 @@ def definition(name: str) -> str:
 
 
 def stub() -> str:
-    prefix = "attnjourney::"
-    names = {n.removeprefix(prefix) for n in torch._C._dispatch_get_all_op_names() if n.startswith(prefix)}
-    names = {n for n in names if not n.startswith("_cuda_")}  # checks in the CUDA library, for the tests
+    names = {n for n in operator_names() if not n.startswith("_cuda_")}  # checks in the CUDA library, for the tests
     parts = []
     for title, belongs in SECTIONS.items():
         parts.append(f"# ---- {title}\n\n" + "\n".join(definition(n) for n in sorted(names) if belongs(n)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from ._parts import Layout, Visibility, parts
@@ -40,6 +41,7 @@ class Route:
         )
 
 
+@functools.lru_cache(maxsize=64)  # of every call, forward and backward: ranks squared pairs of shards
 def route_of(layout: Layout, seen: Visibility) -> Route:
     """The route with the fewest hops in all: up to some distance upwards, what is farther downwards."""
     size = layout.size

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._route import Route
+if TYPE_CHECKING:
+    from ._route import Route
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:

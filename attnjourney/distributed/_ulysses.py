@@ -11,7 +11,7 @@ from torch.autograd import Function
 
 from ..ops import attention
 from ._transfer import all_to_all
-from .sharding import positions
+from .sharding import all_positions
 
 
 class _Swap(Function):
@@ -38,14 +38,15 @@ def ulysses(
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     whole = []
     for x in (query, key, value):
-        places = torch.cat([positions(order, x.shape[-2], r, size) for r in range(size)]).to(x.device)
         joined = _Swap.apply(x, group, x.dim() - 3, x.dim() - 2)
-        whole.append(joined if order == "contiguous" else joined.index_select(-2, places.argsort()))
+        if order != "contiguous":
+            joined = joined.index_select(-2, all_positions(order, x.shape[-2], size).argsort().to(x.device))
+        whole.append(joined)
     own: Any = {name: None if x is None else x.chunk(size, -1)[rank] for name, x in per_head.items()}
     out, lse = attention(whole[0], whole[1], whole[2], is_causal=is_causal, return_lse=True, **options, **own)
     lse = lse.unsqueeze(-1)
     if order != "contiguous":
-        places = torch.cat([positions(order, query.shape[-2], r, size) for r in range(size)]).to(query.device)
+        places = all_positions(order, query.shape[-2], size).to(query.device)
         out, lse = out.index_select(-2, places), lse.index_select(-2, places)
     out, lse = (_Swap.apply(x, group, x.dim() - 2, x.dim() - 3) for x in (out, lse))
     return out, lse.squeeze(-1)

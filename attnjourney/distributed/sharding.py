@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from ._transfer import all_gather
+
 ORDERS = ("contiguous", "zigzag")
 
 
@@ -30,6 +32,11 @@ def positions(order: str, length: int, rank: int, size: int) -> Tensor:
     starts = chunk_starts(order, length, rank, size)
     rows = torch.arange(length // len(starts))
     return torch.cat([start + rows for start in starts])
+
+
+def all_positions(order: str, length: int, size: int) -> Tensor:
+    """`positions` of the rows of all ranks, one rank after the other."""
+    return torch.cat([positions(order, length, rank, size) for rank in range(size)])
 
 
 def shard(x: Tensor, group: dist.ProcessGroup | None = None, order: str = "contiguous", dim: int = -2) -> Tensor:
@@ -66,11 +73,8 @@ class _Unshard(Function):
     @staticmethod
     def forward(ctx, x, group, order, dim):
         ctx.group, ctx.order, ctx.dim = group, order, dim
-        size, length = dist.get_world_size(group), x.shape[dim]
-        shards = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(size)]
-        dist.all_gather(shards, x.contiguous(), group=group)
-        places = torch.cat([positions(order, length, rank, size) for rank in range(size)])
-        return torch.cat(shards, dim).index_select(dim, places.argsort().to(x.device))
+        places = all_positions(order, x.shape[dim], dist.get_world_size(group))
+        return torch.cat(all_gather(x, group).unbind(0), dim).index_select(dim, places.argsort().to(x.device))
 
     @staticmethod
     def backward(ctx, grad):

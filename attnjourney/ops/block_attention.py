@@ -28,10 +28,8 @@ def of_call(mask: BlockMask, query: Tensor, key: Tensor) -> BlockMask:
             f"got one for {mask.q_len} and {mask.kv_len}"
         )
     rank = query.dim()
-    if rank == 4:
-        return mask
-    batch = tuple(max(a, b) if 0 not in (a, b) else 0 for a, b in zip(query.shape[: rank - 3], key.shape[: rank - 3]))
-    return mask.for_rank(batch, rank)
+    pairs = zip(query.shape[: rank - 3], key.shape[: rank - 3]) if rank > 4 else ()  # asked for there alone
+    return mask.for_rank(tuple(max(a, b) if 0 not in (a, b) else 0 for a, b in pairs), rank)
 
 
 def block_tensors(mask: BlockMask, query: Tensor, key: Tensor) -> tuple[Tensor, ...]:

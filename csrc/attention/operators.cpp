@@ -5,12 +5,6 @@
 namespace attnjourney {
 namespace {
 
-bool has_shape(const Tensor& t, const std::vector<int64_t>& want) {
-  bool same = t.dim() == static_cast<int64_t>(want.size());
-  for (size_t d = 0; same && d < want.size(); d++) same = t.size(static_cast<int64_t>(d)) == want[d];
-  return same;
-}
-
 void check_shape(const char* name, const Tensor& t, const std::vector<int64_t>& want) {
   check_tensor(has_shape(t, want), name, t, ": expected shape ", list_text(want), ", got ", shape_text(t));
 }

@@ -132,6 +132,12 @@ int64_t extent(int64_t first, Sizes... rest) {
 // dimension that is not there.
 inline int64_t stride_of(const Tensor& t, int64_t d) { return d >= 0 && t.size(d) > 1 ? t.stride(d) : 0; }
 
+inline bool has_shape(const Tensor& t, const std::vector<int64_t>& want) {
+  bool same = t.dim() == static_cast<int64_t>(want.size());
+  for (size_t d = 0; same && d < want.size(); d++) same = t.size(static_cast<int64_t>(d)) == want[d];
+  return same;
+}
+
 inline void check_extent(const char* name, const Tensor& t) {
   const int64_t numbers = t.numel();
   if (numbers > 0 && numbers <= most_numbers) [[likely]]

@@ -44,6 +44,8 @@ const AttentionKernels& kernels_for(const AttentionCall& c) {
   return kernels().attention[static_cast<int>(kernel_dtype(c.dtype))];
 }
 
+const DecodeKernels& decode_kernels(ScalarType t) { return kernels().decode[static_cast<int>(kernel_dtype(t))]; }
+
 ForwardPlan plan_forward(const AttentionCall& c, const Sequences& s) {
   const AttentionParams& p = c.params;
   ForwardPlan plan;

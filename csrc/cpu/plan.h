@@ -10,6 +10,7 @@ namespace attnjourney {
 
 DType kernel_dtype(ScalarType t);
 const AttentionKernels& kernels_for(const AttentionCall& call);
+const DecodeKernels& decode_kernels(ScalarType t);
 
 struct ForwardPlan {
   const AttentionKernels* kernel;

@@ -9,9 +9,8 @@ namespace attnjourney {
 namespace {
 
 void check_shape(const char* name, const Tensor& t, std::vector<int64_t> shape, const char* meaning) {
-  bool same = t.dim() == static_cast<int64_t>(shape.size());
-  for (size_t i = 0; same && i < shape.size(); i++) same = t.size(static_cast<int64_t>(i)) == shape[i];
-  check_tensor(same, name, t, ": expected shape ", meaning, " = ", list_text(shape), ", got ", shape_text(t));
+  check_tensor(has_shape(t, shape), name, t, ": expected shape ", meaning, " = ", list_text(shape), ", got ",
+               shape_text(t));
 }
 
 void check_exact_dtype(const char* name, const Tensor& t, ScalarType expected) {

@@ -85,10 +85,9 @@ def chosen(name: str, count: int) -> set[int]:
 def operators() -> list[str]:
     """All that attnjourney registers with torch; _toy is tests/package/test_registration.py's."""
     import attnjourney  # noqa: F401
+    from attnjourney._names import operator_names
 
-    names = torch._C._dispatch_get_all_op_names()
-    ours = (name.removeprefix("attnjourney::") for name in names if name.startswith("attnjourney::"))
-    return sorted(name for name in ours if not name.startswith("_toy"))
+    return [name for name in operator_names() if not name.startswith("_toy")]
 
 
 def _schema(operator: str):

@@ -8,7 +8,7 @@
 namespace attnjourney {
 
 bool takes_few_rows(const AttentionCall& c, const Sequences& sequences) {
-  const DecodeKernels& kernel = kernels().decode[static_cast<int>(kernel_dtype(c.dtype))];
+  const DecodeKernels& kernel = decode_kernels(c.dtype);
   const int64_t rows = sequences.largest().q_len;
   return rows > 0 && rows <= kernel.few_rows && c.args.options.dropout_p == 0 && c.params.mask != MaskKind::blocks;
 }

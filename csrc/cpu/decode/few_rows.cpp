@@ -37,7 +37,7 @@ class Walk {
                       .first_unit = 0,
                       .first_item = 0});
       most_rows_ = std::max(most_rows_, std::min(rows, row_block));
-      keys_ += rows ? all_.back().seen.count() : 0;
+      keys_ += all_.back().seen.count();
       pairs_ += all_.back().seen.count() * rows;
     }
     share();
@@ -83,7 +83,7 @@ class Walk {
 };
 
 FewRowsPlan plan_of(const FewRows& call, const Walk& walk) {
-  const DecodeKernels& kernel = kernels().decode[static_cast<int>(kernel_dtype(call.dtype))];
+  const DecodeKernels& kernel = decode_kernels(call.dtype);
   const DecodeParams& any = call.sequences.front();
   // 200 KB of keys and values, or 1 MFLOP, are about 10 us
   const double row = static_cast<double>((any.head_dim + any.v_head_dim) * call.kv_heads);
@@ -103,7 +103,7 @@ char* aligned(void* p) { return reinterpret_cast<char*>((reinterpret_cast<uintpt
 FewRowsPlan plan_few_rows(const FewRows& call) { return plan_of(call, Walk(call)); }
 
 void run_few_rows(const FewRows& call, const Tensor& like) {
-  const DecodeKernels& kernel = kernels().decode[static_cast<int>(kernel_dtype(call.dtype))];
+  const DecodeKernels& kernel = decode_kernels(call.dtype);
   const Walk walk(call);
   if (walk.items() == 0) return;
   const int64_t partial = kernel.partial_size(call.sequences.front(), walk.most_rows());

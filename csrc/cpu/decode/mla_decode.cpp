@@ -14,7 +14,7 @@ void cpu_head_products(const Tensor& x, const Tensor& w, bool transposed, const 
   if (shared.rows * x.size(1) == 0) return;
   shared.x_batch = stride_of(x, 0), shared.x_row = stride_of(x, 2), shared.w_row = stride_of(w, 1);
   shared.out_batch = stride_of(out, 0), shared.out_row = stride_of(out, 2), shared.transposed = transposed;
-  const DecodeKernels& kernel = kernels().decode[static_cast<int>(kernel_dtype(x.scalar_type()))];
+  const DecodeKernels& kernel = decode_kernels(x.scalar_type());
   const int64_t item = bytes_of(x.scalar_type()), heads = x.size(1);
   const auto [from, weight, to] =
       std::tuple{static_cast<const char*>(x.const_data_ptr()), static_cast<const char*>(w.const_data_ptr()),
