@@ -283,6 +283,45 @@ def test_ways_to_generate_over_our_cache(name, way):
     assert sum(ours.calls.values()) > 0
 
 
+@pytest.mark.parametrize("way", ["greedy", "beams", "prompt lookup"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_pages(name, way, monkeypatch):
+    inputs, options = inputs_of(name, "left"), WAYS.get(way, {})
+    if way == "prompt lookup":
+        inputs = {key: x[2:] for key, x in inputs.items()}
+    eager = build(name, "eager").eval()
+    expected = tokens(eager, inputs, **options)
+
+    def paged(model):
+        return ours.cache(model, paged=True, block_size=4)
+
+    assert torch.equal(tokens(eager, inputs, **options, past_key_values=paged(eager)), expected)  # gathered
+    assert not ours.calls
+    model = build(name, "attnjourney").eval()
+    cache = paged(model)
+    assert torch.equal(tokens(model, inputs, **options, past_key_values=cache), expected)
+    layers = [layer for layer in cache.layers if isinstance(layer, ours.PagedLayer)]
+    assert ours.calls["decode"] >= 2 * len(layers) > 0
+    assert all(int(layer.cache.lengths[0]) == layer.length for layer in layers)
+    held, blocks = layers[0].cache.block_refs, (layers[0].cache.block_table >= 0).sum()
+    assert held.sum() == blocks and (way != "beams" or (held > 0).sum() < blocks)  # beams share pages
+    with torch.no_grad():
+        first = model(**inputs, past_key_values=paged(model)).logits
+        monkeypatch.setattr(ours.attention, "decode", lambda query, *_, **__: query * 0.5)
+        assert distance(model(**inputs, past_key_values=paged(model)).logits, first) > 0.01
+
+
+def test_weights_over_pages():
+    inputs, model = inputs_of("llama", "left"), build("llama", "attnjourney").eval()
+    with torch.no_grad():
+        weights = model(**inputs, past_key_values=ours.cache(model, paged=True), output_attentions=True).attentions
+        expected = model(**inputs, output_attentions=True).attentions
+    for got, wanted in zip(weights, expected, strict=True):
+        torch.testing.assert_close(got, wanted)
+    with pytest.raises(ValueError, match="paged: expected False"):
+        ours.cache(ours.use(build("deepseek_v3", "eager")), paged=True)
+
+
 def test_assisted_generation():
     inputs = {key: x[2:] for key, x in inputs_of("llama").items()}
     expected = tokens(build("llama", "eager").eval(), inputs)
@@ -310,15 +349,16 @@ def test_latents_are_what_is_kept():
     assert set(ours.calls) == {"attention"}  # training makes keys, as before
 
 
-def test_a_layer_has_the_verbs_of_theirs():
-    theirs, own = DynamicLayer(), ours.KVLayer()
+@pytest.mark.parametrize("cls", [ours.KVLayer, ours.PagedLayer])
+def test_a_layer_has_the_verbs_of_theirs(cls):
+    theirs, own = DynamicLayer(), cls()
     generator = torch.Generator().manual_seed(0)
 
     def both(call):
         for layer in (theirs, own):
             call(layer)
         for name in ("keys", "values"):
-            torch.testing.assert_close(getattr(own, name), getattr(theirs, name), rtol=0, atol=0)
+            assert torch.equal(getattr(own, name), getattr(theirs, name))
         assert own.get_seq_length() == theirs.get_seq_length() and own.get_mask_sizes(3) == theirs.get_mask_sizes(3)
 
     def update(count, batch):
@@ -327,7 +367,8 @@ def test_a_layer_has_the_verbs_of_theirs():
 
     for count in (5, 1, 70, 1):  # past its first room
         update(count, 3)
-    assert own.cache.capacity == 128 and own.keys.data_ptr() == own.cache.key.data_ptr()
+    assert own.cache.capacity == 128
+    assert cls is ours.PagedLayer or own.keys.data_ptr() == own.cache.key.data_ptr()
     both(lambda layer: layer.crop(-4))
     both(lambda layer: layer.reorder_cache(torch.tensor([2, 0, 0], dtype=torch.int32)))
     update(2, 3)

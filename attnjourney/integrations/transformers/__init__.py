@@ -15,15 +15,16 @@ except ImportError as error:
     ) from error
 
 from .attention import NAME, calls, forward
-from .caches import KVLayer as KVLayer
-from .caches import LatentLayer as LatentLayer
-from .caches import WindowLayer as WindowLayer
 from .caches import cache as cache
+from .layers import KVLayer as KVLayer
+from .layers import LatentLayer as LatentLayer
+from .layers import WindowLayer as WindowLayer
 from .masks import MaskDescription as MaskDescription
 from .masks import mask
 from .models import use as use
+from .pages import PagedLayer as PagedLayer
 
-__all__ = ["NAME", "KVLayer", "LatentLayer", "MaskDescription", "WindowLayer", "cache", "calls", "use"]
+__all__ = ["NAME", "KVLayer", "LatentLayer", "MaskDescription", "PagedLayer", "WindowLayer", "cache", "calls", "use"]
 
 # both, always: without a mask function of its own a name gets no mask at all, and padding would be seen
 AttentionInterface.register(NAME, forward)

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...ops import attention, attention_weights, mla_decode, varlen_attention
+from ...ops import attention, attention_weights, decode, mla_decode, varlen_attention
 from .masks import MaskDescription
+from .pages import PagedTensor
 
 try:
     from transformers.utils.output_capturing import _active_collector
@@ -60,6 +61,11 @@ def forward(
     if position_bias is not None:
         attention_mask = _with_bias(attention_mask, position_bias, query.dtype)
 
+    if isinstance(key, PagedTensor) and isinstance(value, PagedTensor):
+        if lengths is None and not (dropout or _weights_wanted(output_attentions)):
+            return _over_pages(query, key, attention_mask, causal, options), None
+        key, value = key.numbers(), value.numbers()
+
     if _weights_wanted(output_attentions):
         calls["weights"] += 1
         options.update(enable_gqa=True, key_lengths=lengths, causal_alignment=alignment)
@@ -105,6 +111,19 @@ def _absorbed(
     out = mla_decode(
         query, latents, lengths, module.kv_b_proj.weight, is_causal=causal,
         attn_mask=_key_mask(attention_mask, keys), **options,
+    )  # fmt: skip
+    return out.transpose(1, 2).contiguous()
+
+
+def _over_pages(
+    query: Tensor, key: PagedTensor, attention_mask: Tensor | None, causal: bool, options: dict[str, Any]
+) -> Tensor:
+    """Attention of the last rows over the pages of a cache."""
+    calls["decode"] += 1
+    cache = key.cache
+    out = decode(
+        query, cache.key, cache.value, cache.lengths, block_table=cache.block_table, is_causal=causal,
+        attn_mask=_key_mask(attention_mask, key.shape[2]), **options,
     )  # fmt: skip
     return out.transpose(1, 2).contiguous()
 
