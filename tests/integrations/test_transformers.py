@@ -15,7 +15,7 @@ from transformers import masking_utils  # noqa: E402
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, QuantizedLayer  # noqa: E402
 
 from attnjourney.integrations import transformers as ours  # noqa: E402
-from tests.support.transformers_models import CONFIGURATIONS, DECODERS, build, inputs_of, logits_of  # noqa: E402
+from tests.support.transformers_models import CONFIGURATIONS, DECODERS, build, inputs_of, logits_of, randomise  # noqa: E402
 
 NEAR = 2e-5  # relative, of float32 through two layers; their gradients five times it
 PADDINGS = {name: ("left", "right", None)[i % 3] for i, name in enumerate(CONFIGURATIONS)}
@@ -149,12 +149,12 @@ def seen_by(description):
     return out[:, :, 0] > 0
 
 
-@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("padding", [None, "left", "right"])
 @pytest.mark.parametrize("name, function, known", PATTERNS, ids=[p[0] for p in PATTERNS])
 def test_descriptions_say_what_the_numbers_say(name, function, known, padding):
     there = torch.ones(2, 8, dtype=torch.bool)
     if padding:
-        there[0, :3] = False
+        there[0, slice(0, 3) if padding == "left" else slice(5, 8)] = False
     places = [(8, 8, 0, 0), (3, 8, 5, 0), (1, 8, 7, 0), (8, 8, torch.tensor(0), 0), (3, 8, torch.tensor(4), 0)]
     if "packed" not in name:
         places += [(3, 5, 5, 3), (5, 8, 0, 0)]
@@ -171,6 +171,72 @@ def test_descriptions_say_what_the_numbers_say(name, function, known, padding):
             torch.testing.assert_close(got & True, expected[:, None].expand(got.shape))  # an operation gets the numbers
         assert torch.equal(seen_by(got), expected), (q_length, kv_length, q_offset, kv_offset)
     assert (described > 0) == (known and not (padding and "packed" in name))
+
+
+def test_right_padding_is_a_length():
+    call = dict(batch_size=2, q_length=8, kv_length=8, mask_function=masking_utils.bidirectional_mask_function)
+    there = torch.arange(8) < torch.tensor([[5], [8]])
+    got = ours.masks.mask(**call, attention_mask=there)
+    assert got.padding is None and got.lengths.tolist() == [5, 8]
+    assert ours.masks.mask(**call, attention_mask=there.flip(1)).lengths is None
+
+
+RELATIVE = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"}  # one table for a stack, or (UMT5) one a layer
+
+
+@pytest.mark.parametrize("prepare", [lambda model: model, ours.use], ids=["as given", "use"])
+@pytest.mark.parametrize("name", RELATIVE)
+def test_a_relative_bias_and_its_table(name, prepare, monkeypatch):
+    cls, config = (getattr(transformers, RELATIVE[name] + what) for what in ("ForConditionalGeneration", "Config"))
+    given = build("t5", "eager").config.to_dict()
+    config = config(**{key: x for key, x in given.items() if key not in ("model_type", "architectures")})
+    inputs, masks = inputs_of("t5", "right"), []
+
+    def run(implementation, prepare):
+        torch.manual_seed(0)
+        model = prepare(randomise(cls._from_config(config, attn_implementation=implementation).train()))
+        logits = model(**inputs).logits
+        (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
+        tables = {n: p.grad for n, p in model.named_parameters() if "relative_attention_bias" in n}
+        greedy = tokens(model.eval(), inputs)
+        return logits.detach(), tables, greedy
+
+    def spy(query, key, value, mask=None, *options, **more):
+        masks.append(mask)
+        return attnjourney.attention(query, key, value, mask, *options, **more)
+
+    expected = run("eager", lambda model: model)
+    monkeypatch.setattr(ours.attention, "attention", spy)
+    actual = run("attnjourney", prepare)
+    assert distance(actual[0], expected[0]) < NEAR and torch.equal(actual[2], expected[2])
+    assert len(actual[1]) == (4 if name == "umt5" else 2)
+    for table, wanted in expected[1].items():
+        assert wanted.norm() > 0 and distance(actual[1][table], wanted) < 5 * NEAR
+    assert ours.calls["attention"] >= 6
+    biases = [mask for mask in masks[:6] if mask is not None]
+    assert len(biases) == 6  # of the batch's all, padding or not, and its keys side by side
+    assert all(bias.shape[0] == 1 and bias.stride(-1) == 1 for bias in biases)
+
+
+def test_a_bias_of_diagonals_has_the_bits_of_a_look_up_of_all():
+    for model in (build("t5", "eager"), switch()):
+        parts = [part for part in model.modules() if getattr(part, "has_relative_attention_bias", False)]
+        assert len(parts) == 2
+        for sizes in ((7, 7, None, 0), (3, 9, None, 6), (1, 5, None, 4), (4, 12, None, torch.tensor(5))):
+            before = [part.compute_bias(*sizes) for part in parts]
+            ours.use(model)
+            assert all("compute_bias" in vars(part) for part in parts)
+            for part, wanted in zip(parts, before, strict=True):
+                assert torch.equal(part.compute_bias(*sizes), wanted)
+                del part.compute_bias
+
+
+def switch():
+    config = transformers.SwitchTransformersConfig(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, num_experts=2,
+        num_sparse_encoder_layers=1, num_sparse_decoder_layers=1,
+    )  # fmt: skip
+    return randomise(transformers.SwitchTransformersModel._from_config(config, attn_implementation="eager"))
 
 
 def test_no_mask_where_causality_is_all():

@@ -143,8 +143,8 @@ def _sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:
 
 def _with_bias(mask: Tensor | None, bias: Tensor, dtype: torch.dtype) -> Tensor:
     bias = bias if bias.dtype in (dtype, torch.float32) else bias.to(dtype)
-    if mask is None:
-        return bias
+    if mask is None:  # T5's has its heads last: kernels would gather every number
+        return bias if bias.stride(-1) <= 1 else bias.contiguous()
     return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else mask + bias
 
 

@@ -28,8 +28,8 @@ class Pattern:
 class MaskDescription(torch.Tensor):
     """A bool mask (B, 1, rows, keys), True where a key may be seen, that has no numbers.
 
-    The rows are the last of the first `lengths` keys (of all, where None). Any operation on it gets the numbers, made
-    by transformers itself: a model that computes with its mask stays right.
+    Only the first `lengths` keys are there (all, where None), and the rows are the last of these. Any operation on it
+    gets the numbers, made by transformers itself: a model that computes with its mask stays right.
 
     Attributes:
         pattern: Pattern. padding: bool (B, keys), True where a token is, or None. lengths: (B,) int64, or None.
@@ -150,10 +150,20 @@ def mask(
     if q_length == 1:
         return numbers()
     lengths = None
+    if padding is not None and not is_causal and not windowed:
+        lengths = _lengths(padding)
+        padding = padding if lengths is None else None
     if not complete:
         lengths = torch.as_tensor(end, device=device).to(torch.int64).expand(batch_size).contiguous()
     shape = (batch_size, 1, q_length, kv_length)
     return MaskDescription(shape, device, pattern, padding, lengths, numbers)
+
+
+def _lengths(padding: Tensor) -> Tensor | None:
+    """(B,) int64: how many tokens there are, where all padding is behind them; else None."""
+    counts = padding.sum(1)
+    behind = torch.arange(padding.shape[1], device=padding.device) >= counts[:, None]
+    return None if (padding & behind).any() else counts
 
 
 def _padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from typing import Any
 
@@ -32,6 +33,8 @@ def use(model: PreTrainedModel) -> PreTrainedModel:
     for part in model.modules():
         if _makes_keys_of_latents(part):
             _leave_latents_of_our_cache(part)
+        if _makes_a_relative_bias(part):
+            _make_the_bias_of_its_diagonals(part)
     return model
 
 
@@ -55,3 +58,28 @@ def _leave_latents_of_our_cache(module: Any) -> None:
 
     module.attnjourney_expand_kv = True
     module.expand_kv = types.MethodType(expand_kv, module)
+
+
+def _makes_a_relative_bias(module: Any) -> bool:
+    """As T5Attention: compute_bias looks the bias of every row and key up in a table, by their distance alone."""
+    compute = getattr(type(module), "compute_bias", None)
+    if compute is None or "compute_bias" in vars(module) or not hasattr(module, "relative_attention_bias"):
+        return False
+    return list(inspect.signature(compute).parameters) == [
+        "self", "query_length", "key_length", "device", "past_seen_tokens"
+    ]  # fmt: skip
+
+
+def _make_the_bias_of_its_diagonals(module: Any) -> None:
+    """One look-up a distance, rows + keys - 1 in place of rows * keys, forward and backward; the keys of a row lie side
+    by side, where a look-up of all has the heads there."""
+    compute = module.compute_bias
+
+    def compute_bias(
+        self: nn.Module, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0
+    ) -> Tensor:
+        """(1, heads, rows, keys)."""
+        last = compute(1, query_length + key_length - 1, device, past_seen_tokens + query_length - 1)[:, :, 0]
+        return last.unfold(2, key_length, 1).flip(2)  # row i is the last row's, shifted by rows - 1 - i
+
+    module.compute_bias = types.MethodType(compute_bias, module)
