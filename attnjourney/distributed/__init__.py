@@ -5,3 +5,4 @@ from .cost import choose_scheme as choose_scheme
 from .ring_attention import ring_attention as ring_attention
 from .sharding import shard as shard
 from .sharding import unshard as unshard
+from .tensor_parallel import tensor_parallel_plan as tensor_parallel_plan

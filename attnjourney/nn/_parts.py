@@ -55,6 +55,11 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
     return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
 
+def split_packed(x: Tensor, num_heads: int) -> tuple[Tensor, ...]:
+    """(batch, seq, 3 * heads * dim) -> three of (batch, heads, seq, dim)."""
+    return x.unflatten(-1, (3, num_heads, -1)).transpose(1, 3).unbind(2)
+
+
 def merge_heads(x: Tensor) -> Tensor:
     """(batch, heads, seq, dim) -> (batch, seq, heads * dim)."""
     return x.transpose(1, 2).flatten(2)

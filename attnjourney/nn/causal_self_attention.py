@@ -16,7 +16,7 @@ from ._parts import (
     leaf,
     merge_heads,
     padding_as_mask,
-    split_heads,
+    split_packed,
 )
 from .cache import KeyValueCache
 
@@ -82,14 +82,14 @@ class CausalSelfAttention(nn.Module):
             )
         check_sequence("x", x, self.qkv_proj.in_features)
         mask = padding_as_mask(key_padding_mask, *x.shape[:2])
-        query, key, value = (split_heads(t, self.num_heads) for t in self.qkv_proj(x).chunk(3, -1))
+        query, key, value = split_packed(self.qkv_proj(x), self.num_heads)
         return self.out_proj(merge_heads(attention(query, key, value, mask, dropout_p, True)))
 
     def _cached(self, x: Tensor, key_padding_mask: Tensor | None, cache: KeyValueCache, dropout_p: float) -> Tensor:
         check_cache(cache, KeyValueCache, dropout_p)
         check_sequence("x", x, self.qkv_proj.in_features)
         new = NewTokens(cache, x, key_padding_mask)
-        query, key, value = (split_heads(t, self.num_heads) for t in self.qkv_proj(new.x).chunk(3, -1))
+        query, key, value = split_packed(self.qkv_proj(new.x), self.num_heads)
         return self.out_proj(new.restore(merge_heads(cache.step(query, key, value, new.counts))))
 
     @torch.no_grad()

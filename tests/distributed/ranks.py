@@ -17,7 +17,9 @@ class Ranks:
 
     def __init__(self):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["attnjourney.distributed", "tests.support.options_cases"])
+        context.set_forkserver_preload(
+            ["torch._dynamo", "tests.distributed.module_calls", "tests.support.options_cases"]
+        )
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

@@ -1,0 +1,131 @@
+"""What ranks do with modules: those of attnjourney.nn under torch's parallel wrappers against one rank."""
+
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from attnjourney import attention
+from attnjourney import nn as layers
+from attnjourney.distributed import tensor_parallel_plan
+from tests.distributed.dtensor_calls import mesh_of, numbers, whole
+
+MODULES = {
+    "gqa": lambda: layers.GroupedQueryAttention(16, 8, 4, rope=1e4, bias=True),
+    "gqa options": lambda: layers.GroupedQueryAttention(
+        16, 4, 2, rope=1e4, window_size=(3, 0), softcap=5.0, sinks=True, qk_norm=True
+    ),
+    "mla": lambda: layers.MultiheadLatentAttention(
+        16, 4, q_lora_rank=6, kv_lora_rank=5, qk_nope_head_dim=4, qk_rope_head_dim=8, v_head_dim=3, rope=1e4
+    ),
+    "mla direct": lambda: layers.MultiheadLatentAttention(
+        16, 4, q_lora_rank=None, kv_lora_rank=5, qk_nope_head_dim=4, qk_rope_head_dim=8, v_head_dim=3
+    ),
+    "linear": lambda: layers.LinearAttention(16, 4, 4),
+    "gpt": lambda: layers.CausalSelfAttention(16, 4),
+}
+
+
+def made(name):
+    torch.manual_seed(0)
+    return MODULES[name]().double()
+
+
+def step(module, x, scale=1.0):
+    """(output, gradients) of x and of every parameter."""
+    x = x.clone().requires_grad_()
+    out = module(x)
+    (out * numbers(1, *out.shape)).sum().mul(scale).backward()
+    return out.detach(), {"x": x.grad} | {n: p.grad for n, p in module.named_parameters()}
+
+
+def difference(actual, expected):
+    """What is wrong, as text."""
+    if not torch.allclose(actual[0], expected[0], rtol=1e-9, atol=1e-11):
+        return f"output off by {(actual[0] - expected[0]).abs().max()}"
+    for name, e in expected[1].items():
+        a = whole(actual[1][name])
+        if not torch.allclose(a, e, rtol=1e-9, atol=1e-11):
+            return f"gradient of {name} off by {(a - e).abs().max()}"
+    return ""
+
+
+def in_heads(rank, size):
+    """{module: what is wrong} of modules by their plans; how much of each this rank has."""
+    wrong = {}
+    for name in MODULES:
+        module, x = made(name), numbers(2, 2, 6, 16)
+        try:
+            expected = step(module, x)
+            module.zero_grad()
+            parallelize_module(module, mesh_of(size), tensor_parallel_plan(module, size))
+            wrong[name] = difference(step(module, x), expected)
+            if not wrong[name]:
+                wrong[name] = difference(step(module.requires_grad_(False), x), (expected[0], {"x": expected[1]["x"]}))
+        except Exception as error:
+            wrong[name] = f"{type(error).__name__}: {error}"
+    return {name: text for name, text in wrong.items() if text}
+
+
+def wrapped(rank, how):
+    """What is wrong with a module under DistributedDataParallel or fully_shard, each of four ranks with its rows."""
+    module, x = made("gqa"), numbers(2, 4, 6, 16)
+    expected = step(module, x)[1]
+    module.zero_grad()
+    if how == "ddp":
+        run = torch.nn.parallel.DistributedDataParallel(module)
+    else:
+        run = fully_shard(module, mesh=mesh_of(4))
+    run(x[rank : rank + 1]).mul(numbers(1, 4, 6, 16)[rank : rank + 1]).sum().backward()
+    found = {n: whole(p.grad) * 4 for n, p in module.named_parameters()}  # both average
+    off = [n for n, g in found.items() if not torch.allclose(g, expected[n], rtol=1e-9, atol=1e-11)]
+    return {how: f"gradients of {off}"} if off else {}
+
+
+def refused(rank):
+    """The errors of calls that DTensor has no rule for, as text."""
+    q = numbers(0, 4, 4, 6, 8)
+    mesh, other = mesh_of(2), mesh_of(4)
+    shared = distribute_tensor(q, mesh, [Shard(1)], src_data_rank=None)
+    elsewhere = distribute_tensor(q, other, [Shard(1)], src_data_rank=None)
+    lengths = torch.zeros(4, dtype=torch.int64)
+    batch = distribute_tensor(q, mesh, [Shard(0)], src_data_rank=None)
+
+    def append():
+        torch.ops.attnjourney.kv_cache_append(batch.clone(), shared.clone(), lengths, batch, batch)
+
+    calls = (
+        lambda: attention(shared, shared, shared, dropout_p=0.5),
+        lambda: attention(shared, elsewhere, shared),
+        append,
+        lambda: tensor_parallel_plan(made("gqa"), 3),
+        lambda: tensor_parallel_plan(torch.nn.Linear(2, 2), 2),
+        lambda: tensor_parallel_plan(layers.CausalSelfAttention(16, 4, dropout=0.5), 2),
+    )
+    texts = []
+    for call in calls:
+        try:
+            call()
+            texts.append("")
+        except (ValueError, RuntimeError, NotImplementedError) as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    return texts
+
+
+def by_the_rule_of_another_call(rank, trained_first):
+    """Whether gradients are those of one rank where calls of the same shapes, but other options, came before."""
+    mesh, q = mesh_of(2), numbers(0, 4, 4, 6, 8)
+    options = ({}, dict(is_causal=True), dict(window_size=(2, 0)), dict(return_lse=True), dict(softcap=3.0))
+    for trained in (trained_first, not trained_first):
+        for option in options:
+            for dim in (2, 1):
+                whole = q.clone().requires_grad_(trained)
+                shared = distribute_tensor(q, mesh, [Shard(dim)], src_data_rank=None).requires_grad_(trained)
+                actual, expected = (attention(x, x, x, **option) for x in (shared, whole))
+                actual, expected = ((x if isinstance(x, tuple) else (x,)) for x in (actual, expected))
+                for a, e in zip(actual, expected, strict=True):
+                    torch.testing.assert_close(a.full_tensor(), e)
+                if trained:
+                    actual[-1].full_tensor().sum().backward()
+                    expected[-1].sum().backward()
+                    torch.testing.assert_close(shared.grad.full_tensor(), whole.grad)
