@@ -33,8 +33,8 @@ import shutil
 import site
 import subprocess
 import sysconfig
-from collections.abc import Container
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Container, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -76,6 +76,9 @@ BUILD = Path("build", "sanitize" if SANITIZE else "release")
 TWIN = {"csrc/cpu/isa/amx.cpp", "csrc/cpu/dispatch.cpp"} if os.environ.get("ATTNJOURNEY_AMX_TWIN") == "1" else set()
 CXX = shlex.split(os.environ.get("CXX") or "g++")
 RELEASE = ["-O2", "-DNDEBUG"]  # not -O3: the loops that matter are unrolled by hand
+ENTRY = ["-O1", "-DNDEBUG"]  # what calls kernels
+WITH_KERNELS = Path("csrc/cpu/layers")  # a folder of entries that hold kernels of their own
+WITHOUT_PREFIX = {"older_systems"}  # defines what torch's headers define inline
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"] if SANITIZE else []
 # checks as calls and no more than line numbers: otherwise a kernel file compiles for minutes
 WITH_CHECKS = [
@@ -150,6 +153,16 @@ def shared_sources() -> list[Path]:
     return sources(*(f"csrc/{folder}/*.cpp" for folder in ("core", "attention", "decode", "linear", "layers")))
 
 
+def families(files: Iterable[Path]) -> dict[Path, list[Path]]:
+    """The entry and neutral files of a folder are compiled as one, in a third of the time: what they take from torch's
+    headers is compiled once. Kernel files are as large as that each."""
+    found: dict[Path, list[Path]] = {}
+    for file in files:
+        alone = file.suffix == ".cu" or file.parent.name == "isa" or file.stem in WITHOUT_PREFIX
+        found.setdefault(file if alone else file.parent.with_suffix(".cpp"), []).append(file)
+    return found
+
+
 def cpu_sources() -> list[Path]:
     # Instruction-set files last, simplest first: of an inline function emitted twice the linker keeps the first copy,
     # and that one must run on every machine.
@@ -177,16 +190,26 @@ def tell(line: str) -> None:
             pass
 
 
+def write_if_new(path: Path, text: str) -> None:
+    if not path.exists() or path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
 class Step:
     """One compiler or linker call: runs only if its inputs or its command line changed since its output was made."""
 
-    def __init__(self, output: Path, command: list[str], inputs: list[Path]):
+    def __init__(self, output: Path, command: list[str], inputs: list[Path], after: "Step | None" = None):
         self.output, self.command = output, command
+        self.after = after  # its output is needed
+        self.running: Future[None] | None = None
         self.record = output.with_name(output.name + ".cmd")  # the command line that made the output
         self.depfile = output.with_suffix(".d")  # compiler calls write their headers there
         self.inputs = inputs
 
     def is_current(self) -> bool:
+        if self.after and not self.after.is_current():
+            return False
         try:
             made = self.output.stat().st_mtime_ns
             if self.record.read_text() != shlex.join(self.command):
@@ -200,6 +223,8 @@ class Step:
             return False
 
     def run(self) -> None:
+        if self.after and self.after.running:
+            self.after.running.result()
         self.output.parent.mkdir(parents=True, exist_ok=True)
         self.record.unlink(missing_ok=True)
         result = subprocess.run(self.command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -252,20 +277,22 @@ class BuildLibraries(build_ext):
         lock = open(BUILD / "lock", "w")
         fcntl.flock(lock, fcntl.LOCK_EX)  # a second build in the same tree waits
         self.prefix = self.compile_prefix()
-        if not self.prefix.is_current():
-            self.prefix.run()
         steps = {extension.name: self.compile_steps(extension) for extension in self.extensions}
-        # all libraries at once, so that no core waits for the last file of one; in each the slowest files, isa, first
-        stale = {step.output: step for own in steps.values() for step in reversed(own) if not step.is_current()}
+        # all libraries at once, so that no core waits for the last file of one; in each the slowest files, isa, first,
+        # which do not wait for the prefix
+        queue = [self.prefix, *(step for own in steps.values() for step in reversed(own))]
+        stale = {step.output: step for step in queue if not step.is_current()}
         jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
         if stale:
             names = " and ".join(Path(self.get_ext_filename(extension.name)).name for extension in self.extensions)
             isas = ", ".join(isa for isa, (of_this_machine, _) in ISAS.items() if of_this_machine)
-            count = f"{len(stale)} of {sum(map(len, steps.values()))} files, {jobs} at once"
+            count = f"{len(stale)} of {len({step.output for step in queue})} files, {jobs} at once"
             tell(f"attnjourney builds {names} with CPU kernels for {isas}: {count}, by {CXX[0]}; all take minutes")
         with ThreadPoolExecutor(jobs) as pool:
-            for done in [pool.submit(step.run) for step in stale.values()]:
-                done.result()
+            for step in stale.values():
+                step.running = pool.submit(step.run)
+            for step in stale.values():
+                step.running.result()
         for extension in self.extensions:
             built = self.link(extension.name, [step.output for step in steps[extension.name]], stale)
             target = Path(self.get_ext_fullpath(extension.name))
@@ -275,12 +302,12 @@ class BuildLibraries(build_ext):
                 shutil.copy2(built, fresh)
                 fresh.replace(target)  # in one step: a running process keeps the file it has loaded
 
-    def entry_command(self) -> list[str]:
+    def entry_command(self, release: list[str]) -> list[str]:
         """What compiles a file that knows torch."""
+        flags = WITH_CHECKS if SANITIZE else release
         include = find_torch() / "include"
         # torch's headers put their own path into error texts: without the build machine's part
         shorter = f"-ffile-prefix-map={include}/="
-        flags = WITH_CHECKS if SANITIZE else RELEASE
         extra = shlex.split(os.environ.get("CXXFLAGS", ""))
         return [*CXX, *COMMON, *flags, *CXX_FLAGS, shorter, "-isystem", str(include), *extra]
 
@@ -290,39 +317,43 @@ class BuildLibraries(build_ext):
         text = "".join(
             f"#include <torch/csrc/stable/{name}.h>\n" for name in ("accelerator", "library", "ops", "tensor")
         )
-        if not header.exists() or header.read_text() != text:
-            header.write_text(text)
+        write_if_new(header, text)
         output = BUILD / "prefix.h.gch"
-        command = [*self.entry_command(), "-x", "c++-header", "-MD", "-MF", str(output.with_suffix(".d"))]
+        command = [*self.entry_command(ENTRY), "-x", "c++-header", "-MD", "-MF", str(output.with_suffix(".d"))]
         return Step(output, [*command, str(header), "-o", str(output)], [header])
 
     def compile_steps(self, extension: Extension) -> list[Step]:
         include = find_torch() / "include"
         headers = ["-isystem", str(include)]
         extra = shlex.split(os.environ.get("CXXFLAGS", ""))
-        entry = self.entry_command()
 
         steps = []
-        for source in map(Path, extension.sources):
-            twin = ["-DATTNJOURNEY_AMX_TWIN=1"] if str(source) in TWIN else []
+        for source, files in families(map(Path, extension.sources)).items():
+            twin = ["-DATTNJOURNEY_AMX_TWIN=1"] if TWIN & set(map(str, files)) else []
             of_isa = isa_of(source) if source.parent.name == "isa" else None
             checked = SANITIZE and (of_isa is None or of_isa in SANITIZED)
             folder = Path("build", "twin") if twin else BUILD if checked or not SANITIZE else Path("build", "release")
             output = folder / source.with_suffix(".o")
+            after = None
+            if files != [source]:
+                source = folder / source
+                write_if_new(source, "".join(f'#include "{file.relative_to("csrc")}"\n' for file in files))
             if source.suffix == ".cu":
                 arch = next(arch for folder, arch in CUDA_ARCHS.items() if source.is_relative_to(folder))
                 command = [find_nvcc(), "-ccbin", CXX[0], *NVCC_FLAGS, "-gencode", arch, *headers]
                 if not source.is_relative_to("csrc/cuda/inst"):  # these know no torch
                     command.append(f"-Xcompiler=-ffile-prefix-map={include}/=")
             elif of_isa is None:
-                # not before definitions of what torch's headers define inline
-                prefix = [] if source.stem == "older_systems" else ["-include", str(self.prefix.output.with_suffix(""))]
-                command = [*entry, *twin, *prefix]
+                kernels = files[0].parent == WITH_KERNELS
+                command = [*self.entry_command(RELEASE if kernels else ENTRY), *twin]
+                if not kernels and source.stem not in WITHOUT_PREFIX:  # made by the same flags
+                    after = self.prefix
+                    command += ["-include", str(after.output.with_suffix(""))]
             else:
                 flags = WITH_CHECKS if checked else RELEASE
                 command = [*CXX, *COMMON, *flags, *CXX_FLAGS, *ISAS[of_isa][1], *twin, *headers, *extra]
             command += ["-MD", "-MF", str(output.with_suffix(".d")), "-c", str(source), "-o", str(output)]
-            steps.append(Step(output, command, [source]))
+            steps.append(Step(output, command, [source], after))
         return steps
 
     def link(self, name: str, objects: list[Path], fresh: Container[Path]) -> Path:

@@ -36,40 +36,43 @@ bool amx_runs() {
 #endif
 }
 
-constexpr int bf16 = static_cast<int>(DType::bf16);
+constexpr int of_bf16 = static_cast<int>(DType::bf16);
 
-template <const PairKernels& pairs, const KernelTable& single>
-KernelTable with_pairs() {
+template <const PairForward& forward, const PairKernels& pairs, const KernelTable& single>
+KernelTable with_pairs(const char* isa) {
   KernelTable t = single;
-  t.isa = pairs.isa;
-  AttentionKernels& attention = t.attention[bf16];
+  t.isa = isa;
+  AttentionKernels& attention = t.attention[of_bf16];
   attention.forward_space = [](const AttentionParams& params, int64_t rows) {
-    return std::max(pairs.forward_space(params, rows), single.attention[bf16].forward_space(params, rows));
+    return std::max(forward.space(params, rows), single.attention[of_bf16].forward_space(params, rows));
   };
   attention.forward = [](const AttentionParams& params, const HeadPointers& head, int64_t first, int64_t rows,
                          void* space) {
-    if (!pairs.forward(params, head, first, rows, space))
-      single.attention[bf16].forward(params, head, first, rows, space);
+    if (!forward.run(params, head, first, rows, space))
+      single.attention[of_bf16].forward(params, head, first, rows, space);
   };
   attention.jvp_space = [](const AttentionParams& params, int64_t rows) {
-    return std::max(pairs.jvp_space(params, rows), single.attention[bf16].jvp_space(params, rows));
+    return std::max(pairs.jvp_space(params, rows), single.attention[of_bf16].jvp_space(params, rows));
   };
   attention.jvp = [](const AttentionParams& params, const HeadPointers& head, const HeadTangents& tangents,
                      int64_t first, int64_t rows, void* space) {
     if (!pairs.jvp(params, head, tangents, first, rows, space))
-      single.attention[bf16].jvp(params, head, tangents, first, rows, space);
+      single.attention[of_bf16].jvp(params, head, tangents, first, rows, space);
   };
-  DecodeKernels& decode = t.decode[bf16];
+  DecodeKernels& decode = t.decode[of_bf16];
   decode.space = pairs.decode_space;
   decode.partial_size = pairs.decode_partial_size;
   decode.chunk = pairs.decode_chunk;
   decode.merge = pairs.decode_merge;
-  t.linear[bf16] = pairs.linear;
+  t.linear[of_bf16] = pairs.linear;
   return t;
 }
-template <const PairKernels& pairs>
-const KernelTable& pair_table() {
-  static const KernelTable table = with_pairs<pairs, avx512_kernels>();
+const KernelTable& avx512_bf16_table() {
+  static const KernelTable table = with_pairs<avx512_bf16_forward, avx512_bf16_pairs, avx512_kernels>("avx512_bf16");
+  return table;
+}
+const KernelTable& amx_table() {
+  static const KernelTable table = with_pairs<amx_forward, avx512_bf16_pairs, avx512_kernels>("amx");
   return table;
 }
 #endif
@@ -81,8 +84,8 @@ const KernelTable& table() {
 // __builtin_cpu_supports looks at CPUID and at XGETBV: the operating system must save the registers, too.
 const IsaEntry entries[] = {
 #ifdef ATTNJOURNEY_X86
-    {pair_table<amx_pairs>, amx_runs},
-    {pair_table<avx512_bf16_pairs>, avx512_bf16_runs},
+    {amx_table, amx_runs},
+    {avx512_bf16_table, avx512_bf16_runs},
     {table<avx512_kernels>, avx512_runs},
     {table<avx2_kernels>, avx2_runs},
 #endif

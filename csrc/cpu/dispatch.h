@@ -74,10 +74,11 @@ struct KernelTable {
 
 // What products of bfloat16 pairs change in a table, all of it for bfloat16. Rows with scores so large that their last
 // bits matter go to the table's own forward and jvp, whose scores are those of the backward: the two then return false.
+struct PairForward {
+  decltype(AttentionKernels::forward_space) space;
+  bool (*run)(const AttentionParams&, const HeadPointers&, int64_t first_row, int64_t rows, void* space);
+};
 struct PairKernels {
-  const char* isa;
-  decltype(AttentionKernels::forward_space) forward_space;
-  bool (*forward)(const AttentionParams&, const HeadPointers&, int64_t first_row, int64_t rows, void* space);
   decltype(AttentionKernels::jvp_space) jvp_space;
   bool (*jvp)(const AttentionParams&, const HeadPointers&, const HeadTangents&, int64_t first_row, int64_t rows,
               void* space);
@@ -92,7 +93,8 @@ struct PairKernels {
 extern const KernelTable scalar_kernels;
 #ifdef ATTNJOURNEY_X86
 extern const KernelTable avx2_kernels, avx512_kernels;
-extern const PairKernels avx512_bf16_pairs, amx_pairs;
+extern const PairKernels avx512_bf16_pairs;
+extern const PairForward avx512_bf16_forward, amx_forward;
 #endif
 
 // The best table this machine can run, or the one ATTNJOURNEY_ISA names; throws where that one cannot run.
