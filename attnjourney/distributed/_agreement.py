@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ._transfer import all_gather
+
+
+def described(arguments: dict[str, Any]) -> dict[str, str]:
+    """Each as text; tensors by what their calls and transfers depend on."""
+    grads = torch.is_grad_enabled()
+
+    def text(x: Any) -> str:
+        if isinstance(x, Tensor):
+            trained = ", requires grad" if grads and x.requires_grad else ""
+            return f"shape {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}{trained}"
+        return str(tuple(x)) if isinstance(x, (list, tuple)) else repr(x)
+
+    return {name: text(x) for name, x in arguments.items()}
 
 
 def agree(

@@ -31,11 +31,11 @@ class Scores:
 class Rows:
     """out (..., L, Ev), and each row's weights: 2^(score - reference) / sum, in float64 as both are few."""
 
-    def __init__(self, lead: tuple[int, ...], query: Tensor, value: Tensor, sinks: Tensor | None):
+    def __init__(self, lead: tuple[int, ...], query: Tensor, v_dim: int, sinks: Tensor | None):
         wide = accumulation_dtype(query.dtype)
         self.shape = (*lead, query.shape[-2])
         self.dtype = query.dtype
-        self.out = query.new_zeros((*self.shape, value.shape[-1]), dtype=wide)
+        self.out = query.new_zeros((*self.shape, v_dim), dtype=wide)
         self.reference = query.new_full(self.shape, -math.inf, dtype=torch.float64)
         self.sum = query.new_zeros(self.shape, dtype=torch.float64)
         if sinks is not None:  # a key of its own, without a value

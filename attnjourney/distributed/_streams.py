@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,9 @@ from ._route import Route, route_of
 from ._rows import KEY, QUERY, SLOPES, VALUE, Calls, Rows, Scores, sinks_gradient
 from ._transfer import Exchange, all_gather, all_to_all, pack, travel, unpack
 
+SENT = 2  # tensors of a shard
+Expand = Callable[..., tuple[Tensor, Tensor]]
+
 
 @dataclass(frozen=True)
 class Stream:
@@ -28,6 +31,15 @@ class Stream:
     scores: Scores
     lead: tuple[int, ...]  # the leading dimensions of the result
     gathered: bool  # all shards at once, not one after the other
+    v_dim: int
+    expand: Expand | None = None  # keys and values of what is sent, where that is something else
+
+    def keys(self, sent: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """(key, value) of a shard."""
+        if self.expand is not None:
+            return self.expand(*sent, *weights)
+        key, value = sent
+        return key, value
 
     @property
     def route(self) -> Route:
@@ -35,18 +47,20 @@ class Stream:
 
 
 class StreamedAttention(Function):
-    """(out, lse) of stream, query, key, value, sinks, alibi_slopes."""
+    """(out, lse) of stream, query, sinks, alibi_slopes, and of two tensors that are sent: key and value, or what
+    stream.expand makes these of, beside tensors that every rank has (weights)."""
 
     @staticmethod
-    def forward(ctx, stream, query, key, value, sinks, alibi_slopes):
+    def forward(ctx, stream, query, sinks, alibi_slopes, *tensors):
         rank = dist.get_rank(stream.group)
-        rows, calls = Rows(stream.lead, query, value, sinks), Calls(stream.scores, alibi_slopes)
-        for source, message in _messages(stream, pack([key, value])):
-            k, v = unpack(message, [key, value])
+        sent, weights = tensors[:SENT], tensors[SENT:]
+        rows, calls = Rows(stream.lead, query, stream.v_dim, sinks), Calls(stream.scores, alibi_slopes)
+        for source, message in _messages(stream, pack(sent)):
+            k, v = stream.keys(unpack(message, sent), weights)
             for part in parts(stream.layout, rank, source, stream.seen):
                 calls.forward(rows, part, query, k, v)
         out, lse, stats = rows.results()
-        ctx.save_for_backward(query, key, value, sinks, alibi_slopes, out, lse, stats)
+        ctx.save_for_backward(query, sinks, alibi_slopes, out, lse, stats, *tensors)
         ctx.stream = stream
         ctx.set_materialize_grads(False)
         return out, lse
@@ -54,29 +68,28 @@ class StreamedAttention(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out, grad_lse):
-        query, key, value, sinks, slopes, out, lse, stats = ctx.saved_tensors
+        query, sinks, slopes, out, lse, stats, *tensors = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        needs = dict(zip((QUERY, KEY, VALUE, SLOPES), [*ctx.needs_input_grad[1:4], ctx.needs_input_grad[5]]))
-        need = sum(bit for bit, needed in needs.items() if needed)
-        work = _Backward(ctx.stream, need, grad_out, grad_lse, query, key, value, slopes, (out, lse, stats))
-        grad_key = grad_value = None
+        _, of_query, of_sinks, of_slopes, *of_tensors = ctx.needs_input_grad
+        need = (QUERY if of_query else 0) | (SLOPES if of_slopes else 0)
+        if ctx.stream.expand is not None:
+            need |= KEY | VALUE if any(of_tensors) else 0
+        else:
+            need |= (KEY if of_tensors[0] else 0) | (VALUE if of_tensors[1] else 0)
+        work = _Backward(ctx.stream, need, grad_out, grad_lse, query, tensors, slopes, (out, lse, stats))
+        gradients: list[Tensor | None] = [None] * len(tensors)
         if need:
             total = work.gathered() if ctx.stream.gathered else work.ring()
             if total is not None:
-                grad_key, grad_value = (
-                    x.view(like.shape).to(like.dtype) if needed else None
-                    for x, like, needed in zip(
-                        total.split([key.numel(), value.numel()]), (key, value), ctx.needs_input_grad[2:4]
-                    )
-                )
+                found = [*work.split(total), *work.grad_weights]
+                gradients = [g.to(x.dtype) if n else None for g, x, n in zip(found, tensors, of_tensors)]
         return (
             None,
             work.grad_query.to(query.dtype) if need & QUERY else None,
-            grad_key,
-            grad_value,
-            sinks_gradient(sinks, grad_out, grad_lse, out, stats) if ctx.needs_input_grad[4] else None,
+            sinks_gradient(sinks, grad_out, grad_lse, out, stats) if of_sinks else None,
             work.grad_slopes.to(slopes.dtype) if need & SLOPES else None,
+            *gradients,
         )
 
 
@@ -97,43 +110,62 @@ def _messages(stream: Stream, own: Tensor) -> Iterator[tuple[int, Tensor]]:
 class _Backward:
     """The gradients of one rank's rows; those of keys and values are sums over ranks, in the accumulation dtype."""
 
-    def __init__(self, stream, need, grad_out, grad_lse, query, key, value, slopes, results):
+    def __init__(self, stream, need, grad_out, grad_lse, query, tensors, slopes, results):
         self.stream, self.need, self.of_keys = stream, need, bool(need & (KEY | VALUE))
         self.rank = dist.get_rank(stream.group)
         self.grad_out, self.grad_lse, self.results = grad_out, grad_lse, results
-        self.query, self.key, self.value = query, key, value
+        self.query, self.sent, self.weights = query, tensors[:SENT], tensors[SENT:]
         self.calls = Calls(stream.scores, slopes)
         self.wide = accumulation_dtype(query.dtype)
         self.grad_query = torch.zeros_like(query, dtype=self.wide)
         self.grad_slopes = query.new_zeros(() if slopes is None else slopes.shape, dtype=self.wide)
+        self.grad_weights = [torch.zeros_like(x, dtype=self.wide) for x in self.weights]
 
     def empty(self) -> Tensor:
-        """Room for the gradients of a shard's keys and values."""
-        return self.query.new_empty(self.key.numel() + self.value.numel(), dtype=self.wide)
+        """Room for the gradients of what a shard sends."""
+        return self.query.new_empty(sum(x.numel() for x in self.sent), dtype=self.wide)
+
+    def split(self, total: Tensor) -> list[Tensor]:
+        return [g.view(x.shape) for g, x in zip(total.split([x.numel() for x in self.sent]), self.sent)]
 
     def work(self, source: int, message: Tensor) -> Tensor | None:
-        """Adds what the rows and the keys of `source` give; the gradients of these keys and values."""
-        key, value = unpack(message, [self.key, self.value])
+        """Adds what the rows and the keys of `source` give; the gradients of what that has sent."""
+        leaves = [*unpack(message, self.sent), *self.weights]
+        if self.stream.expand is not None:
+            leaves = [x.detach().requires_grad_() for x in leaves]
+        with torch.set_grad_enabled(self.stream.expand is not None and self.of_keys):
+            key, value = self.stream.keys(leaves[:SENT], leaves[SENT:])
         total = self.empty().zero_() if self.of_keys else None
+        grads = self._room(total, key, value)
         for part in parts(self.stream.layout, self.rank, source, self.stream.seen):
             of_query, of_key, of_value, of_slopes = self.calls.backward(
-                part, self.need, self.grad_out, self.grad_lse, self.query, key, value, *self.results
+                part, self.need, self.grad_out, self.grad_lse, self.query, key.detach(), value.detach(), *self.results
             )
             if self.need & QUERY:
                 self.grad_query[..., part.row : part.row_end, :] += of_query
             if self.need & SLOPES:
                 self.grad_slopes += of_slopes
-            if total is not None:
-                grads = total.split([key.numel(), value.numel()])
-                for bit, x, like, gradient in ((KEY, grads[0], key, of_key), (VALUE, grads[1], value, of_value)):
-                    if self.need & bit:
-                        x.view(like.shape)[..., part.key : part.key_end, :] += gradient
+            for bit, x, gradient in zip((KEY, VALUE), grads, (of_key, of_value)):
+                if self.need & bit:
+                    x[..., part.key : part.key_end, :] += gradient
+        if total is not None and self.stream.expand is not None:
+            found = torch.autograd.grad([key, value], leaves, [g.to(key.dtype) for g in grads])
+            for x, gradient in zip([*self.split(total), *self.grad_weights], found):
+                x += gradient
         return total
+
+    def _room(self, total: Tensor | None, key: Tensor, value: Tensor) -> list[Tensor]:
+        """For the gradients of a shard's keys and values: what is sent home, unless these are made of something."""
+        if total is None:
+            return []
+        if self.stream.expand is None:
+            return self.split(total)
+        return [torch.zeros_like(x, dtype=self.wide) for x in (key, value)]
 
     def gathered(self) -> Tensor | None:
         size = self.stream.layout.size
-        totals = self.query.new_empty((size, self.key.numel() + self.value.numel()), dtype=self.wide)
-        for source, message in _messages(self.stream, pack([self.key, self.value])):
+        totals = torch.stack([self.empty()] * size)
+        for source, message in _messages(self.stream, pack(self.sent)):
             total = self.work(source, message)
             if total is not None:
                 totals[source] = total
@@ -144,7 +176,7 @@ class _Backward:
         group, own, homes = self.stream.group, self.empty(), []
         coming: Tensor | None = None
         exchange = Exchange(group)
-        for direction, hop, message in travel(pack([self.key, self.value]), self.stream.route, group):
+        for direction, hop, message in travel(pack(self.sent), self.stream.route, group):
             source = (self.rank - direction * hop) % self.stream.layout.size
             total = None if message is None else self.work(source, message)
             if not self.of_keys:

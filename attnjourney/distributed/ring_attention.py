@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._options import ScoreOptions
 from ..ops._attention_checks import check
-from ._agreement import agree
+from ._agreement import agree, described
 from ._parts import Layout, Visibility
 from ._rows import Scores
 from ._streams import Stream, StreamedAttention
@@ -120,8 +120,9 @@ def ring_attention(
                 scores=Scores(scale, enable_gqa, softcap, key_lengths),
                 lead=tuple(lead),
                 gathered=scheme == "all_gather",
+                v_dim=value.shape[-1],
             )
-            out, lse = StreamedAttention.apply(stream, query, key, value, sinks, alibi_slopes)
+            out, lse = StreamedAttention.apply(stream, query, sinks, alibi_slopes, key, value)
     return (out, lse) if return_lse else out
 
 
@@ -130,22 +131,13 @@ def _autocast(x: Tensor) -> Tensor:
 
 
 def _described(arguments: dict[str, Any]) -> dict[str, str]:
-    """What must be the same on every rank, as text; tensors by what their calls and transfers depend on."""
-    grads = torch.is_grad_enabled()
-
-    def text(x: Any) -> str:
-        if isinstance(x, Tensor):
-            trained = ", requires grad" if grads and x.requires_grad else ""
-            return f"shape {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}{trained}"
-        return str(tuple(x)) if isinstance(x, (list, tuple)) else repr(x)
-
-    described = {
-        name: text(x) for name, x in arguments.items() if name not in ("group", "device", "call", "error", "lead")
-    }
+    """What must be the same on every rank, as text."""
+    apart = ("group", "device", "call", "error", "lead")
+    text = described({name: x for name, x in arguments.items() if name not in apart})
     lengths = arguments["key_lengths"]
     if lengths is not None and not lengths.is_cuda:
-        described["key_lengths"] = f"{lengths.tolist()}"
-    return described
+        text["key_lengths"] = f"{lengths.tolist()}"
+    return text
 
 
 def _checked(arguments: dict[str, Any]) -> list[int]:

@@ -1,0 +1,111 @@
+"""Multi-head latent attention over a sequence whose rows lie on the ranks of a process group: latents are sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm
+
+from ..ops.mla import _check as check_layer
+from ._agreement import agree, described
+from ._parts import Layout, Visibility
+from ._rows import Scores
+from ._streams import Stream, StreamedAttention
+from .sharding import check_order
+
+SCHEMES = ("ring", "all_gather")
+
+
+def ring_mla(
+    x: Tensor,
+    num_heads: int,
+    qk_nope_head_dim: int,
+    qk_rope_head_dim: int,
+    v_head_dim: int,
+    q_a_weight: Tensor | None,
+    q_a_norm_weight: Tensor | None,
+    q_b_weight: Tensor,
+    kv_a_weight: Tensor,
+    kv_a_norm_weight: Tensor,
+    kv_b_weight: Tensor,
+    o_weight: Tensor,
+    *,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    is_causal: bool = True,
+    scale: float | None = None,
+    eps: float = 1e-6,
+    group: dist.ProcessGroup | None = None,
+    order: str = "contiguous",
+    scheme: str = "ring",
+) -> Tensor:
+    """attnjourney.mla over the whole sequence, of which each rank of the group has a shard and gets the rows of its
+    shard. What is sent of a token is its latent and its rotary key, kv_lora_rank + rope numbers (576 in DeepSeek-V3,
+    arXiv 2412.19437), not the H * (nope + rope + v_head_dim) of keys and values (40,960), which every rank makes of
+    them as they come (Ring Attention, arXiv 2310.01889).
+
+    Args:
+        x: this rank's shard (batch, seq, embed), of one shape on every rank.
+        cos, sin: the tables of this rank's positions: `shard` of those of the whole, dim 0 or, with a batch, 1.
+        group, order: as in ring_attention.
+        scheme: "ring" or "all_gather", as in ring_attention.
+        the others: as in attnjourney.mla, the same on every rank. A weight's gradient is that of this rank's rows (and
+            for kv_b_weight of their sight): the sum over the group is the whole one.
+
+    Returns: (batch, seq, out) in x's dtype.
+
+    Raises, on every rank and before latents are sent:
+        ValueError: an argument that does not fit, or differs between ranks; names it, and the two ranks.
+        RuntimeError: a dtype that does not fit, or another rank that refused its arguments.
+        NotImplementedError: differentiated twice, or in forward mode.
+    """
+    own = dict(locals())
+    error: Exception | None = None
+    call: dict[str, str] = {}
+    try:
+        call = described({name: value for name, value in own.items() if name != "group"})
+        check_layer(**{name: value for name, value in own.items() if name not in ("group", "order", "scheme")})
+        check_order(order, "x", x.shape[1])
+        if scheme not in SCHEMES:
+            raise ValueError(f"scheme: expected one of {', '.join(SCHEMES)}, got {scheme!r}")
+    except (ValueError, RuntimeError, NotImplementedError, TypeError) as refused:
+        error = refused
+    agree("ring_mla", call, error, group, x.device)
+    nope, rope = qk_nope_head_dim, qk_rope_head_dim
+
+    query = x
+    if q_a_weight is not None:
+        norm: Any = q_a_norm_weight
+        query = rms_norm(linear(x, q_a_weight), norm.shape, norm, eps)
+    query = linear(query, q_b_weight).unflatten(-1, (num_heads, nope + rope)).transpose(1, 2)
+    query_nope, query_rope = query.split([nope, rope], -1)
+    query = torch.cat([query_nope, _turned(query_rope, cos, sin)], -1)  # (batch, H, seq, nope + rope)
+    latent, rotary = linear(x, kv_a_weight).split([kv_a_weight.shape[0] - rope, rope], -1)
+    latent = rms_norm(latent, kv_a_norm_weight.shape, kv_a_norm_weight, eps)  # (batch, seq, kv_lora)
+    rotary = _turned(rotary.unsqueeze(1), cos, sin).squeeze(1)  # (batch, seq, rope)
+
+    def keys_and_values(latent: Tensor, rotary: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        both = linear(latent, weight).unflatten(-1, (num_heads, nope + v_head_dim)).transpose(1, 2)
+        key, value = both.split([nope, v_head_dim], -1)  # (batch, H, seq, nope), (batch, H, seq, v)
+        return torch.cat([key, rotary.unsqueeze(1).expand(-1, num_heads, -1, -1)], -1), value
+
+    stream = Stream(
+        group=group,
+        layout=Layout(order, dist.get_world_size(group), x.shape[1], x.shape[1]),
+        seen=Visibility.of(is_causal, None, 0),
+        scores=Scores(scale, False, 0.0, None),
+        lead=(x.shape[0], num_heads),
+        gathered=scheme == "all_gather",
+        v_dim=v_head_dim,
+        expand=keys_and_values,
+    )
+    tensors = latent.contiguous(), rotary.contiguous(), kv_b_weight
+    out, _ = StreamedAttention.apply(stream, query, None, None, *tensors)
+    return linear(out.transpose(1, 2).flatten(2), o_weight)
+
+
+def _turned(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+    return x if cos is None else torch.ops.attnjourney.rope(x, cos, sin, interleaved=True)
