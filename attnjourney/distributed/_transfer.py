@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -24,27 +25,45 @@ def unpack(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 class Exchange:
-    """Messages on their way: `sends` and `receives` are (rank in the group, tensor)."""
+    """Messages on their way: `sends` and `receives` are (rank in the group, tensor). A rank that is gone, or silent for
+    the group's timeout, is a RuntimeError that names it and what failed."""
 
     def __init__(
         self,
         group: dist.ProcessGroup | None,
         sends: Sequence[tuple[int, Tensor]] = (),
         receives: Sequence[tuple[int, Tensor]] = (),
+        what: str = "ring",
     ):
         group = group or dist.group.WORLD
         assert group is not None
         self.kept = (sends, receives)  # until they have arrived
+        self.what, self.rank = what, dist.get_rank(group)
+        both = (dist.isend, "sending to", sends), (dist.irecv, "receiving from", receives)
+        named = [(operation, verb, peer, tensor) for operation, verb, messages in both for peer, tensor in messages]
+        self.steps = [f"{verb} rank {peer}" for _, verb, peer, _ in named]
         operations = [
             dist.P2POp(operation, tensor, dist.get_global_rank(group, peer), group)
-            for operation, messages in ((dist.isend, sends), (dist.irecv, receives))
-            for peer, tensor in messages
+            for operation, _, peer, tensor in named
         ]
-        self.works = dist.batch_isend_irecv(operations) if operations else []
+        with lost(self.what, self.rank, " or ".join(self.steps)):
+            self.works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        apart = len(self.works) == len(self.steps)  # some backends have one handle for all
+        for i, work in enumerate(self.works):
+            with lost(self.what, self.rank, self.steps[i] if apart else " or ".join(self.steps)):
+                work.wait()
+
+
+@contextlib.contextmanager
+def lost(what: str, rank: int, step: str) -> Iterator[None]:
+    """What a backend raises, with the collective, this rank and the one that it waited for."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise RuntimeError(f"{what}: {step} failed on rank {rank} of the group: {reason}") from error
 
 
 def travel(own: Tensor, route: Route, group: dist.ProcessGroup | None) -> Iterator[tuple[int, int, Tensor | None]]:
@@ -78,12 +97,34 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """x (ranks, ...): row r goes to rank r; row r of the result came from rank r."""
     x = x.contiguous()
     result = torch.empty_like(x)
-    dist.all_to_all_single(result.view(-1).view(torch.uint8), x.view(-1).view(torch.uint8), group=group)
-    return result
+    if x.is_cuda:
+        with lost("all_to_all", dist.get_rank(group), "the collective"):
+            dist.all_to_all_single(result.view(-1).view(torch.uint8), x.view(-1).view(torch.uint8), group=group)
+        return result
+    return _exchanged("all_to_all", list(x.unbind(0)), result, group)
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """(ranks, ...) of x of every rank."""
-    result = x.new_empty((dist.get_world_size(group), *x.shape))
-    dist.all_gather(list(result.unbind(0)), x.contiguous(), group=group)
+    size = dist.get_world_size(group)
+    result = x.new_empty((size, *x.shape))
+    if x.is_cuda:
+        with lost("all_gather", dist.get_rank(group), "the collective"):
+            dist.all_gather(list(result.unbind(0)), x.contiguous(), group=group)
+        return result
+    return _exchanged("all_gather", [x.contiguous()] * size, result, group)
+
+
+def _exchanged(what: str, sends: Sequence[Tensor], result: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """sends[r] goes to rank r; result[r] comes from there. As messages of two ranks, as gloo has no other ones, so that
+    what fails is known by its rank."""
+    rank = dist.get_rank(group)
+    result[rank] = sends[rank]
+    others = [r for r in range(len(sends)) if r != rank and result[r].numel()]
+
+    def as_bytes(x: Tensor) -> Tensor:
+        return x.detach().reshape(-1).view(torch.uint8)
+
+    receives = [(r, as_bytes(result[r])) for r in others]
+    Exchange(group, [(r, as_bytes(sends[r])) for r in others], receives, what).wait()
     return result

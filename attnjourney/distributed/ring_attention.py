@@ -14,7 +14,7 @@ from ._agreement import agree, described
 from ._parts import Layout, Visibility
 from ._rows import Scores
 from ._streams import Stream, StreamedAttention
-from ._ulysses import ulysses
+from ._ulysses import heads_for_rows, own_heads, rows_for_heads, ulysses
 from .cost import SCHEMES, choose_scheme
 from .sharding import check_order
 
@@ -26,6 +26,7 @@ class RingOptions(ScoreOptions, total=False):
     """The options of ring_attention."""
 
     group: dist.ProcessGroup | None
+    ulysses_group: dist.ProcessGroup | None
     order: str
     scheme: str
     dropout_p: float
@@ -48,6 +49,7 @@ def ring_attention(
     value: Tensor,
     *,
     group: dist.ProcessGroup | None = None,
+    ulysses_group: dist.ProcessGroup | None = None,
     order: str = "contiguous",
     scheme: str = "auto",
     dropout_p: float = 0.0,
@@ -69,6 +71,10 @@ def ring_attention(
     Args:
         query, key, value: this rank's shards, (..., H, L / ranks, E), of one shape on every rank. `shard` makes them.
         group: the process group, the default one by default.
+        ulysses_group: a group that shares out heads as well (USP, arXiv 2405.07719): this rank's shard is a part of
+            that which the ranks of this group have together, `shard(shard(x, group, order), ulysses_group)`. Within it
+            heads go for rows by all-to-all, and the ring runs over `group` between ranks of one place in it. Its size
+            divides the numbers of heads. On a machine of 8 GPUs: these.
         order: how the sequence is shared out, as in `shard`: "contiguous", or "zigzag" for even causal work.
         scheme: "ring": keys and values go from rank to rank while the last ones are worked on, as far as some row sees
             them. "all_gather": all of them at once. "ulysses": heads are shared out in place of rows; the ranks divide
@@ -100,12 +106,19 @@ def ring_attention(
         lead = _checked(own)
     except (ValueError, RuntimeError, NotImplementedError, TypeError) as refused:
         error = refused
-    agree("ring_attention", call, error, group, query.device)
+    for ranks in (group,) if ulysses_group is None else (group, ulysses_group):
+        try:
+            agree("ring_attention", call, error, ranks, query.device)
+        except (ValueError, RuntimeError, NotImplementedError, TypeError) as refused:
+            error = refused  # the ranks of the second group learn of it
+    if error is not None:
+        raise error
     size = dist.get_world_size(group)
     masks: Any = dict(is_causal=is_causal, window_size=window_size, prefix_length=prefix_length)
     if scheme == "auto":
         shapes = (query.shape, key.shape, value.shape)
         scheme = choose_scheme(*shapes, query.dtype, size, order=order, **masks)
+        scheme = "ring" if ulysses_group is not None and scheme == "ulysses" else scheme
     softcap = softcap or 0.0
     with torch.autocast(device, enabled=False):
         if scheme == "ulysses":
@@ -113,6 +126,10 @@ def ring_attention(
             per_head = dict(sinks=sinks, alibi_slopes=alibi_slopes)
             out, lse = ulysses(query, key, value, group, order, options.pop("is_causal"), per_head, options)
         else:
+            if ulysses_group is not None:
+                query, key, value = (heads_for_rows(x, ulysses_group) for x in (query, key, value))
+                sinks, alibi_slopes = (own_heads(x, ulysses_group) for x in (sinks, alibi_slopes))
+                lead[-1] //= dist.get_world_size(ulysses_group)
             stream = Stream(
                 group=group,
                 layout=Layout(order, size, query.shape[-2], key.shape[-2]),
@@ -123,6 +140,8 @@ def ring_attention(
                 v_dim=value.shape[-1],
             )
             out, lse = StreamedAttention.apply(stream, query, sinks, alibi_slopes, key, value)
+            if ulysses_group is not None:
+                out, lse = rows_for_heads(out, lse, ulysses_group)
     return (out, lse) if return_lse else out
 
 
@@ -132,7 +151,7 @@ def _autocast(x: Tensor) -> Tensor:
 
 def _described(arguments: dict[str, Any]) -> dict[str, str]:
     """What must be the same on every rank, as text."""
-    apart = ("group", "device", "call", "error", "lead")
+    apart = ("group", "ulysses_group", "device", "call", "error", "lead")
     text = described({name: x for name, x in arguments.items() if name not in apart})
     lengths = arguments["key_lengths"]
     if lengths is not None and not lengths.is_cuda:
@@ -159,12 +178,20 @@ def _checked(arguments: dict[str, Any]) -> list[int]:
     options |= dict(window_size=(-1, -1) if window is None else window, softcap=softcap or 0.0)
     lead = check(query, key, value, None, arguments["scale"], arguments["enable_gqa"], **options)
     scheme, size = arguments["scheme"], dist.get_world_size(arguments["group"])
-    most, lengths = key.shape[-2] * size, arguments["key_lengths"]
+    heads = arguments["ulysses_group"]
+    inner = 1 if heads is None else dist.get_world_size(heads)
+    most, lengths = key.shape[-2] * size * inner, arguments["key_lengths"]
     if lengths is not None and not lengths.is_cuda and not all(0 <= n <= most for n in lengths.tolist()):
         raise ValueError(f"key_lengths: expected numbers from 0 to {most}, got {lengths.tolist()}")
     if scheme not in ("auto", *SCHEMES):
         raise ValueError(f"scheme: expected one of auto, {', '.join(SCHEMES)}, got {scheme!r}")
     for name, x in (("query", query), ("key", key)):
+        if x.shape[-3] % inner:
+            raise ValueError(
+                f"{name}: expected a multiple of the {inner} ranks of ulysses_group, got {x.shape[-3]} heads"
+            )
+        if scheme == "ulysses" and heads is not None:
+            raise ValueError("scheme: expected 'ring' or 'all_gather' beside ulysses_group, got 'ulysses'")
         if scheme == "ulysses" and x.shape[-3] % size:
             raise ValueError(f"{name}: scheme 'ulysses' expects a multiple of {size} heads, got {x.shape[-3]}")
     return lead

@@ -26,20 +26,26 @@ def make(names, dtype, **sizes):
     return query, key, value, arguments
 
 
-def whole_call(rank, size, names, dtype, alone=False, sizes=None, **call):
+def whole_call(rank, size, names, dtype, alone=False, sizes=None, by_heads=False, **call):
     """options_cases.run of the whole, each rank on its shard; gradients summed over ranks. alone: the fault that each
-    rank sees its own keys only."""
+    rank sees its own keys only. by_heads: pairs of ranks share heads out, and the ring is of two such pairs."""
     group = groups[size]
+    rows, heads = (groups["across"], groups[2]) if by_heads else (group, None)
+    more = dict(ulysses_group=heads) if by_heads else {}
     tensors, arguments = (lambda q, k, v, a: ((q, k, v), a))(*make(names, dtype, **(sizes or {})))
     order = call.get("order", "contiguous")
 
     def ours(*tensors, **arguments):
-        shards = [distributed.shard(x, group, order) for x in tensors]
+        shards = [distributed.shard(x, rows, order) for x in tensors]
+        if by_heads:
+            shards = [distributed.shard(x, heads) for x in shards]
         if alone:
             out, lse = attnjourney.attention(*shards, **arguments)
         else:
-            out, lse = distributed.ring_attention(*shards, group=group, **arguments, **call)
-        return distributed.unshard(out, group, order), distributed.unshard(lse, group, order, -1)
+            out, lse = distributed.ring_attention(*shards, group=rows, **more, **arguments, **call)
+        if by_heads:
+            out, lse = distributed.unshard(out, heads), distributed.unshard(lse, heads, dim=-1)
+        return distributed.unshard(out, rows, order), distributed.unshard(lse, rows, order, -1)
 
     results, gradients = options_cases.run(ours, tensors, arguments)
     for name, x in results.items():

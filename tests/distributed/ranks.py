@@ -12,6 +12,12 @@ SIZE = 4
 TIMEOUT = 60  # seconds
 
 
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 class Ranks:
     """All ranks run what they are given; results come back in the order of ranks, exceptions as such."""
 
@@ -20,9 +26,7 @@ class Ranks:
         context.set_forkserver_preload(
             ["torch._dynamo", "tests.distributed.module_calls", "tests.support.options_cases"]
         )
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.pipes, self.processes = [], []
         for rank in range(SIZE):
             ours, theirs = context.Pipe()
@@ -63,7 +67,8 @@ def _serve(rank, port, pipe):
         timeout=timedelta(seconds=TIMEOUT),
     )
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    groups.update({2: halves[rank // 2], SIZE: None})
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    groups.update({2: halves[rank // 2], SIZE: None, "across": across[rank % 2]})
     while True:
         try:
             function, args, kwargs = pipe.recv()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnjourney import distributed
-from tests.distributed import calls
+from tests.distributed import calls, lost_ranks
 from tests.support import options_cases
 from tests.support.testing import pairs, row_id
 
@@ -41,6 +41,20 @@ def checked(ranks, size, options, dtype, **call):
 @pytest.mark.parametrize("case", CASES, ids=row_id)
 def test_values_and_gradients(ranks, case):
     checked(ranks, **case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    pairs(
+        options=(("causal", "alibi_per_item", "sinks"), ("window", "key_lengths"), ()),
+        scheme=("ring", "all_gather", "auto"),
+        order=("zigzag", "contiguous"),
+        dtype=(torch.float64, torch.bfloat16),
+    ),
+    ids=row_id,
+)
+def test_rings_of_ranks_that_share_heads(ranks, case):
+    checked(ranks, 4, by_heads=True, **case)
 
 
 @pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
@@ -98,6 +112,17 @@ def test_one_rank_that_refuses_ends_the_others(ranks):
         own = "NotImplementedError: dropout_p: "
         assert text.startswith(own if rank == 1 else "RuntimeError: ring_attention: rank 1") and "dropout_p" in text
         assert after
+
+
+def test_a_lost_rank_is_named_within_the_timeout(ranks):  # ranks: for their forkserver
+    found = lost_ranks.errors()
+    assert sorted(found) == [0, 1, 3]
+    for rank, ((silent, seconds), (dead, _)) in found.items():
+        assert silent.startswith("all_gather: ") and f"rank {lost_ranks.LOST} failed on rank {rank}" in silent, silent
+        assert seconds < lost_ranks.SILENCE + 2
+        assert dead.startswith("ring: ") and f"on rank {rank} of the group" in dead, dead
+        if rank == lost_ranks.LOST + 1:
+            assert f"receiving from rank {lost_ranks.LOST} failed" in dead, dead
 
 
 def test_the_rule_of_auto():
