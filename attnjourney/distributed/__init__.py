@@ -2,9 +2,14 @@
 
 from .cost import bytes_sent as bytes_sent
 from .cost import choose_scheme as choose_scheme
+from .estimate import AttentionConfig as AttentionConfig
+from .estimate import Bandwidths as Bandwidths
+from .estimate import Estimate as Estimate
+from .estimate import estimate as estimate
 from .ring_attention import ring_attention as ring_attention
 from .ring_linear_attention import ring_linear_attention as ring_linear_attention
 from .ring_mla import ring_mla as ring_mla
+from .sharded_cache import ShardedKVCache as ShardedKVCache
 from .sharding import shard as shard
 from .sharding import unshard as unshard
 from .tensor_parallel import tensor_parallel_plan as tensor_parallel_plan
