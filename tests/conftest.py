@@ -39,6 +39,7 @@ SLOW = [  # longest first: processes of xdist take the files in this order, so t
     "layers/test_multihead_module_info.py",
     "layers/test_multihead_opinfo.py",
     "integrations/test_transformers_sweep.py",
+    "integrations/test_onnx.py",
 ]
 SEEN, RAN, QUICK_ITEMS = pytest.StashKey[set](), pytest.StashKey[int](), pytest.StashKey[list]()
 
