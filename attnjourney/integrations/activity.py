@@ -9,7 +9,7 @@ from typing import Any
 _lock = threading.Lock()
 _counts: Counter[str] = Counter()
 _reasons: Counter[str] = Counter()
-OURS = ("attnjourney", "fast_path", "traced")
+OURS = ("attnjourney", "fast_path", "traced", "flash_operators")
 
 
 def ran(where: str) -> None:
@@ -35,6 +35,8 @@ def activity(reset: bool = False) -> dict[str, Any]:
     - fast_path: calls of the inference kernel of nn.MultiheadAttention and nn.TransformerEncoderLayer that ran here.
     - traced: calls that put an operator of this package into a graph (torch.compile, make_fx, a decomposed export).
       Runs of the graph are not counted.
+    - flash_operators: calls of torch's five operators of flash attention, forward or backward, that ran here: on CUDA,
+      after torch.nn.attention.activate_flash_attention_impl("attnjourney").
     - torch: calls that, while activated, ran in torch's own function.
     - reasons: why, each with its number of calls.
     """

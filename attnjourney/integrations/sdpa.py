@@ -15,7 +15,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.attention import SDPBackend, register_flash_attention_impl
 
 from ..ops import attention
-from . import native_mha
+from . import flash_operators, native_mha
 from .activity import left_to_torch, ran
 
 _NAME = "scaled_dot_product_attention"
@@ -160,16 +160,20 @@ def _forget_graphs() -> None:
 
 
 class _Handle:
-    """What torch.nn.attention's registry keeps while this implementation is its active one."""
+    """What torch.nn.attention's registry keeps while this implementation is its active one: `activate`, and torch's
+    five operators of flash attention on CUDA."""
+
+    def __init__(self) -> None:
+        activate()
+        self.library = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning only once for all operators")
+            flash_operators.register(self.library)
 
     def remove(self) -> None:
+        self.library._destroy()
         deactivate()
 
 
-def _activate_by_name() -> _Handle:
-    activate()
-    return _Handle()
-
-
 # torch.nn.attention.activate_flash_attention_impl("attnjourney"); nothing is activated here
-register_flash_attention_impl("attnjourney", register_fn=_activate_by_name)
+register_flash_attention_impl("attnjourney", register_fn=_Handle)

@@ -19,7 +19,7 @@ except ImportError as error:
 from ..ops import varlen_attention
 from ..ops._attention_checks import ALIGNMENTS
 from ..ops._registry.registration import OPERATORS
-from .flash_attn import gather_blocks
+from .flash_operators import used_keys
 
 
 def _attend(
@@ -28,7 +28,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out (T_q, H, Dv), lse (H, T_q)."""
     if block_table is not None or seqused_k is not None:
-        key, value, cu_seq_k = _used(key, value, cu_seq_k, seqused_k, block_table)
+        key, value, cu_seq_k = used_keys(key, value, cu_seq_k, seqused_k, block_table)
     if cu_seq_k is None:
         raise ValueError("cu_seq_k: expected a tensor without block_table, got None")
     return varlen_attention(
@@ -39,23 +39,6 @@ def _attend(
 
 def _window(window_size: list[int] | None) -> tuple[int, int]:
     return (-1, -1) if window_size is None else (window_size[0], window_size[1])
-
-
-def _used(
-    key: Tensor, value: Tensor, cu_seq_k: Tensor | None, seqused_k: Tensor | None, block_table: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The first seqused_k keys of each sequence, packed, and their offsets."""
-    if seqused_k is None:
-        raise ValueError("seqused_k: expected the lengths of the sequences beside block_table, got None")
-    offsets = torch.nn.functional.pad(seqused_k.cumsum(0), (1, 0))
-    if block_table is not None:
-        return *gather_blocks(key, value, offsets, block_table), offsets
-    if cu_seq_k is None:
-        raise ValueError("cu_seq_k: expected a tensor without block_table, got None")
-    lengths = seqused_k.to(torch.int64)
-    shift = torch.repeat_interleave(cu_seq_k[:-1].to(torch.int64) - offsets[:-1], lengths)
-    rows = torch.arange(len(shift), device=key.device) + shift
-    return key[rows], value[rows], offsets
 
 
 def _forward(

@@ -13,6 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnjourney
+from attnjourney.integrations import flash_operators
 from tests.support.testing import random_tensor
 
 SHAPE = (2, 4, 9, 8)
@@ -115,7 +116,8 @@ LOW_PRECISION = {
 def compare(run, without=contextlib.nullcontext, **tolerance):
     with without():
         expected = run()
-    assert attnjourney.activity() == {"attnjourney": 0, "fast_path": 0, "traced": 0, "torch": 0, "reasons": {}}
+    seen = attnjourney.activity()
+    assert seen.pop("reasons") == {} and set(seen.values()) == {0}
     with attnjourney.active():
         actual = run()
     torch.testing.assert_close(actual, expected, **(tolerance or {"rtol": 1e-11, "atol": 1e-11}))
@@ -342,10 +344,14 @@ def test_the_state_of_before_comes_back_after_an_error():
 def test_registry_of_torch():
     assert "attnjourney" in torch.nn.attention.list_flash_attention_impls()
     assert not attnjourney.activated()
+    kernels = [(f"aten::{name}", "CUDA") for name in flash_operators.FUNCTIONS]
+    before = [torch._C._dispatch_dump(name) for name, _ in kernels]
     torch.nn.attention.activate_flash_attention_impl("attnjourney")
+    assert all(torch._C._dispatch_has_kernel_for_dispatch_key(*kernel) for kernel in kernels)
     sdpa(Q, K, V)
     torch.nn.attention.restore_flash_attention_impl()
     assert attnjourney.activity()["attnjourney"] == 1 and not attnjourney.activated()
+    assert [torch._C._dispatch_dump(name) for name, _ in kernels] == before
 
 
 def test_not_inside_compiled_code():
