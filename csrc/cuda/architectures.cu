@@ -113,14 +113,12 @@ constexpr Architecture all[] = {
      .runs_on = [](const Device& d) { return d.capability == 90; },  // sm_90a is for no other GPU
      .kernels = {sm90_forward, sm90_backward},
      .fp64_kernels = {},
-     .latent_kernels = sm90_latents,
-     .multiprocessor_bytes = [](const Device&) { return kLargeShared; }},
+     .latent_kernels = sm90_latents},
     {.name = "sm80",
      .runs_on = [](const Device& d) { return d.capability >= 80; },
      .kernels = {sm80_forward, sm80_backward},
      .fp64_kernels = {fp64_forward, fp64_backward},
-     .latent_kernels = sm80_latents,
-     .multiprocessor_bytes = [](const Device& d) { return d.capability == 80 ? kMiddleShared : kSmallShared; }},
+     .latent_kernels = sm80_latents},
 };
 
 }  // namespace

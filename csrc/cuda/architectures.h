@@ -71,7 +71,6 @@ struct Architecture {
   AttentionKernelsOf<float> kernels;  // bf16, fp16, fp32
   AttentionKernelsOf<double> fp64_kernels;
   std::span<const LatentKernel> latent_kernels;
-  int (*multiprocessor_bytes)(const Device&);  // of shared memory, for all blocks of a multiprocessor
   template <class Real>
   const AttentionKernelsOf<Real>& attention() const {
     if constexpr (sizeof(Real) == 8)
@@ -102,11 +101,6 @@ const BackwardKernelOf<Real>& choose_backward(const Device& device, const Attent
 }
 inline const LatentKernel& choose_latents(const Device& device, const LatentCase& c) {
   return first_that_serves(device, [](const Architecture& a) { return a.latent_kernels; }, c, device);
-}
-inline int multiprocessor_bytes(const Device& device) {
-  for (const Architecture& a : architectures())
-    if (a.runs_on(device)) return a.multiprocessor_bytes(device);
-  throw std::logic_error("no CUDA kernels for this GPU");
 }
 
 // What the kernels' entries are launched by: attention/launches.cu, decode/mla_decode.cu.

@@ -21,7 +21,7 @@ inline bool oldest_kernels() {
 }
 
 inline Device current_device(const Tensor& query) {
-  Device d{query.get_device_index(), 0, 0, 0};
+  Device d{.index = query.get_device_index()};
   const auto attribute = [&](cudaDeviceAttr a) {
     int value = 0;
     cuda_check(cudaDeviceGetAttribute(&value, a, d.index), "cudaDeviceGetAttribute");
@@ -30,6 +30,7 @@ inline Device current_device(const Tensor& query) {
   d.capability = attribute(cudaDevAttrComputeCapabilityMajor) * 10 + attribute(cudaDevAttrComputeCapabilityMinor);
   d.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
   d.shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  d.multiprocessor_bytes = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
   check_runtime(d.capability >= 80, "attention: expected a GPU of compute capability 8.0 or later, got ",
                 d.capability / 10, ".", d.capability % 10);
   if (oldest_kernels()) d.capability = 80;

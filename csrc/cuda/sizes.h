@@ -7,11 +7,11 @@ namespace attnjourney {
 
 // Shared memory: a block may have 227 KB on compute capability 9.0 and 10.x, 163 on 8.0 and 8.7, 99 on 8.6, 8.9 and
 // 12.x. Every kernel is asserted to fit where it is launched; what needs more than 99 KB has a smaller one besides.
-constexpr int kSmallShared = 99 << 10, kMiddleShared = 163 << 10, kLargeShared = 227 << 10;
+constexpr int kSmallShared = 99 << 10, kMiddleShared = 163 << 10;
 struct Device {
   int index, capability;  // 80, 90, ...
   int multiprocessors;
-  int shared_bytes;  // that a block may have
+  int shared_bytes, multiprocessor_bytes;  // of shared memory: that a block may have, that a multiprocessor has
   bool small() const { return shared_bytes < kMiddleShared; }
 };
 // small: the kernel runs where Device::small() is true, too

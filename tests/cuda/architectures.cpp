@@ -1,6 +1,8 @@
-// What csrc/cuda/architectures.cu chooses, for test_architectures.py: reads cases, writes names. The launches that the
+// What csrc/cuda/architectures.cu chooses, and how decoding is cut up, for test_architectures.py: reads cases, writes
+// names and numbers. The launches that the
 // list names are not linked: nothing is launched.
 #include "cuda/architectures.h"
+#include "cuda/decode/decode_tiling.h"
 
 #include <iostream>
 #include <string>
@@ -18,11 +20,20 @@ void attention(const Device& device, const AttentionCase& c) {
 int main() {
   std::string what;
   for (int capability, kilobytes, type; std::cin >> what >> capability >> kilobytes >> type;) {
-    const Device device{.index = 0, .capability = capability, .multiprocessors = 100, .shared_bytes = kilobytes << 10};
+    const Device device{.index = 0,
+                        .capability = capability,
+                        .multiprocessors = 100,
+                        .shared_bytes = kilobytes << 10,
+                        .multiprocessor_bytes = (kilobytes + 1) << 10};
     if (what == "attention") {
       AttentionCase c{.type = static_cast<ElementType>(type)};
       std::cin >> c.head_dim >> c.v_head_dim >> c.q_len >> c.kv_len >> c.full;
       c.type == ElementType::fp64 ? attention<double>(device, c) : attention<float>(device, c);
+    } else if (what == "splits") {
+      int64_t units, keys;
+      DecodeTiling tiling{.rows = 16, .keys = 16};
+      std::cin >> units >> keys >> tiling.smem_bytes >> tiling.blocks;
+      std::cout << decode_splits(units, keys, tiling, device) << "\n";
     } else {
       LatentCase c{.type = static_cast<ElementType>(type)};
       std::cin >> c.rows >> c.v_head_dim >> c.chunked >> c.masked >> c.near;

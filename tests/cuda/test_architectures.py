@@ -78,6 +78,15 @@ def test_attention(choose):
         assert [int(x) for x in tiles] == tiles_rule(backward, dtype, max(case[:2]), shared), where
 
 
+def test_splits_of_decoding(choose):
+    """One sequence fills 100 multiprocessors, with as many blocks each as shared memory and registers allow."""
+    grid = list(itertools.product(GPUS, range(4), (1 << 24,), (20, 48, 98), (1, 3)))
+    found = choose("splits", [(*gpu, 0, 1 + n, keys, kilobytes << 10, most) for gpu, n, keys, kilobytes, most in grid])
+    for ((_, shared), n, _, kilobytes, most), (splits,) in zip(grid, found):
+        blocks = max(1, min(most, (shared + 1) // (kilobytes + 1)))
+        assert int(splits) == min(512, -(-400 * blocks // (1 + n))), (shared, n, kilobytes, most)
+
+
 def test_latents(choose):
     """Hopper's own kernel: without a mask, for latents of more than 256 numbers in whole chunks, and many rows."""
     flags = itertools.product((False, True), repeat=3)  # chunked, masked, near
