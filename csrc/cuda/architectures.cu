@@ -14,7 +14,7 @@ constexpr bool serves_sm90_forward(const AttentionCase& c) {
   return is_16_bit(c.type) && c.kv_len > 0 && forward_size(c.head_dim, c.v_head_dim) != HeadSize::d256;
 }
 constexpr bool serves_sm90_backward(const AttentionCase& c) {
-  return is_16_bit(c.type) && backward_size(c.head_dim, c.v_head_dim) <= 128;
+  return is_16_bit(c.type) && c.kv_len > 0 && backward_size(c.head_dim, c.v_head_dim) <= 128;
 }
 // float32 in planes of halves
 constexpr bool serves_fp16x2(const AttentionCase& c) {

@@ -50,7 +50,8 @@ def backward_rule(capability, dtype, head_dim, v_head_dim, q_len, kv_len, full):
     small = max(head_dim, v_head_dim) <= 128
     if dtype == "fp32":
         return "fp16x2_backward" if small and min(q_len, kv_len) >= 128 and not full else "fp32_backward"
-    return ("sm90" if capability == 90 and small else "sm80") + ("_full" if full else "") + "_backward"
+    own = capability == 90 and small and kv_len > 0
+    return ("sm90" if own else "sm80") + ("_full" if full else "") + "_backward"
 
 
 def tiles_rule(name, dtype, dim, shared):
