@@ -73,7 +73,12 @@ inline uint32_t* tile_counter(const Tensor& like, int device, cudaStream_t strea
   const std::lock_guard lock(mutex);
   uint32_t*& counter = counters[{device, stream}];
   if (!counter) {
-    cuda_check(cudaMalloc(&counter, 8), "cudaMalloc");
+    // allowed, though another thread may be capturing a graph: it is not part of that
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    cuda_check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
+    const cudaError_t allocated = cudaMalloc(&counter, 8);
+    cuda_check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
+    cuda_check(allocated, "cudaMalloc");
     cuda_check(cudaMemsetAsync(counter, 0, 8, stream), "cudaMemsetAsync");
   }
   return counter;
