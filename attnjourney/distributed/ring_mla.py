@@ -87,24 +87,39 @@ def ring_mla(
     latent = rms_norm(latent, kv_a_norm_weight.shape, kv_a_norm_weight, eps)  # (batch, seq, kv_lora)
     rotary = _turned(rotary.unsqueeze(1), cos, sin).squeeze(1)  # (batch, seq, rope)
 
+    out = stream_latents(
+        query, latent, rotary, kv_b_weight, is_causal=is_causal, scale=scale, group=group, order=order, scheme=scheme
+    )
+    return linear(out.transpose(1, 2).flatten(2), o_weight)
+
+
+def stream_latents(
+    query: Tensor, latent: Tensor, rotary: Tensor, kv_b_weight: Tensor, *, is_causal: bool, scale: float | None,
+    group: dist.ProcessGroup | None, order: str, scheme: str,
+) -> Tensor:  # fmt: skip
+    """(batch, H, seq, v) of query (batch, H, seq, nope + rope), latent (batch, seq, kv_lora), rotary (batch, seq, rope)
+    of this rank's rows, and kv_b_weight (H * (nope + v), kv_lora)."""
+    heads, rope = query.shape[1], rotary.shape[-1]
+    nope = query.shape[-1] - rope
+    v_dim = kv_b_weight.shape[0] // heads - nope
+
     def keys_and_values(latent: Tensor, rotary: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        both = linear(latent, weight).unflatten(-1, (num_heads, nope + v_head_dim)).transpose(1, 2)
-        key, value = both.split([nope, v_head_dim], -1)  # (batch, H, seq, nope), (batch, H, seq, v)
-        return torch.cat([key, rotary.unsqueeze(1).expand(-1, num_heads, -1, -1)], -1), value
+        both = linear(latent, weight).unflatten(-1, (heads, nope + v_dim)).transpose(1, 2)
+        key, value = both.split([nope, v_dim], -1)  # (batch, H, seq, nope), (batch, H, seq, v)
+        return torch.cat([key, rotary.unsqueeze(1).expand(-1, heads, -1, -1)], -1), value
 
     stream = Stream(
         group=group,
-        layout=Layout(order, dist.get_world_size(group), x.shape[1], x.shape[1]),
+        layout=Layout(order, dist.get_world_size(group), query.shape[2], query.shape[2]),
         seen=Visibility.of(is_causal, None, 0),
         scores=Scores(scale, False, 0.0, None),
-        lead=(x.shape[0], num_heads),
+        lead=(query.shape[0], heads),
         gathered=scheme == "all_gather",
-        v_dim=v_head_dim,
+        v_dim=v_dim,
         expand=keys_and_values,
     )
     tensors = latent.contiguous(), rotary.contiguous(), kv_b_weight
-    out, _ = StreamedAttention.apply(stream, query, None, None, *tensors)
-    return linear(out.transpose(1, 2).flatten(2), o_weight)
+    return StreamedAttention.apply(stream, query, None, None, *tensors)[0]
 
 
 def _turned(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:

@@ -1,14 +1,18 @@
 """What ranks do with modules: those of attnjourney.nn under torch's parallel wrappers against one rank."""
 
+from functools import partial
+
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from attnjourney import attention
 from attnjourney import nn as layers
-from attnjourney.distributed import tensor_parallel_plan
+from attnjourney.distributed import context_parallel, shard, tensor_parallel_plan, unshard
 from tests.distributed.dtensor_calls import mesh_of, numbers, whole
+from tests.distributed.ranks import groups
 
 MODULES = {
     "gqa": lambda: layers.GroupedQueryAttention(16, 8, 4, rope=1e4, bias=True),
@@ -31,12 +35,12 @@ def made(name):
     return MODULES[name]().double()
 
 
-def step(module, x, scale=1.0):
-    """(output, gradients) of x and of every parameter."""
+def step(module, x, owner=None):
+    """(output, gradients) of x and of every parameter of the module, or of its owner."""
     x = x.clone().requires_grad_()
     out = module(x)
-    (out * numbers(1, *out.shape)).sum().mul(scale).backward()
-    return out.detach(), {"x": x.grad} | {n: p.grad for n, p in module.named_parameters()}
+    (out * numbers(1, *out.shape)).sum().backward()
+    return out.detach(), {"x": x.grad} | {n: p.grad for n, p in (owner or module).named_parameters()}
 
 
 def difference(actual, expected):
@@ -100,6 +104,9 @@ def refused(rank):
         append,
         lambda: tensor_parallel_plan(made("gqa"), 3),
         lambda: tensor_parallel_plan(torch.nn.Linear(2, 2), 2),
+        lambda: context_parallel(torch.nn.Linear(2, 2)),
+        lambda: context_parallel(made("linear"), order="zigzag"),
+        lambda: context_parallel(layers.CausalSelfAttention(16, 4, dropout=0.5)),
         lambda: tensor_parallel_plan(layers.CausalSelfAttention(16, 4, dropout=0.5), 2),
     )
     texts = []
@@ -129,3 +136,31 @@ def by_the_rule_of_another_call(rank, trained_first):
                     actual[-1].full_tensor().sum().backward()
                     expected[-1].sum().backward()
                     torch.testing.assert_close(shared.grad.full_tensor(), whole.grad)
+
+
+def through_shards(module, group, order, x):
+    return unshard(module(shard(x, group, order, 1)), group, order, 1)
+
+
+def in_context(rank, size, order, scheme, in_heads):
+    """{module: what is wrong} of modules over shards of the sequence; in_heads: and of heads, on 2 x 2 ranks."""
+    wrong = {}
+    rows, heads = (groups["across"], 2) if in_heads else (groups[size], 1)
+    for name in MODULES:
+        module, x = made(name), numbers(2, 2, 16, 16)
+        if (name == "linear" and order != "contiguous") or (in_heads and name == "gqa options"):
+            continue
+        try:
+            expected = step(module, x)
+            module.zero_grad()
+            if in_heads:
+                parallelize_module(module, mesh_of(2), tensor_parallel_plan(module, heads))
+            context_parallel(module, rows, order=order, scheme=scheme)
+            out, gradients = step(partial(through_shards, module, rows, order), x, module)
+            total = {n: whole(g).clone() for n, g in gradients.items()}
+            for g in total.values():
+                dist.all_reduce(g, group=rows)
+            wrong[name] = difference((out, total), expected)
+        except Exception as error:
+            wrong[name] = f"{type(error).__name__}: {error}"
+    return {name: text for name, text in wrong.items() if text}

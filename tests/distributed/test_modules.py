@@ -15,6 +15,14 @@ def test_plans_share_heads_out(ranks, size):
     check(ranks.run(calls.in_heads, size))
 
 
+@pytest.mark.parametrize(
+    "size, order, scheme, in_heads",
+    [(4, "zigzag", "ring", False), (2, "contiguous", "all_gather", False), (4, "contiguous", "ring", True)],
+)
+def test_modules_over_shards_of_the_sequence(ranks, size, order, scheme, in_heads):
+    check(ranks.run(calls.in_context, size, order, scheme, in_heads))
+
+
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_data_parallel_wrappers(ranks, how):
     check(ranks.run(calls.wrapped, how))
@@ -32,6 +40,9 @@ def test_what_has_no_rule_is_refused_by_name(ranks):
         "ValueError: value_cache: expected placements",
         "ValueError: ranks: expected a divisor of the 8 heads, got 3",
         "NotImplementedError: module: expected one of GroupedQueryAttention",
+        "ValueError: module: expected one with a GroupedQueryAttention",
+        "ValueError: order: expected 'contiguous'",
+        "ValueError: module: expected a CausalSelfAttention without dropout",
         "ValueError: module: expected a dropout of 0",
     )
     for texts in ranks.run(calls.refused):

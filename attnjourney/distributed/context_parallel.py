@@ -1,0 +1,153 @@
+"""Modules of attnjourney.nn over a sequence whose rows lie on the ranks of a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
+
+from .. import nn as layers
+from ..nn._parts import check_sequence, merge_heads, split_heads, split_packed
+from ..nn.rotary import Rotary, Tables
+from ._agreement import agree, described
+from .ring_attention import ring_attention
+from .ring_linear_attention import ring_linear_attention
+from .ring_mla import stream_latents
+from .sharding import check_order, positions
+
+
+@dataclass(frozen=True)
+class _Context:
+    group: dist.ProcessGroup | None
+    order: str
+    scheme: str
+
+    def positions(self, x: Tensor) -> Tensor:
+        """Of the rows of x (batch, seq, width) in the whole sequence."""
+        check_order(self.order, "x", x.shape[1])
+        place, size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        return positions(self.order, x.shape[1], place, size).to(x.device)
+
+    def tables(self, rotary: Rotary, x: Tensor) -> Tables:
+        return rotary.tables(x, self.positions(x))
+
+
+def context_parallel(
+    module: nn.Module, group: dist.ProcessGroup | None = None, *, order: str = "contiguous", scheme: str = "ring"
+) -> nn.Module:
+    """Makes the attention layers in a module take this rank's shard of the sequence, (batch, seq / ranks, embed), and
+    attend to the whole: `ring_attention`, `ring_linear_attention`, and `ring_mla`'s latents. Everything else in a model
+    that looks at one token alone needs nothing; positions that a model adds itself are `shard`ed as its tokens are.
+
+    Args:
+        module: a model, or one layer; changed in place. Its GroupedQueryAttention, MultiheadLatentAttention,
+            CausalSelfAttention and LinearAttention are found. Before or after parallelize_module by
+            `tensor_parallel_plan`, over another dimension of the mesh.
+        group: the ranks that share the sequence out, the default group by default.
+        order, scheme: as in ring_attention. Latents go by "ring" or "all_gather". LinearAttention takes "contiguous".
+
+    Returns: the module.
+
+    Raises:
+        ValueError: no such layer, an unknown order, a layer with dropout, cross-attention, or with rotary frequencies
+            that depend on a length it cannot see.
+        In forward: what the functions raise; TypeError for masks and caches, which these layers take no more.
+    """
+    check_order(order, "order", 0)
+    found = [(m, run) for m in module.modules() for kind, run in _RUNS.items() if type(m) is kind]
+    if not found:
+        known = ", ".join(kind.__name__ for kind in _RUNS)
+        raise ValueError(f"module: expected one with a {known}, got {type(module).__name__}")
+    for layer, _ in found:
+        _check(layer, order)
+    for layer, run in found:
+        layer.forward = partial(run, layer, _Context(group, order, scheme))
+    return module
+
+
+def _check(layer: Any, order: str) -> None:
+    name = type(layer).__name__
+    if getattr(layer, "dropout", 0.0) > 0:
+        raise ValueError(f"module: expected a {name} without dropout, got {layer.dropout}")
+    if getattr(layer, "kv_dim", None) is not None:
+        raise ValueError(f"module: expected a {name} without kv_dim, got {layer.kv_dim}")
+    if type(layer) is layers.LinearAttention and order != "contiguous":
+        raise ValueError(f"order: expected 'contiguous' beside a LinearAttention, got {order!r}")
+    rotary = getattr(layer, "rotary", None)
+    if rotary is not None:
+        rotary.check_cache()  # frequencies that change with the length
+
+
+def _local(x: Tensor, whole: bool = False) -> Tensor:
+    """This rank's heads; whole: of what all ranks have, whose gradients are sums over heads."""
+    if not isinstance(x, DTensor):
+        return x
+    return x.to_local(grad_placements=[Partial()] * x.device_mesh.ndim) if whole else x.to_local()
+
+
+def _like(out: Tensor, query: Tensor) -> Tensor:
+    """(batch, heads, seq, dim) of this rank's heads, shared out as query is."""
+    if not isinstance(query, DTensor):
+        return out
+    return DTensor.from_local(out, query.device_mesh, query.placements, run_check=False)
+
+
+def _attend(context: _Context, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    if isinstance(query, DTensor) and not (isinstance(key, DTensor) and options.get("sinks") is None):
+        raise ValueError("module: expected key heads that the ranks of its tensor parallelism divide, and no sinks")
+    out = ring_attention(
+        _local(query), _local(key), _local(value), group=context.group, order=context.order, scheme=context.scheme,
+        enable_gqa=True, **options,
+    )  # fmt: skip
+    return merge_heads(_like(out, query))
+
+
+def _grouped(layer: layers.GroupedQueryAttention, context: _Context, x: Tensor) -> Tensor:
+    check_sequence("x", x, layer.q_proj.in_features)
+    tables = context.tables(layer.rotary, x)
+    query, (key, value) = layer._query(x, tables), layer._key_value(x, tables)
+    return layer.o_proj(_attend(context, query, key, value, is_causal=layer.is_causal, **layer._score_options()))
+
+
+def _packed(layer: layers.CausalSelfAttention, context: _Context, x: Tensor) -> Tensor:
+    check_sequence("x", x, layer.qkv_proj.in_features)
+    query, key, value = split_packed(layer.qkv_proj(x), layer.num_heads)
+    return layer.out_proj(_attend(context, query, key, value, is_causal=True))
+
+
+def _latent(layer: layers.MultiheadLatentAttention, context: _Context, x: Tensor) -> Tensor:
+    check_sequence("x", x, layer.kv_a_proj_with_mqa.in_features)
+    tables, rope = context.tables(layer.rotary, x), layer.qk_rope_head_dim
+    query, both = layer._query(x, tables), layer._latent(x, tables)
+    latent, rotary = _local(both, whole=True).split([both.shape[-1] - rope, rope], -1)
+    weight = _local(layer.kv_b_proj.weight)
+    tensors = dict(query=_local(query), latent=latent, rotary=rotary, kv_b_weight=weight)
+    agree("context_parallel", described(tensors | {"scheme": context.scheme}), None, context.group, x.device)
+    out = stream_latents(
+        **tensors, is_causal=layer.is_causal, scale=layer.scale, group=context.group, order=context.order,
+        scheme=context.scheme,
+    )  # fmt: skip
+    return layer.o_proj(merge_heads(_like(out, query)))
+
+
+def _linear(layer: layers.LinearAttention, context: _Context, x: Tensor) -> Tensor:
+    check_sequence("x", x, layer.q_proj.in_features)
+    query = split_heads(layer.q_proj(x), layer.num_heads)
+    key, value = (split_heads(p(x), layer.num_kv_heads) for p in (layer.k_proj, layer.v_proj))
+    if isinstance(query, DTensor) and not isinstance(key, DTensor):
+        raise ValueError("module: expected key heads that the ranks of its tensor parallelism divide")
+    out = ring_linear_attention(_local(query), _local(key), _local(value), group=context.group, **layer.options)
+    return layer.o_proj(merge_heads(_like(out, query)))
+
+
+_RUNS: dict[type, Callable[..., Tensor]] = {
+    layers.GroupedQueryAttention: _grouped,
+    layers.CausalSelfAttention: _packed,
+    layers.MultiheadLatentAttention: _latent,
+    layers.LinearAttention: _linear,
+}
