@@ -11,6 +11,7 @@ Environment:
   MAX_JOBS                compilers running at once (default: the number of cores)
   ATTNJOURNEY_SANITIZE=1  address and undefined-behaviour sanitizers, objects in build/sanitize; a list of instruction
                           sets (scalar,avx2) in place of 1: the kernels of these alone, the others as in a release
+  ATTNJOURNEY_KERNELS=1   the objects of the CPU kernels alone, nothing is linked: for tests of another machine's
   ATTNJOURNEY_AMX_TWIN=1  the matrix unit of `amx` in plain C++, for tests where there is none, objects in build/twin
 """
 
@@ -19,14 +20,13 @@ import sys
 if sys.platform != "linux":
     system = {"win32": "Windows", "darwin": "macOS"}.get(sys.platform, sys.platform)
     sys.exit(
-        f"attnjourney is built for Linux on x86-64 and is not supported on {system} yet: it needs an ELF linker with "
-        "version scripts, a compiler with GNU inline assembly (g++ >= 11 or clang++ 19) and fork"
+        f"attnjourney is built for Linux on x86-64 or AArch64 and is not supported on {system} yet: it needs an ELF "
+        "linker with version scripts, a compiler with GNU inline assembly (g++ >= 11 or clang++ 19) and fork"
     )
 
 import fcntl
 import filecmp
 import os
-import platform
 import re
 import shlex
 import shutil
@@ -47,9 +47,13 @@ MINIMUM_TORCH = (2, 11)
 # the oldest torch that can load the library: 0x020b000000000000 for 2.11
 TORCH_TARGET = f"-DTORCH_TARGET_VERSION={MINIMUM_TORCH[0] << 56 | MINIMUM_TORCH[1] << 48:#018x}ULL"
 
-X86 = platform.machine() in ("x86_64", "AMD64", "i686")
+# of the machine that the library is for; as for any package, _PYTHON_HOST_PLATFORM=linux-aarch64 names another one
+MACHINE = sysconfig.get_platform().split("-", 1)[-1]
+X86, ARM64 = MACHINE == "x86_64", MACHINE == "aarch64"
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
+# g++ would load all factors of a register tile before its products, and spill accumulators for them
+NEON = ["-fno-schedule-insns", "-Wno-ignored-optimization-argument"]
 # csrc/cpu/isa/<isa>.cpp and <isa>_*.cpp: (is this machine of the family, flags); the longest matching name counts
 ISAS = {
     "scalar": (True, []),
@@ -57,6 +61,8 @@ ISAS = {
     "avx512": (X86, AVX512),
     "avx512_bf16": (X86, [*AVX512, "-mavx512bf16"]),
     "amx": (X86, [*AVX512, "-mavx512bf16"]),  # its own instructions are written in assembly
+    "neon": (ARM64, NEON),
+    "neon_bf16": (ARM64, [*NEON, "-march=armv8.2-a+bf16"]),
 }
 # The first folder that holds a file says what it is compiled for. inst/ has the kernels: for sm_80 and as PTX, which
 # serves every later GPU, those of inst/sm90 for Hopper alone. Other files have no kernels.
@@ -71,9 +77,11 @@ SANITIZED = set(ISAS) if _wanted == "1" else set(_wanted.split(",")) - {"", "0"}
 if not SANITIZED <= set(ISAS):
     sys.exit(f"ATTNJOURNEY_SANITIZE: expected 0, 1 or some of {', '.join(ISAS)}, got {_wanted}")
 SANITIZE = bool(SANITIZED)
-BUILD = Path("build", "sanitize" if SANITIZE else "release")
+OBJECTS = Path("build", "release" if MACHINE == os.uname().machine else f"release-{MACHINE}")
+BUILD = Path("build", "sanitize") if SANITIZE else OBJECTS
 # the matrix unit's kernel, and the file that says who can run it; all other objects are those of the release
 TWIN = {"csrc/cpu/isa/amx.cpp", "csrc/cpu/dispatch.cpp"} if os.environ.get("ATTNJOURNEY_AMX_TWIN") == "1" else set()
+KERNELS = os.environ.get("ATTNJOURNEY_KERNELS") == "1"
 CXX = shlex.split(os.environ.get("CXX") or "g++")
 RELEASE = ["-O2", "-DNDEBUG"]  # not -O3: the loops that matter are unrolled by hand
 ENTRY = ["-O1", "-DNDEBUG"]  # what calls kernels
@@ -88,7 +96,7 @@ WITH_CHECKS = [
     "--param=asan-instrumentation-with-call-threshold=0",
     *SANITIZERS,
 ]
-COMMON = ["-std=c++20", TORCH_TARGET, "-Icsrc", *(["-DATTNJOURNEY_X86=1"] if X86 else [])]
+COMMON = ["-std=c++20", TORCH_TARGET, "-Icsrc", *["-DATTNJOURNEY_X86=1"] * X86, *["-DATTNJOURNEY_ARM64=1"] * ARM64]
 CXX_FLAGS = ["-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]
 CXX_FLAGS += ["-ffp-contract=off"]  # fused products are written as such; a*b + c rounds twice, on every machine
 CXX_FLAGS += ["-Wall", "-Wextra"]
@@ -168,12 +176,12 @@ def cpu_sources() -> list[Path]:
     # and that one must run on every machine.
     entries = [source for source in sources("csrc/**/*.cpp") if not source.is_relative_to("csrc/cpu/isa")]
     isa = [source for source in sources("csrc/cpu/isa/*.cpp") if ISAS[isa_of(source)][0]]
-    return [*entries, *sorted(isa, key=lambda source: list(ISAS).index(isa_of(source)))]
+    return isa if KERNELS else [*entries, *sorted(isa, key=lambda source: list(ISAS).index(isa_of(source)))]
 
 
 def extensions() -> list[Extension]:
     found = [Extension("attnjourney._C_cpu", [str(s) for s in cpu_sources()])]
-    if find_nvcc() and wants_cuda() and not SANITIZE:
+    if find_nvcc() and wants_cuda() and not SANITIZE and not KERNELS:
         cuda = [*shared_sources(), *sources("csrc/cuda/**/*.cu")]
         found.append(Extension("attnjourney._C_cuda", [str(s) for s in cuda]))
     return found
@@ -280,7 +288,7 @@ class BuildLibraries(build_ext):
         steps = {extension.name: self.compile_steps(extension) for extension in self.extensions}
         # all libraries at once, so that no core waits for the last file of one; in each the slowest files, isa, first,
         # which do not wait for the prefix
-        queue = [self.prefix, *(step for own in steps.values() for step in reversed(own))]
+        queue = [*[self.prefix] * (not KERNELS), *(step for own in steps.values() for step in reversed(own))]
         stale = {step.output: step for step in queue if not step.is_current()}
         jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
         if stale:
@@ -293,7 +301,7 @@ class BuildLibraries(build_ext):
                 step.running = pool.submit(step.run)
             for step in stale.values():
                 step.running.result()
-        for extension in self.extensions:
+        for extension in self.extensions if not KERNELS else ():
             built = self.link(extension.name, [step.output for step in steps[extension.name]], stale)
             target = Path(self.get_ext_fullpath(extension.name))
             if not (target.exists() and filecmp.cmp(built, target)):
@@ -332,7 +340,7 @@ class BuildLibraries(build_ext):
             twin = ["-DATTNJOURNEY_AMX_TWIN=1"] if TWIN & set(map(str, files)) else []
             of_isa = isa_of(source) if source.parent.name == "isa" else None
             checked = SANITIZE and (of_isa is None or of_isa in SANITIZED)
-            folder = Path("build", "twin") if twin else BUILD if checked or not SANITIZE else Path("build", "release")
+            folder = Path("build", "twin") if twin else BUILD if checked or not SANITIZE else OBJECTS
             output = folder / source.with_suffix(".o")
             after = None
             if files != [source]:

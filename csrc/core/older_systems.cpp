@@ -5,11 +5,16 @@
 #include <sstream>
 #include <string>
 
-#if defined(__GLIBC__) && defined(__GLIBCXX__) && defined(__x86_64__)
+#if defined(__GLIBC__) && defined(__GLIBCXX__) && (defined(__x86_64__) || defined(__aarch64__))
+#ifdef __x86_64__
+#define FIRST_GLIBC "GLIBC_2.2.5"
+#else
+#define FIRST_GLIBC "GLIBC_2.17"
+#endif
 
 // glibc 2.29 has log and exp2 that set no errno; the results of the older ones are the same.
-__asm__(".symver older_log, log@GLIBC_2.2.5");
-__asm__(".symver older_exp2, exp2@GLIBC_2.2.5");
+__asm__(".symver older_log, log@" FIRST_GLIBC);
+__asm__(".symver older_exp2, exp2@" FIRST_GLIBC);
 extern "C" {
 double older_log(double x);
 double older_exp2(double x);

@@ -9,6 +9,8 @@
 #if defined(ATTNJOURNEY_X86) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(ATTNJOURNEY_ARM64) && defined(__linux__)
+#include <sys/auxv.h>
 #endif
 
 namespace attnjourney {
@@ -35,7 +37,20 @@ bool amx_runs() {
   return false;
 #endif
 }
+#endif
 
+#ifdef ATTNJOURNEY_ARM64
+bool neon_bf16_runs() {
+#ifdef __linux__
+  constexpr unsigned long has_bf16 = 1 << 14;  // HWCAP2_BF16
+  return getauxval(AT_HWCAP2) & has_bf16;
+#else
+  return false;
+#endif
+}
+#endif
+
+#if defined(ATTNJOURNEY_X86) || defined(ATTNJOURNEY_ARM64)
 constexpr int of_bf16 = static_cast<int>(DType::bf16);
 
 template <const PairForward& forward, const PairKernels& pairs, const KernelTable& single>
@@ -67,12 +82,21 @@ KernelTable with_pairs(const char* isa) {
   t.linear[of_bf16] = pairs.linear;
   return t;
 }
+#endif
+
+#ifdef ATTNJOURNEY_X86
 const KernelTable& avx512_bf16_table() {
   static const KernelTable table = with_pairs<avx512_bf16_forward, avx512_bf16_pairs, avx512_kernels>("avx512_bf16");
   return table;
 }
 const KernelTable& amx_table() {
   static const KernelTable table = with_pairs<amx_forward, avx512_bf16_pairs, avx512_kernels>("amx");
+  return table;
+}
+#endif
+#ifdef ATTNJOURNEY_ARM64
+const KernelTable& neon_bf16_table() {
+  static const KernelTable table = with_pairs<neon_bf16_forward, neon_bf16_pairs, neon_kernels>("neon_bf16");
   return table;
 }
 #endif
@@ -88,6 +112,10 @@ const IsaEntry entries[] = {
     {avx512_bf16_table, avx512_bf16_runs},
     {table<avx512_kernels>, avx512_runs},
     {table<avx2_kernels>, avx2_runs},
+#endif
+#ifdef ATTNJOURNEY_ARM64
+    {neon_bf16_table, neon_bf16_runs},
+    {table<neon_kernels>, [] { return true; }},
 #endif
     {table<scalar_kernels>, [] { return true; }},
 };

@@ -96,6 +96,11 @@ extern const KernelTable avx2_kernels, avx512_kernels;
 extern const PairKernels avx512_bf16_pairs;
 extern const PairForward avx512_bf16_forward, amx_forward;
 #endif
+#ifdef ATTNJOURNEY_ARM64
+extern const KernelTable neon_kernels;
+extern const PairKernels neon_bf16_pairs;
+extern const PairForward neon_bf16_forward;
+#endif
 
 // The best table this machine can run, or the one ATTNJOURNEY_ISA names; throws where that one cannot run.
 const KernelTable& kernels();

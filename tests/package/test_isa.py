@@ -1,6 +1,7 @@
 """Every instruction set this CPU has gives right values; one that cannot run or is unknown is refused."""
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -13,14 +14,15 @@ ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
 AVX2 = {"avx2", "fma", "f16c"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
-# best first, as the library chooses
-NEEDS = {
+X86 = {
     "amx": AVX512 | {"avx512_bf16", "amx_bf16"},
     "avx512_bf16": AVX512 | {"avx512_bf16"},
     "avx512": AVX512,
     "avx2": AVX2,
-    "scalar": set(),
 }
+ARM64 = {"neon_bf16": {"asimd", "bf16"}, "neon": {"asimd"}}
+# best first, as the library chooses
+NEEDS = {**(ARM64 if platform.machine() == "aarch64" else X86), "scalar": set()}
 
 
 def cpu_flags():
@@ -28,7 +30,8 @@ def cpu_flags():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return set()
-    return next((set(line.split(":")[1].split()) for line in lines if line.startswith("flags")), set())
+    listed = (line.split(":")[1].split() for line in lines if line.startswith(("flags", "Features")))
+    return set(next(listed, ()))
 
 
 FLAGS = cpu_flags()

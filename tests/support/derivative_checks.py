@@ -73,12 +73,19 @@ def check(tensors, arguments, label="", in_plain=None):
     __tracebackhide__ = True
     results, plainly = {}, {**arguments, **(in_plain or {})}
     for kind in (jvp, double_backward):
-        actual, plain = kind(attnjourney.attention, tensors, arguments), plain_values(kind, tensors, plainly)
-        exact = kind(reference.attention, tensors, plainly, torch.float64)
-        rounding = rounding_of(kind, tensors, plainly, exact)
-        for name, x in actual.items():
-            assert x.dtype == plain[name].dtype, f"{label} {name}: {x.dtype}"
-            factor = OUTPUT_FACTOR if kind is jvp else GRADIENT_FACTOR
-            assert_close_to_reference(x, plain[name], exact[name], factor, f"{label} {name}", rounding[name])
+        actual = kind(attnjourney.attention, tensors, arguments)
+        compare(kind, actual, tensors, plainly, label, OUTPUT_FACTOR if kind is jvp else GRADIENT_FACTOR)
         results.update(actual)
     return results
+
+
+def compare(kind, actual, tensors, arguments, label="", factor=GRADIENT_FACTOR):
+    """The same for what `kind` gives, by name, and whoever has computed it."""
+    __tracebackhide__ = True
+    plain = plain_values(kind, tensors, arguments)
+    exact = kind(reference.attention, tensors, arguments, torch.float64)
+    rounding = rounding_of(kind, tensors, arguments, exact)
+    for name in exact:
+        x = actual[name]
+        assert x.dtype == plain[name].dtype, f"{label} {name}: {x.dtype}"
+        assert_close_to_reference(x, plain[name], exact[name], factor, f"{label} {name}", rounding[name])

@@ -56,5 +56,29 @@ ATTN_INLINE Pairs keep_pairs(Lanes bits, uint32_t threshold, Pairs a) {
   return {_mm512_maskz_mov_epi16(_mm512_cmpge_epu16_mask(bits.v, _mm512_set1_epi16(int16_t(threshold))), a.v)};
 }
 
+// the numbers of x, rounded to bfloat16
+ATTN_INLINE Vf rounded_to_bf16(Vf x) {
+  return {_mm512_castsi512_ps(
+      _mm512_slli_epi32(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v))), 16))};
+}
+// 32 numbers in a row
+ATTN_INLINE Pairs load_pairs(const bf16* p) { return {_mm512_loadu_si512(p)}; }
+// the first n of them, the others 0 and not read
+ATTN_INLINE Pairs load_pairs(const bf16* p, int64_t n) {
+  return {_mm512_maskz_loadu_epi16(n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1, p)};
+}
+// Numbers of a and b side by side, in an order that `in_order` undoes for what is computed of them in two halves.
+ATTN_INLINE void zip_rows(Pairs a, Pairs b, Pairs& some, Pairs& others) {
+  some.v = _mm512_unpacklo_epi16(a.v, b.v);  // columns 0-3 of each eight
+  others.v = _mm512_unpackhi_epi16(a.v, b.v);
+}
+ATTN_INLINE void in_order(Vf& some, Vf& others) {
+  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+  const __m512 low = some.v, high = others.v;
+  some.v = _mm512_permutex2var_ps(low, first, high);
+  others.v = _mm512_permutex2var_ps(low, second, high);
+}
+
 }  // namespace
 }  // namespace attnjourney

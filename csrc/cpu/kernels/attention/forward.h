@@ -64,7 +64,7 @@ class Forward {
     Real* inverse;              // [tile]
     Buffers(const AttentionParams& params, int64_t rows, Scratch& scratch)
         : tiles_used((rows + tile - 1) / tile),
-          output_ld(round_up(params.v_head_dim, 64 / int64_t(sizeof(Real)))),
+          output_ld(sums_ld<Real>(params)),
           products(params, tiles_used, scratch),
           output(scratch.take<Real>(tiles_used * tile * output_ld)) {
       const int64_t n = tiles_used * tile;

@@ -29,6 +29,12 @@ struct RunningRows {
   }
 };
 
+// between rows of sums, and of the values that are added up there: whole cache lines
+template <class Real>
+int64_t sums_ld(const AttentionParams& params) {
+  return round_up(params.v_head_dim, 64 / int64_t(sizeof(Real)));
+}
+
 // Where sums over keys with lanes over v_head_dim go: [tile][ld] in compute precision, or normalised to the output.
 template <class Real, class Out>
 struct OutputTile {

@@ -31,7 +31,7 @@ class PairProducts : public PairTiles {
     Buffers(const AttentionParams& params, int64_t tiles, Scratch& scratch, int64_t step = 2, int64_t more_values = 0)
         : pairs(round_up(params.head_dim, step) / 2),
           row_ld(round_up(params.head_dim, 32)),
-          value_ld(round_up(params.v_head_dim, width)),
+          value_ld(sums_ld<float>(params)),
           query(scratch.take<uint32_t>(tiles * tile * pairs)),
           query_rows(scratch.take<bf16>(tile * row_ld)),
           weights(scratch.take<uint32_t>(key_block / 2 * tile)),

@@ -179,7 +179,7 @@ class PlainProducts {
     Real *keys, *values;  // [key_block][ld], copies
     Buffers(const AttentionParams& params, int64_t tiles, Scratch& scratch)
         : key_ld(round_up(params.head_dim, 64 / int64_t(sizeof(Real)))),
-          value_ld(round_up(params.v_head_dim, 64 / int64_t(sizeof(Real)))),
+          value_ld(sums_ld<Real>(params)),
           query(scratch.take<Real>(tiles * tile * params.head_dim)),
           weights(scratch.take<Real>(key_block * tile)),
           keys(scratch.take<Real>(key_block * key_ld)),
