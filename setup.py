@@ -129,6 +129,11 @@ def find_torch() -> Path:
     return torch
 
 
+def without_paths(include: Path) -> list[str]:
+    """torch's headers put their path, as it is given or resolved, into error texts: without this machine's part."""
+    return [f"-ffile-prefix-map={path}/=" for path in dict.fromkeys((include, include.resolve()))]
+
+
 def wants_cuda() -> bool:
     wanted = os.environ.get("ATTNJOURNEY_CUDA")
     if wanted:
@@ -314,10 +319,8 @@ class BuildLibraries(build_ext):
         """What compiles a file that knows torch."""
         flags = WITH_CHECKS if SANITIZE else release
         include = find_torch() / "include"
-        # torch's headers put their own path into error texts: without the build machine's part
-        shorter = f"-ffile-prefix-map={include}/="
         extra = shlex.split(os.environ.get("CXXFLAGS", ""))
-        return [*CXX, *COMMON, *flags, *CXX_FLAGS, shorter, "-isystem", str(include), *extra]
+        return [*CXX, *COMMON, *flags, *CXX_FLAGS, *without_paths(include), "-isystem", str(include), *extra]
 
     def compile_prefix(self) -> Step:
         """torch's headers, which take most of an entry file's compilation, compiled once for all of them."""
@@ -350,7 +353,7 @@ class BuildLibraries(build_ext):
                 arch = next(arch for folder, arch in CUDA_ARCHS.items() if source.is_relative_to(folder))
                 command = [find_nvcc(), "-ccbin", CXX[0], *NVCC_FLAGS, "-gencode", arch, *headers]
                 if not source.is_relative_to("csrc/cuda/inst"):  # these know no torch
-                    command.append(f"-Xcompiler=-ffile-prefix-map={include}/=")
+                    command += [f"-Xcompiler={flag}" for flag in without_paths(include)]
             elif of_isa is None:
                 kernels = files[0].parent == WITH_KERNELS
                 command = [*self.entry_command(RELEASE if kernels else ENTRY), *twin]
