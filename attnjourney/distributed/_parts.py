@@ -7,7 +7,9 @@ then the window's ends are numbers of at least 0 again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from .sharding import chunk_starts
 
@@ -34,12 +36,14 @@ class Visibility:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the rows and the keys of each rank lie: q_len and kv_len on one rank."""
+    """Where the rows and the keys of each rank lie: q_len and kv_len on one rank. documents: where packed sequences
+    begin and end in the whole; rows see keys of their own one, by positions within it."""
 
     order: str
     size: int
     q_len: int
     kv_len: int
+    documents: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ def parts(layout: Layout, rank: int, source: int, seen: Visibility) -> list[Part
     found = []
     for r, row_start in enumerate(row_starts):
         for k, key_start in enumerate(key_starts):
-            for part in _of_chunks(row_start, rows, key_start, keys, seen):
+            for part in _of_documents(row_start, rows, key_start, keys, seen, layout.documents):
                 row, key = r * rows, k * keys
                 found.append(
                     Part(
@@ -77,6 +81,29 @@ def parts(layout: Layout, rank: int, source: int, seen: Visibility) -> list[Part
                     )
                 )
     return found
+
+
+def _of_documents(
+    row_start: int, rows: int, key_start: int, keys: int, seen: Visibility, documents: tuple[int, ...] | None
+) -> Iterator[Part]:
+    if documents is None:
+        yield from _of_chunks(row_start, rows, key_start, keys, seen)
+        return
+    for begin, end in pairwise(documents):
+        row, row_end = max(row_start, begin), min(row_start + rows, end)
+        key, key_end = max(key_start, begin), min(key_start + keys, end)
+        if row >= row_end or key >= key_end:
+            continue
+        by_row, by_key = row - row_start, key - key_start
+        for part in _of_chunks(row - begin, row_end - row, key - begin, key_end - key, seen):
+            yield replace(
+                part,
+                row=part.row + by_row,
+                row_end=part.row_end + by_row,
+                key=part.key + by_key,
+                key_end=part.key_end + by_key,
+                first_key=part.first_key + begin,
+            )
 
 
 def _of_chunks(row_start: int, rows: int, key_start: int, keys: int, seen: Visibility) -> list[Part]:

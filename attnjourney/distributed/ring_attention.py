@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -33,6 +34,7 @@ class RingOptions(ScoreOptions, total=False):
     is_causal: bool
     enable_gqa: bool
     key_lengths: Tensor | None
+    cu_seqlens: Tensor | None
 
 
 @overload
@@ -59,6 +61,7 @@ def ring_attention(
     window_size: tuple[int, int] | None = (-1, -1),
     prefix_length: int = 0,
     key_lengths: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     softcap: float | None = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -83,6 +86,10 @@ def ring_attention(
         is_causal, scale, enable_gqa, window_size, prefix_length, softcap: as in attnjourney.attention; positions are
             those of the whole sequence.
         key_lengths: (B,), of the whole sequences.
+        cu_seqlens: (sequences + 1,) int32 or int64: the whole is packed sequences, one after the other, as in
+            attnjourney.varlen_attention, the same for every entry of the batch; causality, window and prefix are each
+            sequence's own. Shards go to ranks with a part of the same sequence and to no others. As many keys as rows;
+            not with key_lengths or "ulysses".
         sinks, alibi_slopes: (Hq,) or (B, Hq), the same on every rank. A rank's gradient is that of its rows (its heads
             with "ulysses"): the sum over the group is the whole one. ALiBi makes a bias of (Hq, rows, keys) of each
             pair of different chunks, one at a time.
@@ -113,12 +120,14 @@ def ring_attention(
             error = refused  # the ranks of the second group learn of it
     if error is not None:
         raise error
+    documents = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
     size = dist.get_world_size(group)
     masks: Any = dict(is_causal=is_causal, window_size=window_size, prefix_length=prefix_length)
     if scheme == "auto":
         shapes = (query.shape, key.shape, value.shape)
         scheme = choose_scheme(*shapes, query.dtype, size, order=order, **masks)
-        scheme = "ring" if ulysses_group is not None and scheme == "ulysses" else scheme
+        by_rows = ulysses_group is not None or cu_seqlens is not None
+        scheme = "ring" if by_rows and scheme == "ulysses" else scheme
     softcap = softcap or 0.0
     with torch.autocast(device, enabled=False):
         if scheme == "ulysses":
@@ -132,7 +141,7 @@ def ring_attention(
                 lead[-1] //= dist.get_world_size(ulysses_group)
             stream = Stream(
                 group=group,
-                layout=Layout(order, size, query.shape[-2], key.shape[-2]),
+                layout=Layout(order, size, query.shape[-2], key.shape[-2], documents),
                 seen=Visibility.of(**masks),
                 scores=Scores(scale, enable_gqa, softcap, key_lengths),
                 lead=tuple(lead),
@@ -156,6 +165,8 @@ def _described(arguments: dict[str, Any]) -> dict[str, str]:
     lengths = arguments["key_lengths"]
     if lengths is not None and not lengths.is_cuda:
         text["key_lengths"] = f"{lengths.tolist()}"
+    if arguments["cu_seqlens"] is not None:  # who sends to whom depends on it
+        text["cu_seqlens"] = f"{arguments['cu_seqlens'].tolist()}"
     return text
 
 
@@ -183,6 +194,8 @@ def _checked(arguments: dict[str, Any]) -> list[int]:
     most, lengths = key.shape[-2] * size * inner, arguments["key_lengths"]
     if lengths is not None and not lengths.is_cuda and not all(0 <= n <= most for n in lengths.tolist()):
         raise ValueError(f"key_lengths: expected numbers from 0 to {most}, got {lengths.tolist()}")
+    if arguments["cu_seqlens"] is not None:
+        _check_documents(arguments, key.shape[-2] * size * inner)
     if scheme not in ("auto", *SCHEMES):
         raise ValueError(f"scheme: expected one of auto, {', '.join(SCHEMES)}, got {scheme!r}")
     for name, x in (("query", query), ("key", key)):
@@ -195,3 +208,15 @@ def _checked(arguments: dict[str, Any]) -> list[int]:
         if scheme == "ulysses" and x.shape[-3] % size:
             raise ValueError(f"{name}: scheme 'ulysses' expects a multiple of {size} heads, got {x.shape[-3]}")
     return lead
+
+
+def _check_documents(arguments: dict[str, Any], most: int) -> None:
+    ends: list[int] = arguments["cu_seqlens"].tolist()
+    if arguments["key_lengths"] is not None or arguments["scheme"] == "ulysses":
+        given = "key_lengths" if arguments["key_lengths"] is not None else "scheme 'ulysses'"
+        raise ValueError(f"cu_seqlens: expected None beside {given}, got {ends}")
+    if arguments["query"].shape[-2] != arguments["key"].shape[-2]:
+        rows, keys = (arguments[name].shape[-2] for name in ("query", "key"))
+        raise ValueError(f"key: expected as many keys as rows beside cu_seqlens, {rows}, got {keys}")
+    if not ends or ends[0] != 0 or ends[-1] > most or any(a > b for a, b in pairwise(ends)):
+        raise ValueError(f"cu_seqlens: expected numbers that rise from 0 to at most {most}, got {ends}")

@@ -107,6 +107,45 @@ def bytes_of(rank, size, dtype, scheme, **masks):
     return (forward.bytes - agreement, expected[0]), (backward.bytes, expected[1])
 
 
+PACKED = torch.tensor([0, 5, 5, 6, 19, 30])
+
+
+def packed(rank, size, order, scheme, by_heads, options, masks):
+    """options_cases.compare's arguments for packed sequences, of which two rows belong to none."""
+    rows, heads = (groups["across"], groups[2]) if by_heads else (groups[size], None)
+    query, key, value, arguments = make(options, torch.float64, batch=1, q_len=32, kv_len=32)
+    gqa = arguments.pop("enable_gqa", False)
+
+    def ours(*tensors, **arguments):
+        shards = [distributed.shard(x, rows, order) for x in tensors]
+        shards = [distributed.shard(x, heads) for x in shards] if by_heads else shards
+        out, lse = distributed.ring_attention(
+            *shards, group=rows, ulysses_group=heads, order=order, scheme=scheme, cu_seqlens=PACKED, enable_gqa=gqa,
+            **arguments, **masks,
+        )  # fmt: skip
+        if by_heads:
+            out, lse = distributed.unshard(out, heads), distributed.unshard(lse, heads, dim=-1)
+        return distributed.unshard(out, rows, order), distributed.unshard(lse, rows, order, -1)
+
+    def whole(query, key, value, return_lse, **arguments):
+        flat = [x[0].transpose(0, 1) for x in (query, key, value)]
+        out, lse = attnjourney.varlen_attention(*flat, PACKED, PACKED, return_lse=return_lse, **arguments, **masks)
+        return out.transpose(0, 1)[None], lse[None]
+
+    found = []
+    for function in (ours, whole):
+        results, _ = options_cases.run(function, (query, key, value), arguments)
+        found.append(results)
+    wrong = []
+    for name, x in found[0].items():
+        x = x.double()
+        if name.startswith("grad_"):
+            dist.all_reduce(x, group=None if by_heads else rows)
+        if not torch.allclose(x, found[1][name].double(), rtol=1e-9, atol=1e-11):
+            wrong.append(f"{name} off by {(x - found[1][name]).abs().max()}")
+    return wrong
+
+
 def differing(rank, odd_rank, odd):
     """A call in which one rank has other arguments than the others, then one that fits: (the error's text, result)."""
     arguments = dict(shape=(1, 4, 8, 4), dtype=torch.float32, scheme="ring", is_causal=True)

@@ -57,6 +57,22 @@ def test_rings_of_ranks_that_share_heads(ranks, case):
     checked(ranks, 4, by_heads=True, **case)
 
 
+@pytest.mark.parametrize(
+    "case",
+    pairs(
+        size=(4, 2),
+        order=("zigzag", "contiguous"),
+        scheme=("ring", "all_gather", "auto"),
+        by_heads=(False, True),
+        options=((), ("softcap",), ("alibi",)),
+        masks=(dict(is_causal=True), {}, dict(is_causal=True, window_size=(2, -1), prefix_length=2)),
+    ),
+    ids=row_id,
+)
+def test_packed_sequences(ranks, case):
+    assert ranks.run(calls.packed, **case) == [[]] * 4
+
+
 @pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
 def test_float64_is_exact_and_keys_may_be_more_than_rows(ranks, scheme):
     sizes = dict(q_len=8, kv_len=24)
@@ -98,6 +114,7 @@ def test_bytes_are_those_of_the_formula(ranks, scheme, masks):
         (dict(dtype=torch.bfloat16), "query"),
         (dict(is_causal=False), "is_causal"),
         (dict(softcap=2.0), "softcap"),
+        (dict(cu_seqlens=torch.tensor([0, 3])), "cu_seqlens"),
     ],
     ids=str,
 )
