@@ -19,6 +19,9 @@ REPORT = re.compile(
     r"Used (\d+) registers",
     re.DOTALL,
 )
+STACK = re.compile(
+    r"Function properties for (\w+)\s+(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+)
 # named after a kernel, whose shared memory they do not take
 PASSES = ("backward_query", "backward_key_value", "fp16x2_query")
 # kernels whose first template argument is not what holds kSmemBytes
@@ -58,6 +61,12 @@ def ptxas_reports() -> tuple[dict[str, tuple[int, int]], list[str]]:
     names = names_of([f[0] for f in found], [f[1] for f in found])
     kernels = {name: (int(f[4]), int(f[2]) + int(f[3])) for name, f in zip(names, found)}
     return kernels, [line for log in logs for line in log.splitlines() if re.search(r"\bC75\d\d\b|warning", line)]
+
+
+def stack_frames() -> list[str]:
+    """What has a stack frame though nothing is spilled: arrays that are indexed, or parameters copied, in memory."""
+    found = [m.groups() for path in sorted(OBJECTS.rglob("*.o.log")) for m in STACK.finditer(path.read_text())]
+    return [name for name, frame, *spilled in found if int(frame) and not any(map(int, spilled))]
 
 
 def wgmma_counts() -> dict[str, int]:

@@ -62,6 +62,10 @@ def test_registers_and_spills(kernels):
     assert not cuda_record.ptxas_reports()[1], "warnings of ptxas"
 
 
+def test_stack_frames(kernels):
+    assert not cuda_record.stack_frames()
+
+
 def test_shared_memory(kernels):
     now, before = kernels
     other = {name: (before[name][2], x[2]) for name, x in now.items() if name in before and x[2] != before[name][2]}
