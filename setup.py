@@ -44,6 +44,7 @@ from setuptools.errors import CompileError, PlatformError
 
 ROOT = Path(__file__).parent.resolve()
 MINIMUM_TORCH = (2, 11)
+MINIMUM_NVCC = (12, 5)  # the first with cudaGetDriverEntryPointByVersion
 # the oldest torch that can load the library: 0x020b000000000000 for 2.11
 TORCH_TARGET = f"-DTORCH_TARGET_VERSION={MINIMUM_TORCH[0] << 56 | MINIMUM_TORCH[1] << 48:#018x}ULL"
 
@@ -148,6 +149,23 @@ def wants_cuda() -> bool:
 def find_nvcc() -> str | None:
     home = os.environ.get("CUDA_HOME")
     return shutil.which("nvcc", path=os.path.join(home, "bin") if home else None)
+
+
+def check_toolkit(nvcc: str, torch: Path) -> None:
+    """The library holds the toolkit's runtime, which may ask for a newer driver than torch's own does."""
+    printed = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    found = re.search(r"release (\d+)\.(\d+)", printed)
+    if found is None:
+        raise PlatformError(f"{nvcc} --version: expected a release, got {printed!r}")
+    release = tuple(map(int, found.groups()))
+    if release < MINIMUM_NVCC:
+        raise PlatformError(f"attnjourney needs nvcc >= {dotted(MINIMUM_NVCC)}, found {dotted(release)}: {nvcc}")
+    of_torch = re.search(r"^cuda\b[^=]*= '(\d+)\.", (torch / "version.py").read_text(), re.MULTILINE)
+    if of_torch and release[0] > int(of_torch[1]):
+        tell(
+            f"attnjourney: nvcc {dotted(release)} is of a later CUDA than torch's {of_torch[1]}: with a driver as old "
+            "as torch allows, calls on a GPU fail with 'driver version is insufficient'"
+        )
 
 
 def isa_of(source: Path) -> str:
@@ -289,6 +307,9 @@ class BuildLibraries(build_ext):
         BUILD.mkdir(parents=True, exist_ok=True)
         lock = open(BUILD / "lock", "w")
         fcntl.flock(lock, fcntl.LOCK_EX)  # a second build in the same tree waits
+        nvcc = find_nvcc()
+        if nvcc and any(extension.name.endswith("_cuda") for extension in self.extensions):
+            check_toolkit(nvcc, find_torch())
         self.prefix = self.compile_prefix()
         steps = {extension.name: self.compile_steps(extension) for extension in self.extensions}
         # all libraries at once, so that no core waits for the last file of one; in each the slowest files, isa, first,
