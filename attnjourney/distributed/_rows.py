@@ -91,8 +91,16 @@ def natural(stats: Tensor) -> Tensor:
 class Calls:
     """The operator on parts of this rank's rows and another's keys."""
 
-    def __init__(self, scores: Scores, slopes: Tensor | None):
-        self.scores, self.slopes = scores, slopes
+    def __init__(self, scores: Scores, slopes: Tensor | None, mask: Tensor | None = None):
+        self.scores, self.slopes, self.mask = scores, slopes, mask
+
+    def of_mask(self, part: Part, mask: Tensor) -> Tensor:
+        """The part of a mask of this rank's rows and all keys, or of its gradient; a view."""
+        if mask.shape[-2] != 1:
+            mask = mask[..., part.row : part.row_end, :]
+        if mask.shape[-1] != 1:
+            mask = mask[..., part.first_key : part.first_key + part.key_end - part.key]
+        return mask
 
     def _arguments(self, part: Part, query: Tensor, shape: tuple[int, ...]) -> tuple[Tensor | None, dict]:
         """(attn_mask, options). ALiBi between chunks is a bias: the operator counts distances from its first row."""
@@ -105,13 +113,17 @@ class Calls:
         )
         if self.scores.key_lengths is not None:
             options["key_lengths"] = (self.scores.key_lengths - part.first_key).clamp(0, keys)
+        mask = None if self.mask is None else self.of_mask(part, self.mask)
         if self.slopes is None:
-            return None, options
+            return mask, options
         if part.distance == 0:
-            return None, {**options, "alibi_slopes": self.slopes}
+            return mask, {**options, "alibi_slopes": self.slopes}
         wide = accumulation_dtype(query.dtype)
         slopes = per_head(self.slopes, shape).to(wide).unsqueeze(-1)
-        return -slopes * _distances(part, wide, query.device), options
+        bias = -slopes * _distances(part, wide, query.device)
+        if mask is not None:
+            bias = bias.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else bias + mask
+        return bias, options
 
     def forward(self, rows: Rows, part: Part, query: Tensor, key: Tensor, value: Tensor) -> None:
         keys = slice(part.key, part.key_end)
@@ -119,20 +131,23 @@ class Calls:
         out, lse, stats = _forward(
             query[..., part.row : part.row_end, :], key[..., keys, :], value[..., keys, :], mask, **options
         )
-        rows.join(part, out, lse, stats, biased=mask is not None)
+        rows.join(part, out, lse, stats, biased=mask is not None and mask.is_floating_point())
 
     def backward(
         self, part: Part, need: int, grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor,
         value: Tensor, out: Tensor, lse: Tensor, stats: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """(grad_query, grad_key, grad_value, grad_alibi_slopes); what `need` does not ask for is empty."""
+        """(grad_query, grad_key, grad_value, grad_attn_mask, grad_alibi_slopes); what `need` does not ask for is
+        empty."""
         mask, options = self._arguments(part, query, lse.shape)
         rows, keys = slice(part.row, part.row_end), slice(part.key, part.key_end)
         stats = stats[..., rows, :]
-        if mask is not None:
+        by_bias = self.slopes is not None and part.distance != 0
+        wanted = need
+        if mask is not None and mask.is_floating_point():
             stats = natural(stats)
-            if need & SLOPES:
-                need = need & ~SLOPES | MASK
+        if by_bias and need & SLOPES:
+            need = need & ~SLOPES | MASK
         grads = _backward(
             grad_out[..., rows, :],
             None if grad_lse is None else grad_lse[..., rows],
@@ -146,13 +161,15 @@ class Calls:
             **options,
             need=need,
         )
-        of_slopes = grads[5]
-        if need & MASK:
+        of_mask, of_slopes = grads[3], grads[5]
+        if wanted & MASK and self.mask is not None:
+            of_mask = of_mask.sum_to_size(self.of_mask(part, self.mask).shape)
+        if by_bias and wanted & SLOPES:
             assert self.slopes is not None
             of_slopes = -(grads[3] * _distances(part, grads[3].dtype, query.device)).sum((-2, -1))
             of_slopes = of_slopes.reshape(-1, self.slopes.shape[-1])
             of_slopes = of_slopes.sum(0) if self.slopes.dim() == 1 else of_slopes
-        return (*grads[:3], of_slopes)
+        return (*grads[:3], of_mask, of_slopes)
 
 
 def _distances(part: Part, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from .._dtypes import accumulation_dtype
 from ._parts import Layout, Visibility, parts
 from ._route import Route, route_of
-from ._rows import KEY, QUERY, SLOPES, VALUE, Calls, Rows, Scores, sinks_gradient
+from ._rows import KEY, MASK, QUERY, SLOPES, VALUE, Calls, Rows, Scores, sinks_gradient
 from ._transfer import Exchange, all_gather, all_to_all, pack, travel, unpack
 
 SENT = 2  # tensors of a shard
@@ -47,20 +47,20 @@ class Stream:
 
 
 class StreamedAttention(Function):
-    """(out, lse) of stream, query, sinks, alibi_slopes, and of two tensors that are sent: key and value, or what
-    stream.expand makes these of, beside tensors that every rank has (weights)."""
+    """(out, lse) of stream, query, sinks, alibi_slopes, attn_mask, and of two tensors that are sent: key and value, or
+    what stream.expand makes these of, beside tensors that every rank has (weights)."""
 
     @staticmethod
-    def forward(ctx, stream, query, sinks, alibi_slopes, *tensors):
+    def forward(ctx, stream, query, sinks, alibi_slopes, attn_mask, *tensors):
         rank = dist.get_rank(stream.group)
         sent, weights = tensors[:SENT], tensors[SENT:]
-        rows, calls = Rows(stream.lead, query, stream.v_dim, sinks), Calls(stream.scores, alibi_slopes)
+        rows, calls = Rows(stream.lead, query, stream.v_dim, sinks), Calls(stream.scores, alibi_slopes, attn_mask)
         for source, message in _messages(stream, pack(sent)):
             k, v = stream.keys(unpack(message, sent), weights)
             for part in parts(stream.layout, rank, source, stream.seen):
                 calls.forward(rows, part, query, k, v)
         out, lse, stats = rows.results()
-        ctx.save_for_backward(query, sinks, alibi_slopes, out, lse, stats, *tensors)
+        ctx.save_for_backward(query, sinks, alibi_slopes, attn_mask, out, lse, stats, *tensors)
         ctx.stream = stream
         ctx.set_materialize_grads(False)
         return out, lse
@@ -68,16 +68,16 @@ class StreamedAttention(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out, grad_lse):
-        query, sinks, slopes, out, lse, stats, *tensors = ctx.saved_tensors
+        query, sinks, slopes, mask, out, lse, stats, *tensors = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        _, of_query, of_sinks, of_slopes, *of_tensors = ctx.needs_input_grad
-        need = (QUERY if of_query else 0) | (SLOPES if of_slopes else 0)
+        _, of_query, of_sinks, of_slopes, of_mask, *of_tensors = ctx.needs_input_grad
+        need = (QUERY if of_query else 0) | (SLOPES if of_slopes else 0) | (MASK if of_mask else 0)
         if ctx.stream.expand is not None:
             need |= KEY | VALUE if any(of_tensors) else 0
         else:
             need |= (KEY if of_tensors[0] else 0) | (VALUE if of_tensors[1] else 0)
-        work = _Backward(ctx.stream, need, grad_out, grad_lse, query, tensors, slopes, (out, lse, stats))
+        work = _Backward(ctx.stream, need, grad_out, grad_lse, query, tensors, slopes, mask, (out, lse, stats))
         gradients: list[Tensor | None] = [None] * len(tensors)
         if need:
             total = work.gathered() if ctx.stream.gathered else work.ring()
@@ -89,6 +89,7 @@ class StreamedAttention(Function):
             work.grad_query.to(query.dtype) if need & QUERY else None,
             sinks_gradient(sinks, grad_out, grad_lse, out, stats) if of_sinks else None,
             work.grad_slopes.to(slopes.dtype) if need & SLOPES else None,
+            work.grad_mask.to(mask.dtype) if need & MASK else None,
             *gradients,
         )
 
@@ -110,15 +111,16 @@ def _messages(stream: Stream, own: Tensor) -> Iterator[tuple[int, Tensor]]:
 class _Backward:
     """The gradients of one rank's rows; those of keys and values are sums over ranks, in the accumulation dtype."""
 
-    def __init__(self, stream, need, grad_out, grad_lse, query, tensors, slopes, results):
+    def __init__(self, stream, need, grad_out, grad_lse, query, tensors, slopes, mask, results):
         self.stream, self.need, self.of_keys = stream, need, bool(need & (KEY | VALUE))
         self.rank = dist.get_rank(stream.group)
         self.grad_out, self.grad_lse, self.results = grad_out, grad_lse, results
         self.query, self.sent, self.weights = query, tensors[:SENT], tensors[SENT:]
-        self.calls = Calls(stream.scores, slopes)
+        self.calls = Calls(stream.scores, slopes, mask)
         self.wide = accumulation_dtype(query.dtype)
         self.grad_query = torch.zeros_like(query, dtype=self.wide)
         self.grad_slopes = query.new_zeros(() if slopes is None else slopes.shape, dtype=self.wide)
+        self.grad_mask = query.new_zeros(mask.shape if need & MASK else (), dtype=self.wide)
         self.grad_weights = [torch.zeros_like(x, dtype=self.wide) for x in self.weights]
 
     def empty(self) -> Tensor:
@@ -138,13 +140,15 @@ class _Backward:
         total = self.empty().zero_() if self.of_keys else None
         grads = self._room(total, key, value)
         for part in parts(self.stream.layout, self.rank, source, self.stream.seen):
-            of_query, of_key, of_value, of_slopes = self.calls.backward(
+            of_query, of_key, of_value, of_mask, of_slopes = self.calls.backward(
                 part, self.need, self.grad_out, self.grad_lse, self.query, key.detach(), value.detach(), *self.results
             )
             if self.need & QUERY:
                 self.grad_query[..., part.row : part.row_end, :] += of_query
             if self.need & SLOPES:
                 self.grad_slopes += of_slopes
+            if self.need & MASK:
+                self.calls.of_mask(part, self.grad_mask).add_(of_mask)
             for bit, x, gradient in zip((KEY, VALUE), grads, (of_key, of_value)):
                 if self.need & bit:
                     x[..., part.key : part.key_end, :] += gradient

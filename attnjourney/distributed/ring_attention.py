@@ -33,6 +33,7 @@ class RingOptions(ScoreOptions, total=False):
     dropout_p: float
     is_causal: bool
     enable_gqa: bool
+    attn_mask: Tensor | None
     key_lengths: Tensor | None
     cu_seqlens: Tensor | None
 
@@ -54,6 +55,7 @@ def ring_attention(
     ulysses_group: dist.ProcessGroup | None = None,
     order: str = "contiguous",
     scheme: str = "auto",
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -82,6 +84,9 @@ def ring_attention(
         scheme: "ring": keys and values go from rank to rank while the last ones are worked on, as far as some row sees
             them. "all_gather": all of them at once. "ulysses": heads are shared out in place of rows; the ranks divide
             the numbers of query and of key heads. "auto": see choose_scheme.
+        attn_mask: of this rank's rows and all keys of the whole: broadcasts to (..., Hq, L / ranks, S). bool or
+            floating, trained too, as in attnjourney.attention. A rank's gradient is that of its rows. Not with
+            "ulysses" and ulysses_group.
         dropout_p: 0; other probabilities are refused, whose bits depend on positions in the whole.
         is_causal, scale, enable_gqa, window_size, prefix_length, softcap: as in attnjourney.attention; positions are
             those of the whole sequence.
@@ -126,7 +131,7 @@ def ring_attention(
     if scheme == "auto":
         shapes = (query.shape, key.shape, value.shape)
         scheme = choose_scheme(*shapes, query.dtype, size, order=order, **masks)
-        by_rows = ulysses_group is not None or cu_seqlens is not None
+        by_rows = not (ulysses_group is None and cu_seqlens is None and attn_mask is None)
         scheme = "ring" if by_rows and scheme == "ulysses" else scheme
     softcap = softcap or 0.0
     with torch.autocast(device, enabled=False):
@@ -148,7 +153,7 @@ def ring_attention(
                 gathered=scheme == "all_gather",
                 v_dim=value.shape[-1],
             )
-            out, lse = StreamedAttention.apply(stream, query, sinks, alibi_slopes, key, value)
+            out, lse = StreamedAttention.apply(stream, query, sinks, alibi_slopes, attn_mask, key, value)
             if ulysses_group is not None:
                 out, lse = rows_for_heads(out, lse, ulysses_group)
     return (out, lse) if return_lse else out
@@ -194,6 +199,8 @@ def _checked(arguments: dict[str, Any]) -> list[int]:
     most, lengths = key.shape[-2] * size * inner, arguments["key_lengths"]
     if lengths is not None and not lengths.is_cuda and not all(0 <= n <= most for n in lengths.tolist()):
         raise ValueError(f"key_lengths: expected numbers from 0 to {most}, got {lengths.tolist()}")
+    if arguments["attn_mask"] is not None:
+        _check_mask(arguments, [*lead, query.shape[-2], most])
     if arguments["cu_seqlens"] is not None:
         _check_documents(arguments, key.shape[-2] * size * inner)
     if scheme not in ("auto", *SCHEMES):
@@ -220,3 +227,19 @@ def _check_documents(arguments: dict[str, Any], most: int) -> None:
         raise ValueError(f"key: expected as many keys as rows beside cu_seqlens, {rows}, got {keys}")
     if not ends or ends[0] != 0 or ends[-1] > most or any(a > b for a, b in pairwise(ends)):
         raise ValueError(f"cu_seqlens: expected numbers that rise from 0 to at most {most}, got {ends}")
+
+
+def _check_mask(arguments: dict[str, Any], whole: list[int]) -> None:
+    mask, query = arguments["attn_mask"], arguments["query"]
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attn_mask: expected a tensor, got {type(mask).__name__}")
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        raise RuntimeError(f"attn_mask: expected dtype torch.bool, torch.float32 or {query.dtype}, got {mask.dtype}")
+    fits = 2 <= mask.dim() <= len(whole) and all(n in (1, w) for n, w in zip(reversed(mask.shape), reversed(whole)))
+    if not fits:
+        raise ValueError(
+            f"attn_mask: expected a shape of 2 dimensions or more that broadcasts to {tuple(whole)}, this rank's rows "
+            f"and all keys, got {tuple(mask.shape)}"
+        )
+    if arguments["scheme"] == "ulysses" or arguments["ulysses_group"] is not None:
+        raise ValueError("attn_mask: expected None beside scheme 'ulysses' or ulysses_group, got a tensor")

@@ -119,7 +119,7 @@ def stream_latents(
         expand=keys_and_values,
     )
     tensors = latent.contiguous(), rotary.contiguous(), kv_b_weight
-    return StreamedAttention.apply(stream, query, None, None, *tensors)[0]
+    return StreamedAttention.apply(stream, query, None, None, None, *tensors)[0]
 
 
 def _turned(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:

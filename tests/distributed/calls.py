@@ -39,6 +39,9 @@ def whole_call(rank, size, names, dtype, alone=False, sizes=None, by_heads=False
         shards = [distributed.shard(x, rows, order) for x in tensors]
         if by_heads:
             shards = [distributed.shard(x, heads) for x in shards]
+        mask = arguments.get("attn_mask")
+        if mask is not None and mask.shape[-2] != 1:
+            arguments["attn_mask"] = distributed.shard(mask, rows, order)
         if alone:
             out, lse = attnjourney.attention(*shards, **arguments)
         else:

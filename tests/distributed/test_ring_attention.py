@@ -60,6 +60,27 @@ def test_rings_of_ranks_that_share_heads(ranks, case):
 @pytest.mark.parametrize(
     "case",
     pairs(
+        options=(
+            ("mask", "causal"),
+            ("row_mask", "alibi", "sinks"),
+            ("column_mask", "window"),
+            ("bool_mask", "alibi_per_item", "softcap"),
+            ("bool_mask", "key_lengths"),
+        ),
+        scheme=("ring", "all_gather", "auto"),
+        order=("zigzag", "contiguous"),
+        dtype=(torch.float64, torch.float32, torch.bfloat16),
+        size=(4, 2),
+    ),
+    ids=row_id,
+)
+def test_masks(ranks, case):
+    checked(ranks, **case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    pairs(
         size=(4, 2),
         order=("zigzag", "contiguous"),
         scheme=("ring", "all_gather", "auto"),
