@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from attnjourney import attention
 from attnjourney import nn as layers
 from attnjourney.distributed import context_parallel, shard, tensor_parallel_plan, unshard
-from tests.distributed.dtensor_calls import mesh_of, numbers, whole
+from tests.distributed.dtensor_calls import idle, mesh_of, numbers, whole
 from tests.distributed.ranks import groups
 
 MODULES = {
@@ -57,7 +57,7 @@ def difference(actual, expected):
 def in_heads(rank, size):
     """{module: what is wrong} of modules by their plans; how much of each this rank has."""
     wrong = {}
-    for name in MODULES:
+    for name in () if idle(rank, size) else MODULES:
         module, x = made(name), numbers(2, 2, 6, 16)
         try:
             expected = step(module, x)
@@ -122,6 +122,8 @@ def refused(rank):
 def by_the_rule_of_another_call(rank, trained_first):
     """Whether gradients are those of one rank where calls of the same shapes, but other options, came before."""
     mesh, q = mesh_of(2), numbers(0, 4, 4, 6, 8)
+    if idle(rank, 2):
+        return
     options = ({}, dict(is_causal=True), dict(window_size=(2, 0)), dict(return_lse=True), dict(softcap=3.0))
     for trained in (trained_first, not trained_first):
         for option in options:
@@ -146,7 +148,7 @@ def in_context(rank, size, order, scheme, in_heads):
     """{module: what is wrong} of modules over shards of the sequence; in_heads: and of heads, on 2 x 2 ranks."""
     wrong = {}
     rows, heads = (groups["across"], 2) if in_heads else (groups[size], 1)
-    for name in MODULES:
+    for name in () if idle(rank, size) else MODULES:
         module, x = made(name), numbers(2, 2, 16, 16)
         if (name == "linear" and order != "contiguous") or (in_heads and name == "gqa options"):
             continue
@@ -164,3 +166,27 @@ def in_context(rank, size, order, scheme, in_heads):
         except Exception as error:
             wrong[name] = f"{type(error).__name__}: {error}"
     return {name: text for name, text in wrong.items() if text}
+
+
+def under(rank, how):
+    """Whether attention on shares of heads gives one rank's result and gradient."""
+    if idle(rank, 2):
+        return True
+    q = numbers(0, 4, 4, 6, 8)
+    shared = distribute_tensor(q, mesh_of(2), [Shard(1)], src_data_rank=None)
+
+    def loss(x):
+        return attention(x, x, x, is_causal=True).square()
+
+    if how == "inference":
+        with torch.inference_mode():
+            return torch.allclose(loss(shared).full_tensor(), loss(q))
+    if how == "func":
+        grads = [torch.func.grad(lambda x: whole(loss(x)).sum())(x) for x in (shared, q)]
+        return torch.allclose(grads[0].full_tensor(), grads[1])
+    run = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    leaves = shared.requires_grad_(), q.clone().requires_grad_()
+    outs = run(leaves[0]).full_tensor(), loss(leaves[1])
+    for out in outs:
+        out.sum().backward()
+    return torch.allclose(*outs) and torch.allclose(leaves[0].grad.full_tensor(), leaves[1].grad)

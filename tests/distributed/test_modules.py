@@ -48,3 +48,8 @@ def test_what_has_no_rule_is_refused_by_name(ranks):
     for texts in ranks.run(calls.refused):
         for text, begin in zip(texts, expected, strict=True):
             assert text.startswith(begin), text
+
+
+@pytest.mark.parametrize("how", ["inference", "func", "compile"])
+def test_shards_of_heads_under(ranks, how):
+    assert all(ranks.run(calls.under, how))

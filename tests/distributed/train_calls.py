@@ -10,17 +10,18 @@ _meshes = {}
 
 
 def losses(rank, name, sizes, folder):
-    """(on the mesh, on one rank, taken up): of three steps; after two the mesh saves, and one rank, and the mesh again,
-    take the third from there."""
+    """(on the mesh, of this rank alone, taken up): of three steps; after two the mesh saves, and the mesh again, and
+    one rank, take the third from there. Of rank 0; the others leave out what is done alone."""
     if sizes not in _meshes:
         _meshes[sizes] = init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
-    ours, alone = (Training(name, mesh, TEXT, torch.float64) for mesh in (_meshes[sizes], None))
+    ours = Training(name, _meshes[sizes], TEXT, torch.float64)
     found = [ours.step() for _ in range(2)]
     ours.save(folder)
-    expected = [alone.step() for _ in range(2)]
     taken_up = []
-    for mesh in (None, _meshes[sizes]):
+    for mesh in (_meshes[sizes], None)[: 1 if rank else 2]:
         resumed = Training(name, mesh, TEXT, torch.float64)
         resumed.load(folder)
         taken_up.append(resumed.step())
-    return [*found, ours.step()], [*expected, alone.step()], taken_up
+    found.append(ours.step())
+    alone = None if rank else Training(name, None, TEXT, torch.float64)
+    return found, [alone.step() for _ in range(3)] if alone else [], taken_up
