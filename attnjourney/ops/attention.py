@@ -101,8 +101,11 @@ def attention(
         RuntimeError: a dtype or a device that does not fit.
         NotImplementedError: differentiated three times, or twice in forward mode.
     """
-    # and what is not the default: each one costs time
-    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    options: dict[str, Any] = {}  # what is not the default: each one costs time
+    if scale is not None:
+        options["scale"] = scale
+    if enable_gqa:
+        options["enable_gqa"] = True
     if causal_alignment != "top_left":
         options["causal_alignment"] = alignment_index(causal_alignment)
     if window_size is not None and window_size != UNBOUNDED:

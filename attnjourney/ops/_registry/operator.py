@@ -89,7 +89,10 @@ class Signature:
         if not self.keywords:
             return self.operator(*flat)
         n = len(self.defaults)
-        return self.operator(*flat[:n], **dict(zip(self.keywords, flat[n:])))
+        if torch.compiler.is_dynamo_compiling():
+            return self.operator(*flat[:n], **dict(zip(self.keywords, flat[n:])))
+        keywords = zip(self.keywords, flat[n:], self.keyword_defaults)  # passing one takes a microsecond or two
+        return self.operator(*flat[:n], **{name: x for name, x, default in keywords if x is not default})
 
 
 def on_one_device(named: dict[str, Any]) -> dict[str, Any]:
