@@ -31,6 +31,12 @@ def test_every_option(row):
     check((q, k, v), arguments)
 
 
+def test_without_a_batch_item_there_is_nothing_to_do():
+    query, key = torch.zeros(0, 2, 1, 8), torch.zeros(0, 2, 9, 8)
+    assert attnjourney.explain(query, key, key)["forward"]["items"] == 0
+    assert attnjourney.attention(query, key, key).shape == query.shape
+
+
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "dropout"])
 def test_options_together(name):
     names = list(OPTIONS)
