@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from tests.emulator import build
+from tests.emulator.host import build
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "tests/cuda/kernels.txt"

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from tests.emulator import build
+from tests.emulator.host import build
 
 TYPES = ["bf16", "fp16", "fp32", "fp64"]  # ElementType
 GPUS = [(80, 163), (86, 99), (87, 163), (89, 99), (90, 227), (100, 227), (120, 99)]  # capability, KB for a block

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.emulator import build
+from tests.emulator.host import build
 
 
 def pytest_runtest_setup(item):

@@ -6,9 +6,9 @@ import subprocess
 import pytest
 import torch
 
-from tests.emulator import build, run
 from tests.emulator.faults import attention as faults
-from tests.emulator.remembered import remembered
+from tests.emulator.host import build, run
+from tests.emulator.host.remembered import remembered
 from tests.support.testing import GRADIENT_FACTOR, assert_close_to_reference, plain_run, random_tensor, reference_run
 
 plain_run, reference_run = remembered(plain_run), remembered(reference_run)

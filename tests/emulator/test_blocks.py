@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from attnjourney import BlockMask
-from tests.emulator import build, run
 from tests.emulator.faults import attention as faults
+from tests.emulator.host import build, run
 from tests.emulator.test_options import BACKWARD, FORWARD, as_given, call, check_all, expected_of, part_of
 from tests.support.block_patterns import PATTERNS, dense
 from tests.support.testing import GRADIENT_FACTOR, LSE_DTYPE, assert_close_to_reference, random_tensor

@@ -4,8 +4,8 @@ becomes of what does not."""
 import pytest
 import torch
 
-from tests.emulator import build, kv_cache, run
 from tests.emulator.faults import decode as faults_decode
+from tests.emulator.host import build, kv_cache, run
 from tests.support.testing import random_tensor
 
 HEADS = 2

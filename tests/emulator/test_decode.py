@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.cache.test_decode_options import OPTIONS, check, make, noise
-from tests.emulator import build, decode, run
 from tests.emulator.faults import decode as faults_decode
+from tests.emulator.host import build, decode, run
 from tests.support.decode_checks import dense_cache, paged
 
 KERNELS = {  # kernel: (program, dtype, head_dim and v_head_dim, whole chunks)

@@ -3,7 +3,7 @@
 import importlib
 import re
 
-from tests.emulator import build
+from tests.emulator.host import build
 
 KERNELS = build.ROOT / "csrc/cuda/kernels"
 HOLDERS = [f"faults.{path.stem}" for path in (build.ROOT / "tests/emulator/faults").glob("[a-z]*.py")]

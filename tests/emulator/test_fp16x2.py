@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from tests.emulator import build, run
 from tests.emulator.faults import fp16x2 as faults_fp16x2
+from tests.emulator.host import build, run
 from tests.emulator.test_attention import FAULT_SHAPES, SHAPES, causal, inputs_of, with_nan
 from tests.support.testing import assert_close_to_reference, plain_run, random_tensor, reference_run
 

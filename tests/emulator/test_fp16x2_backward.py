@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from tests.emulator import build, run
 from tests.emulator.faults import fp16x2_backward as faults_fp16x2_backward
+from tests.emulator.host import build, run
 from tests.emulator.test_attention import causal, inputs_of, with_nan
 from tests.support.testing import GRADIENT_FACTOR, assert_close_to_reference, plain_run, random_tensor, reference_run
 

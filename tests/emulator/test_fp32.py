@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.emulator import build, run
 from tests.emulator import test_options as options
 from tests.emulator.faults import attention as faults
+from tests.emulator.host import build, run
 from tests.emulator.test_attention import causal
 from tests.support.testing import random_tensor
 

@@ -4,8 +4,8 @@ tests/emulator/test_blocks.py in the programs of tests/emulator/test_fp32.py."""
 import pytest
 
 from attnjourney import BlockMask
-from tests.emulator import build, run
 from tests.emulator.faults import attention as faults
+from tests.emulator.host import build, run
 from tests.emulator.test_blocks import CASES, FAR, check_backward, check_forward, find
 from tests.emulator.test_fp32 import BACKWARD, FORWARD, part_of
 from tests.emulator.test_options import call, check_all

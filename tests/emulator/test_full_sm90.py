@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from attnjourney import BlockMask
-from tests.emulator import build, run
 from tests.emulator import test_blocks as blocks
 from tests.emulator import test_options as options
 from tests.emulator.faults import full_forward as faults_full_forward
+from tests.emulator.host import build, run
 
 
 def kernel(dtype, dqk, dv, query_stages, bias):

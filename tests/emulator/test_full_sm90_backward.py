@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from attnjourney import BlockMask
-from tests.emulator import build, run
 from tests.emulator.faults import full_backward as faults_full_backward
+from tests.emulator.host import build, run
 from tests.emulator.test_blocks import CASES as BLOCKS
 from tests.emulator.test_blocks import check_backward as check_blocks
 from tests.emulator.test_nan import check_backward as check_nan

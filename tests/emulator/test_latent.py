@@ -4,7 +4,7 @@ and faults that must be found."""
 import pytest
 import torch
 
-from tests.emulator import build, run
+from tests.emulator.host import build, run
 from tests.support.testing import assert_close_to_reference, plain_run, random_tensor, reference_run
 
 KERNELS = {  # program, dtype, multiple of the dimensions

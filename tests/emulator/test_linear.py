@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from attnjourney import reference
-from tests.emulator import build, linear, run
 from tests.emulator.faults import linear as faults_linear
+from tests.emulator.host import build, linear, run
 from tests.linear.test_linear_attention import NAMES, dense, inputs, padding
 from tests.linear.test_linear_attention import run as differentiate
 from tests.support.testing import DTYPES, GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference, random_tensor

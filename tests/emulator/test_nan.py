@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from tests.emulator import build, run
 from tests.emulator.faults import attention as faults
+from tests.emulator.host import build, run
 from tests.emulator.test_attention import BACKWARD, FORWARD, causal, faulty, inputs_of
 from tests.support.testing import random_tensor
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.emulator import build, run
 from tests.emulator.faults import attention as faults
+from tests.emulator.host import build, run
 
 CASES = [  # offsets, how many rows there are
     ([0, 70, 70, 75, 140], 143),

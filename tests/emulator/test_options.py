@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from attnjourney.reference.dropout import dropout_keep_mask
-from tests.emulator import build, run
 from tests.emulator.faults import attention as faults
-from tests.emulator.remembered import remembered
+from tests.emulator.host import build, run
+from tests.emulator.host.remembered import remembered
 from tests.support.options_cases import OPTIONS, SEED, plain_attention
 from tests.support.testing import (
     GRADIENT_FACTOR,

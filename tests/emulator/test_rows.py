@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from attnjourney.reference.rotary import rotate_half_split, rotate_interleaved
-from tests.emulator import build, run
+from tests.emulator.host import build, run
 from tests.support.testing import DTYPES, GRADIENT_FACTOR, assert_close_to_reference, random_tensor
 
 NUMBERS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}

@@ -4,10 +4,10 @@ tests/emulator/test_options.py."""
 import pytest
 import torch
 
-from tests.emulator import build, run
 from tests.emulator import test_blocks as blocks
 from tests.emulator import test_options as options
 from tests.emulator.faults import attention as faults
+from tests.emulator.host import build, run
 
 
 def sm80(dtype, size, deterministic=False):

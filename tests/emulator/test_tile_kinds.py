@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from attnjourney import BlockMask
-from tests.emulator import build, run
 from tests.emulator.faults import tile_kinds as faults_tile_kinds
+from tests.emulator.host import build, run
 from tests.support.block_patterns import PATTERNS, dense
 
 

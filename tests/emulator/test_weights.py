@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from attnjourney import BlockMask, reference
-from tests.emulator import build, run
 from tests.emulator.faults import attention as faults
+from tests.emulator.host import build, run
 from tests.emulator.test_options import as_given, call
 from tests.support.block_patterns import PATTERNS, dense
 from tests.support.testing import reference_run

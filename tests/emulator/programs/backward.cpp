@@ -4,7 +4,7 @@
 // grad_sinks, grad_slopes, grad_mask. -DRANGED: as in forward.cpp.
 #include "backward_options.h"
 //
-#include "backward_kernels.h"
+#include "kernels/backward.h"
 
 template <bool Ranged>
 void launch_main(const BackwardTask& p, const driver::Shape& q, const driver::Shape& k, const driver::Shape& v,

@@ -2,7 +2,7 @@
 // stdin: lengths, block table, query, key, value, sinks, slopes, mask; stdout: out, lse.
 #include "emulator/machine/driver.h"
 //
-#include "decode_kernels.h"
+#include "kernels/decode.h"
 
 #ifdef KERNEL
 constexpr int kTileRows = KERNEL::kRows;

@@ -2,7 +2,7 @@
 // stdin, stdout: as forward_call.h. -DRANGED: the kernel that looks at ranges alone.
 #include "forward_call.h"
 //
-#include "forward_kernels.h"
+#include "kernels/forward.h"
 
 using namespace attnjourney;
 

@@ -3,7 +3,7 @@
 // stdin, stdout: as backward.cpp, then Fp16x2BackwardPlanes::needs_fallback; `cut`: sums are cut off.
 #include "backward_task.h"
 //
-#include "fp16x2_backward_kernels.h"
+#include "kernels/fp16x2_backward.h"
 
 int main(int argc, char** argv) {
   return driver::run(argc, argv, [](const driver::Arguments& a) {

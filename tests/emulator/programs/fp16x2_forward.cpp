@@ -3,7 +3,7 @@
 // forward_call.h, then Fp16x2Planes::needs_fallback; `cut`: sums are cut off.
 #include "forward_call.h"
 //
-#include "fp16x2_forward_kernels.h"
+#include "kernels/fp16x2_forward.h"
 
 using namespace attnjourney;
 using Kernel = Sm90Fp16x2Forward<DIM>;

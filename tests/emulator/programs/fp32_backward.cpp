@@ -1,7 +1,7 @@
 // Runs one Fp32Backward with its passes, named by -DKERNEL=...; stdin, stdout: as backward.cpp.
 #include "backward_options.h"
 //
-#include "fp32_backward_kernels.h"
+#include "kernels/fp32_backward.h"
 
 int main(int argc, char** argv) {
   return driver::run(argc, argv, [](const driver::Arguments& a) {

@@ -1,7 +1,7 @@
 // Runs one Fp32Forward, named by -DKERNEL=...; stdin, stdout: as forward_call.h.
 #include "forward_call.h"
 //
-#include "fp32_forward_kernels.h"
+#include "kernels/fp32_forward.h"
 
 using namespace attnjourney;
 using Kernel = KERNEL;

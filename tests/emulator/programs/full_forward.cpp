@@ -2,7 +2,7 @@
 // stdout: as forward_call.h.
 #include "forward_call.h"
 //
-#include "full_forward_kernels.h"
+#include "kernels/full_forward.h"
 
 using namespace attnjourney;
 using S = SHAPE;

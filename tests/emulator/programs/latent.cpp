@@ -3,7 +3,7 @@
 // table, sinks and slopes, mask; stdout: out, lse.
 #include "emulator/machine/driver.h"
 //
-#include "latent_kernels.h"
+#include "kernels/latent.h"
 
 using C = Compute<T>;
 

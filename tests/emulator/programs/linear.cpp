@@ -5,7 +5,7 @@
 #include "emulator/machine/driver.h"
 //
 #include "cuda/kernels/linear/plan.cuh"
-#include "linear_kernels.h"
+#include "kernels/linear.h"
 
 struct Launch {
   emulator::Options options;

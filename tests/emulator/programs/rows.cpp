@@ -3,7 +3,7 @@
 // stdin, stdout: see each function.
 #include "emulator/machine/driver.h"
 //
-#include "rows_kernels.h"
+#include "kernels/rows.h"
 
 using namespace attnjourney;
 using driver::Arguments;

@@ -2,7 +2,7 @@
 // heads, lengths, options; stdout: weights.
 #include "emulator/machine/driver.h"
 //
-#include "weights_kernels.h"
+#include "kernels/weights.h"
 
 using namespace attnjourney;
 using Kernel = KERNEL;

@@ -15,7 +15,7 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BUILD = ROOT / "build/emulator"
 MACHINE = ROOT / "tests/emulator/machine"  # the GPU
 PROGRAMS = ROOT / "tests/emulator/programs"
@@ -116,7 +116,7 @@ def prefix(flags: tuple[str, ...] = CHECKED) -> Path:
 
 
 def _object(file: Path, flags: tuple[str, ...], defines: tuple[str, ...], csrc: Path) -> Path:
-    files = [file, *PROGRAMS.glob("*.h"), *MACHINE.glob("*.h")]
+    files = [file, *PROGRAMS.rglob("*.h"), *MACHINE.glob("*.h")]
     name = _name(CXX, *COMMON, *flags, *_sources(*files), _digest(csrc), *defines)
 
     def make(out: Path) -> None:
@@ -131,13 +131,13 @@ def _object(file: Path, flags: tuple[str, ...], defines: tuple[str, ...], csrc: 
 def program(source: str, defines: tuple[str, ...] = (), csrc: Path | None = None) -> Path:
     """programs/<source>.cpp as a program, with the kernels of `csrc` (default: the product's).
 
-    Where there is programs/<source>_kernels.h, it is compiled on its own, checked, and <source>.cpp only calls the
+    Where there is programs/kernels/<source>.h, it is compiled on its own, checked, and <source>.cpp only calls the
     instances it names; of a kernel with a fault that alone is compiled, the calls being the product's. A function that
     both have is taken from the checked object, which is linked first.
     """
     product = ROOT / "csrc"
     csrc = csrc or product
-    file, kernels = PROGRAMS / f"{source}.cpp", PROGRAMS / f"{source}_kernels.h"
+    file, kernels = PROGRAMS / f"{source}.cpp", PROGRAMS / f"kernels/{source}.h"
     flags = CHECKED if csrc == product else FAULTY
     if kernels.exists():
         instance = "INSTANCE(...)={} decltype(__VA_ARGS__) __VA_ARGS__"
