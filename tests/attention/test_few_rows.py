@@ -31,10 +31,11 @@ def test_every_option(row):
     check((q, k, v), arguments)
 
 
-def test_without_a_batch_item_there_is_nothing_to_do():
-    query, key = torch.zeros(0, 2, 1, 8), torch.zeros(0, 2, 9, 8)
-    assert attnjourney.explain(query, key, key)["forward"]["items"] == 0
-    assert attnjourney.attention(query, key, key).shape == query.shape
+@pytest.mark.parametrize("batch, lengths", [(0, None), (1, torch.tensor([0]))], ids=str)
+def test_without_a_row_there_is_nothing_to_do(batch, lengths):
+    query, key = torch.zeros(batch, 2, 1, 8), torch.zeros(batch, 2, 9, 8)
+    assert attnjourney.explain(query, key, key, query_lengths=lengths)["forward"]["items"] == 0
+    assert attnjourney.attention(query, key, key, query_lengths=lengths).shape == query.shape
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "dropout"])

@@ -10,8 +10,7 @@ namespace attnjourney {
 bool takes_few_rows(const AttentionCall& c, const Sequences& sequences) {
   const DecodeKernels& kernel = decode_kernels(c.dtype);
   const int64_t rows = sequences.largest().q_len;
-  return c.batch > 0 && rows > 0 && rows <= kernel.few_rows && c.args.options.dropout_p == 0 &&
-         c.params.mask != MaskKind::blocks;
+  return rows > 0 && rows <= kernel.few_rows && c.args.options.dropout_p == 0 && c.params.mask != MaskKind::blocks;
 }
 
 FewRows few_rows_of(const AttentionCall& c, const Sequences& sequences) {

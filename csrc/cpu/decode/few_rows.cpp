@@ -100,7 +100,11 @@ char* aligned(void* p) { return reinterpret_cast<char*>((reinterpret_cast<uintpt
 
 }  // namespace
 
-FewRowsPlan plan_few_rows(const FewRows& call) { return plan_of(call, Walk(call)); }
+FewRowsPlan plan_few_rows(const FewRows& call) {
+  const Walk walk(call);
+  if (walk.items() == 0) return {.items = 0, .threads = 1, .chunk = walk.chunk(), .rows = 0, .space = 0};
+  return plan_of(call, walk);
+}
 
 void run_few_rows(const FewRows& call, const Tensor& like) {
   const DecodeKernels& kernel = decode_kernels(call.dtype);
