@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ._transfer import all_gather
 
+REFUSALS = (ValueError, RuntimeError, NotImplementedError, TypeError)  # what a check of arguments raises
+
 
 def described(arguments: dict[str, Any]) -> dict[str, str]:
     """Each as text; tensors by what their calls and transfers depend on."""

@@ -59,7 +59,7 @@ def context_parallel(
         In forward: what the functions raise; TypeError for masks and caches, which these layers take no more.
     """
     check_order(order, "order", 0)
-    found = [(m, run) for m in module.modules() for kind, run in _RUNS.items() if type(m) is kind]
+    found = [(m, _RUNS[type(m)]) for m in module.modules() if type(m) in _RUNS]
     if not found:
         known = ", ".join(kind.__name__ for kind in _RUNS)
         raise ValueError(f"module: expected one with a {known}, got {type(module).__name__}")

@@ -35,12 +35,6 @@ class Shares:
     def ranks(self, letter: str) -> int:
         return math.prod(self.mesh.size(i) for i, rule in enumerate(self.rules) if rule == letter)
 
-    def first(self, letter: str) -> bool:
-        """Whether this rank has the first share."""
-        coordinate = self.mesh.get_coordinate()
-        assert coordinate is not None
-        return all(coordinate[i] == 0 for i, rule in enumerate(self.rules) if rule == letter)
-
     def place(self, letter: str) -> int:
         """The index of this rank's share."""
         coordinate = self.mesh.get_coordinate()
@@ -170,7 +164,7 @@ class Call:
         x = self.named[name]
         if name not in self.tensors:
             return self._number(name, x)
-        if base_name(name) in ONCE and name == base_name(name) and not self.shares.first("H"):
+        if base_name(name) in ONCE and name == base_name(name) and self.shares.place("H") != 0:
             return None
         letters = self.letters[name]
         if not self.narrowed:

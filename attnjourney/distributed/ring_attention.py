@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._options import ScoreOptions
 from ..ops._attention_checks import check
-from ._agreement import agree, described
+from ._agreement import REFUSALS, agree, described
 from ._parts import Layout, Visibility
 from ._rows import Scores
 from ._streams import Stream, StreamedAttention
@@ -116,12 +116,12 @@ def ring_attention(
     try:
         call = _described(own)
         lead = _checked(own)
-    except (ValueError, RuntimeError, NotImplementedError, TypeError) as refused:
+    except REFUSALS as refused:
         error = refused
     for ranks in (group,) if ulysses_group is None else (group, ulysses_group):
         try:
             agree("ring_attention", call, error, ranks, query.device)
-        except (ValueError, RuntimeError, NotImplementedError, TypeError) as refused:
+        except REFUSALS as refused:
             error = refused  # the ranks of the second group learn of it
     if error is not None:
         raise error

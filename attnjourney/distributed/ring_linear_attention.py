@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from ..ops import linear_attention
 from ..ops.linear_attention import State
-from ._agreement import agree, described
+from ._agreement import REFUSALS, agree, described
 from ._transfer import all_gather
 
 
@@ -73,7 +73,7 @@ def ring_linear_attention(
             query[:, :, :0], key, value, key_padding_mask=key_padding_mask, return_state=True,
             **{**options, "is_causal": False},
         )  # fmt: skip
-    except (ValueError, RuntimeError, NotImplementedError, TypeError) as refused:
+    except REFUSALS as refused:
         error = refused
     agree("ring_linear_attention", call, error, group, query.device)
     matrix, normalizer = state

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm
+from torch.nn.functional import linear
 
 from ..ops.mla import _check as check_layer
-from ._agreement import agree, described
+from ..reference.mla import key_and_value, query_and_latent
+from ._agreement import REFUSALS, agree, described
 from ._parts import Layout, Visibility
 from ._rows import Scores
 from ._streams import Stream, StreamedAttention
@@ -71,24 +70,27 @@ def ring_mla(
         check_order(order, "x", x.shape[1])
         if scheme not in SCHEMES:
             raise ValueError(f"scheme: expected one of {', '.join(SCHEMES)}, got {scheme!r}")
-    except (ValueError, RuntimeError, NotImplementedError, TypeError) as refused:
+    except REFUSALS as refused:
         error = refused
     agree("ring_mla", call, error, group, x.device)
-    nope, rope = qk_nope_head_dim, qk_rope_head_dim
 
-    query = x
-    if q_a_weight is not None:
-        norm: Any = q_a_norm_weight
-        query = rms_norm(linear(x, q_a_weight), norm.shape, norm, eps)
-    query = linear(query, q_b_weight).unflatten(-1, (num_heads, nope + rope)).transpose(1, 2)
-    query_nope, query_rope = query.split([nope, rope], -1)
-    query = torch.cat([query_nope, _turned(query_rope, cos, sin)], -1)  # (batch, H, seq, nope + rope)
-    latent, rotary = linear(x, kv_a_weight).split([kv_a_weight.shape[0] - rope, rope], -1)
-    latent = rms_norm(latent, kv_a_norm_weight.shape, kv_a_norm_weight, eps)  # (batch, seq, kv_lora)
-    rotary = _turned(rotary.unsqueeze(1), cos, sin).squeeze(1)  # (batch, seq, rope)
+    def turned(x: Tensor) -> Tensor:
+        return x if cos is None else torch.ops.attnjourney.rope(x, cos, sin, interleaved=True)
 
+    query, latent, rotary = query_and_latent(
+        x, num_heads, qk_nope_head_dim, qk_rope_head_dim, q_a_weight, q_a_norm_weight, q_b_weight, kv_a_weight,
+        kv_a_norm_weight, turned, eps,
+    )  # fmt: skip
     out = stream_latents(
-        query, latent, rotary, kv_b_weight, is_causal=is_causal, scale=scale, group=group, order=order, scheme=scheme
+        query,
+        latent,
+        rotary.squeeze(1),
+        kv_b_weight,
+        is_causal=is_causal,
+        scale=scale,
+        group=group,
+        order=order,
+        scheme=scheme,
     )
     return linear(out.transpose(1, 2).flatten(2), o_weight)
 
@@ -104,9 +106,7 @@ def stream_latents(
     v_dim = kv_b_weight.shape[0] // heads - nope
 
     def keys_and_values(latent: Tensor, rotary: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        both = linear(latent, weight).unflatten(-1, (heads, nope + v_dim)).transpose(1, 2)
-        key, value = both.split([nope, v_dim], -1)  # (batch, H, seq, nope), (batch, H, seq, v)
-        return torch.cat([key, rotary.unsqueeze(1).expand(-1, heads, -1, -1)], -1), value
+        return key_and_value(latent, rotary.unsqueeze(1), weight, heads, nope, v_dim)
 
     stream = Stream(
         group=group,
@@ -120,7 +120,3 @@ def stream_latents(
     )
     tensors = latent.contiguous(), rotary.contiguous(), kv_b_weight
     return StreamedAttention.apply(stream, query, None, None, None, *tensors)[0]
-
-
-def _turned(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
-    return x if cos is None else torch.ops.attnjourney.rope(x, cos, sin, interleaved=True)

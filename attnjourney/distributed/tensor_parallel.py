@@ -32,7 +32,7 @@ def tensor_parallel_plan(module: nn.Module, ranks: int = 1) -> Plan:
         NotImplementedError: another module. ValueError: heads that `ranks` does not divide; dropout, whose bits are a
         matter of all heads.
     """
-    make = next((make for kind, make in _PLANS.items() if type(module) is kind), None)
+    make = _PLANS.get(type(module))
     if make is None:
         known = ", ".join(kind.__name__ for kind in _PLANS)
         raise NotImplementedError(f"module: expected one of {known}, got {type(module).__name__}")

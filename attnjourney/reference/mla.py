@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,22 +63,37 @@ def latent_layer(
     eps: float,
 ) -> Tensor:
     """The layer over any attention function that is called as F.scaled_dot_product_attention is."""
-    nope, rope = qk_nope_head_dim, qk_rope_head_dim
+    query, latent, shared_key = query_and_latent(
+        x, num_heads, qk_nope_head_dim, qk_rope_head_dim, q_a_weight, q_a_norm_weight, q_b_weight, kv_a_weight,
+        kv_a_norm_weight, partial(rotate_interleaved, cos=cos, sin=sin), eps,
+    )  # fmt: skip
+    key, value = key_and_value(latent, shared_key, kv_b_weight, num_heads, qk_nope_head_dim, v_head_dim)
+    out = attention(query, key, value, is_causal=is_causal, scale=scale)  # (batch, H, seq, v)
+    return linear(out.transpose(1, 2).flatten(2), o_weight)
 
+
+def query_and_latent(
+    x: Tensor, num_heads: int, nope: int, rope: int, q_a_weight: Tensor | None, q_a_norm_weight: Tensor | None,
+    q_b_weight: Tensor, kv_a_weight: Tensor, kv_a_norm_weight: Tensor, rotate: Callable[[Tensor], Tensor], eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """query (batch, H, seq, nope + rope), and what keys and values are made of: the latent (batch, seq, kv_lora) and
+    the key that all heads share (batch, 1, seq, rope)."""
     query = x
     if q_a_weight is not None:
         norm: Any = q_a_norm_weight
         query = rms_norm(linear(x, q_a_weight), norm.shape, norm, eps)  # (batch, seq, q_lora)
     query = linear(query, q_b_weight).unflatten(-1, (num_heads, nope + rope)).transpose(1, 2)
     query_nope, query_rope = query.split([nope, rope], -1)
-    query = torch.cat([query_nope, rotate_interleaved(query_rope, cos, sin)], -1)  # (batch, H, seq, nope + rope)
-
+    query = torch.cat([query_nope, rotate(query_rope)], -1)
     latent, shared_key = linear(x, kv_a_weight).split([kv_a_weight.shape[0] - rope, rope], -1)
-    latent = rms_norm(latent, kv_a_norm_weight.shape, kv_a_norm_weight, eps)  # (batch, seq, kv_lora)
-    kv = linear(latent, kv_b_weight).unflatten(-1, (num_heads, nope + v_head_dim)).transpose(1, 2)
-    key_nope, value = kv.split([nope, v_head_dim], -1)  # (batch, H, seq, nope), (batch, H, seq, v)
-    shared_key = rotate_interleaved(shared_key, cos, sin).unsqueeze(1)  # (batch, 1, seq, rope)
-    key = torch.cat([key_nope, shared_key.expand(-1, num_heads, -1, -1)], -1)  # (batch, H, seq, nope + rope)
+    latent = rms_norm(latent, kv_a_norm_weight.shape, kv_a_norm_weight, eps)
+    return query, latent, rotate(shared_key.unsqueeze(1))
 
-    out = attention(query, key, value, is_causal=is_causal, scale=scale)  # (batch, H, seq, v)
-    return linear(out.transpose(1, 2).flatten(2), o_weight)
+
+def key_and_value(
+    latent: Tensor, shared_key: Tensor, kv_b_weight: Tensor, num_heads: int, nope: int, v_dim: int
+) -> tuple[Tensor, Tensor]:
+    """(batch, H, seq, nope + rope) and (batch, H, seq, v)."""
+    both = linear(latent, kv_b_weight).unflatten(-1, (num_heads, nope + v_dim)).transpose(1, 2)
+    key_nope, value = both.split([nope, v_dim], -1)
+    return torch.cat([key_nope, shared_key.expand(-1, num_heads, -1, -1)], -1), value

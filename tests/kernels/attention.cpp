@@ -17,14 +17,11 @@ class Call {
     p_.head_dim = in.integer("head_dim"), p_.v_head_dim = in.integer("v_head_dim");
     p_.group = in.integer("group"), kv_heads_ = in.integer("kv_heads");
     p_.scale = in.real("scale");
-    p_.keys.offset = in.integer("offset"), p_.keys.prefix = in.integer("prefix");
-    if (in.real("left") >= 0) p_.keys.left = in.integer("left");
-    if (in.real("right") >= 0) p_.keys.right = in.integer("right");
-    p_.keys.set_length(in.integer("key_length"));
+    p_.keys = keys_of(in);
     p_.dropout = Dropout::from(in.real("dropout_p"), static_cast<uint64_t>(in.integer("seed")));
     p_.q_row = p_.k_row = p_.head_dim;
     p_.v_row = p_.out_row = p_.grad_out_row = p_.v_head_dim;
-    p_.mask = in.has("bool_mask") ? MaskKind::boolean : in.has("mask") ? MaskKind::floating : MaskKind::none;
+    p_.mask = mask_of(in);
     p_.mask_row = p_.kv_len, p_.mask_col = 1;
     p_.modifier.softcap = in.real("softcap");
     p_.alibi = in.has("alibi_slopes");

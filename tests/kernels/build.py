@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[2]
-# name -> compiler, what runs its programs, the objects of kernels
+# name -> compiler, what runs its programs, the objects of kernels; this machine's own in any case
 MACHINES = {
-    platform.machine(): (os.environ.get("CXX") or "g++", (), ROOT / "build/release"),
     "aarch64": ("aarch64-linux-gnu-g++", ("qemu-aarch64", "-cpu", "max"), ROOT / "build/release-aarch64"),
+    platform.machine(): (os.environ.get("CXX") or "g++", (), ROOT / "build/release"),
 }
 DEFINES = {"x86_64": "-DATTNJOURNEY_X86=1", "aarch64": "-DATTNJOURNEY_ARM64=1"}
 

@@ -17,12 +17,9 @@ void decode(const Inputs& in, const Types& types) {
   p.q_row = p.k_row = p.head_dim, p.v_row = p.out_row = p.v_head_dim;
   p.q_head = p.q_len * p.head_dim, p.out_head = p.q_len * p.v_head_dim, p.lse_head = p.q_len;
   p.scale = in.real("scale"), p.modifier.softcap = in.real("softcap"), p.alibi = in.has("alibi_slopes");
-  p.mask = in.has("bool_mask") ? MaskKind::boolean : in.has("mask") ? MaskKind::floating : MaskKind::none;
+  p.mask = mask_of(in);
   p.mask_head = p.q_len * kv_len, p.mask_row = kv_len, p.mask_col = 1;
-  p.keys.offset = in.integer("offset"), p.keys.prefix = in.integer("prefix");
-  if (in.real("left") >= 0) p.keys.left = in.integer("left");
-  if (in.real("right") >= 0) p.keys.right = in.integer("right");
-  p.keys.set_length(in.integer("key_length"));
+  p.keys = keys_of(in);
 
   const int64_t rows = group * p.q_len, all = kv_heads * rows, chunk = in.integer("chunk"), run = in.integer("run");
   Memory out(all * p.v_head_dim * types.item), lse(all * types.real), stats(2 * all * types.real);
