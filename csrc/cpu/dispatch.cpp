@@ -54,9 +54,9 @@ bool neon_bf16_runs() {
 constexpr int of_bf16 = static_cast<int>(DType::bf16);
 
 template <const PairForward& forward, const PairKernels& pairs, const KernelTable& single>
-KernelTable with_pairs(const char* isa) {
+KernelTable with_pairs() {
   KernelTable t = single;
-  t.isa = isa;
+  t.isa = forward.isa;
   AttentionKernels& attention = t.attention[of_bf16];
   attention.forward_space = [](const AttentionParams& params, int64_t rows) {
     return std::max(forward.space(params, rows), single.attention[of_bf16].forward_space(params, rows));
@@ -82,21 +82,9 @@ KernelTable with_pairs(const char* isa) {
   t.linear[of_bf16] = pairs.linear;
   return t;
 }
-#endif
-
-#ifdef ATTNJOURNEY_X86
-const KernelTable& avx512_bf16_table() {
-  static const KernelTable table = with_pairs<avx512_bf16_forward, avx512_bf16_pairs, avx512_kernels>("avx512_bf16");
-  return table;
-}
-const KernelTable& amx_table() {
-  static const KernelTable table = with_pairs<amx_forward, avx512_bf16_pairs, avx512_kernels>("amx");
-  return table;
-}
-#endif
-#ifdef ATTNJOURNEY_ARM64
-const KernelTable& neon_bf16_table() {
-  static const KernelTable table = with_pairs<neon_bf16_forward, neon_bf16_pairs, neon_kernels>("neon_bf16");
+template <const PairForward& forward, const PairKernels& pairs, const KernelTable& single>
+const KernelTable& pair_table() {
+  static const KernelTable table = with_pairs<forward, pairs, single>();
   return table;
 }
 #endif
@@ -108,13 +96,13 @@ const KernelTable& table() {
 // __builtin_cpu_supports looks at CPUID and at XGETBV: the operating system must save the registers, too.
 const IsaEntry entries[] = {
 #ifdef ATTNJOURNEY_X86
-    {amx_table, amx_runs},
-    {avx512_bf16_table, avx512_bf16_runs},
+    {pair_table<amx_forward, avx512_bf16_pairs, avx512_kernels>, amx_runs},
+    {pair_table<avx512_bf16_forward, avx512_bf16_pairs, avx512_kernels>, avx512_bf16_runs},
     {table<avx512_kernels>, avx512_runs},
     {table<avx2_kernels>, avx2_runs},
 #endif
 #ifdef ATTNJOURNEY_ARM64
-    {neon_bf16_table, neon_bf16_runs},
+    {pair_table<neon_bf16_forward, neon_bf16_pairs, neon_kernels>, neon_bf16_runs},
     {table<neon_kernels>, [] { return true; }},
 #endif
     {table<scalar_kernels>, [] { return true; }},

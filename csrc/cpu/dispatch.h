@@ -75,6 +75,7 @@ struct KernelTable {
 // What products of bfloat16 pairs change in a table, all of it for bfloat16. Rows with scores so large that their last
 // bits matter go to the table's own forward and jvp, whose scores are those of the backward: the two then return false.
 struct PairForward {
+  const char* isa;
   decltype(AttentionKernels::forward_space) space;
   bool (*run)(const AttentionParams&, const HeadPointers&, int64_t first_row, int64_t rows, void* space);
 };

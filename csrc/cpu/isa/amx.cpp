@@ -12,5 +12,5 @@ namespace attnjourney {
 namespace {
 using F = Forward<bf16, MatrixProducts<MatrixUnit>>;
 }
-constinit const PairForward amx_forward = {F::space, F::run};
+constinit const PairForward amx_forward = {"amx", F::space, F::run};
 }  // namespace attnjourney

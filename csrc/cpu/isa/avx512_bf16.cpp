@@ -7,5 +7,5 @@
 
 namespace attnjourney {
 constinit const PairKernels avx512_bf16_pairs = pair_kernels();
-constinit const PairForward avx512_bf16_forward = pair_forward();
+constinit const PairForward avx512_bf16_forward = pair_forward("avx512_bf16");
 }  // namespace attnjourney

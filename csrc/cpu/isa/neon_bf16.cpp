@@ -7,5 +7,5 @@
 
 namespace attnjourney {
 constinit const PairKernels neon_bf16_pairs = pair_kernels();
-constinit const PairForward neon_bf16_forward = pair_forward();
+constinit const PairForward neon_bf16_forward = pair_forward("neon_bf16");
 }  // namespace attnjourney

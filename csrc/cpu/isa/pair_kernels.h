@@ -26,9 +26,9 @@ constexpr PairKernels pair_kernels() {
       .linear = linear_kernels<bf16, ChunkPairProducts>(),
   };
 }
-constexpr PairForward pair_forward() {
+constexpr PairForward pair_forward(const char* isa) {
   using F = Forward<bf16, PairProducts>;
-  return {F::space, F::run};
+  return {isa, F::space, F::run};
 }
 
 }  // namespace
