@@ -34,16 +34,15 @@ struct ScoreTile {
   Alibi<Real> alibi;
   RowPrefetch* prefetch;  // of the mask
 
-  // `rows` keys against N vectors of a panel, from vector v on
-  template <Hidden H, int N>
-  ATTN_INLINE void register_tile(const Real* K, int64_t key_ld, int64_t panel_index, int64_t v, int64_t key,
-                                 int64_t k) const {
-    Tile<Real, rows, N> scores;
+  // `rows` keys against a panel
+  template <Hidden H>
+  ATTN_INLINE void register_tile(const Real* K, int64_t key_ld, int64_t panel_index, int64_t key, int64_t k) const {
+    Tile<Real, rows, vectors> scores;
     scores.clear();
-    scores.add_rows(K, key_ld, query + panel_index * panel * head_dim + v * width, panel, head_dim);
+    scores.add_rows(K, key_ld, query + panel_index * panel * head_dim, panel, head_dim);
     if (modifier.on()) [[unlikely]]
-      scores.through([&](Real* x) { modify_scores(x, rows * N, modifier); });
-    softmax<H>(scores, panel_index * panel + v * width, key, k);
+      scores.through([&](Real* x) { modify_scores(x, rows * vectors, modifier); });
+    softmax<H>(scores, panel_index * panel, key, k);
   }
 
   template <Hidden H, int M, int N>
@@ -89,12 +88,10 @@ struct ScoreTile {
     }
   }
 
-  // m keys against n vectors of one panel, from vector v on
+  // fewer than `rows` keys, or vectors of a panel: m keys against n vectors, from vector v on
   template <Hidden H>
-  ATTN_NOINLINE void against_vectors(const Real* K, int64_t key_ld, int64_t panel_index, int64_t v, int64_t n,
-                                     int64_t m, int64_t key, int64_t k) const {
-    if (m == rows)
-      return with_rows<vectors>(n, [&](auto n_) { register_tile<H, n_.count>(K, key_ld, panel_index, v, key, k); });
+  ATTN_NOINLINE void part_of_panel(const Real* K, int64_t key_ld, int64_t panel_index, int64_t v, int64_t n, int64_t m,
+                                   int64_t key, int64_t k) const {
     RowSums<Real, rows, vectors> products;
     products.multiply(m, n, 1, &K, key_ld, &query, panel_index * panel * head_dim + v * width, panel, head_dim);
     if (modifier.on()) [[unlikely]]
@@ -103,21 +100,30 @@ struct ScoreTile {
         m, n, [&](int64_t r, const auto& row) { softmax<H>(row, panel_index * panel + v * width, key + r, k + r); });
   }
 
-  // m keys against all panels
+  // m keys against the panels from panel_index on, up to vector `end` of the tile
   template <Hidden H>
-  ATTN_NOINLINE void against_panels(const Real* K, int64_t key_ld, int64_t m, int64_t key, int64_t k) const {
-    int64_t whole = 0;
+  ATTN_NOINLINE void against_panels(const Real* K, int64_t key_ld, int64_t panel_index, int64_t end, int64_t m,
+                                    int64_t key, int64_t k) const {
     if (m == rows)
-      for (; (whole + 1) * vectors <= vectors_used; whole++) register_tile<H, vectors>(K, key_ld, whole, 0, key, k);
-    for (; whole * vectors < vectors_used; whole++)
-      against_vectors<H>(K, key_ld, whole, 0, min_of(vectors, vectors_used - whole * vectors), m, key, k);
+      for (; (panel_index + 1) * vectors <= end; panel_index++) register_tile<H>(K, key_ld, panel_index, key, k);
+    for (; panel_index * vectors < end; panel_index++)
+      part_of_panel<H>(K, key_ld, panel_index, 0, min_of(vectors, end - panel_index * vectors), m, key, k);
+  }
+  // m keys against n vectors of one panel, from vector v on
+  template <Hidden H>
+  ATTN_INLINE void against_panel(const Real* K, int64_t key_ld, int64_t panel_index, int64_t v, int64_t n, int64_t m,
+                                 int64_t key, int64_t k) const {
+    if (m == rows && n == vectors)
+      against_panels<H>(K, key_ld, panel_index, (panel_index + 1) * vectors, m, key, k);
+    else
+      part_of_panel<H>(K, key_ld, panel_index, v, n, m, key, k);
   }
 
   // keys [begin, end) of the block, all of them seen by every row of the tile (or hidden by the bias block)
   template <Hidden H>
   ATTN_INLINE void inner(const Real* K, int64_t key_ld, int64_t k0, int64_t begin, int64_t end) const {
     for (int64_t k = begin; k < end; k += rows) {
-      against_panels<H>(K + k * key_ld, key_ld, min_of(rows, end - k), k0 + k, k);
+      against_panels<H>(K + k * key_ld, key_ld, 0, vectors_used, min_of(rows, end - k), k0 + k, k);
       if constexpr (H == Hidden::by_bias || H == Hidden::by_sum) prefetch->step();
     }
   }
@@ -149,15 +155,27 @@ struct ScoreTile {
                                 const SeenLanes& lanes, int64_t m, int64_t key, int64_t k) const {
     const int64_t v = lanes.begin, n = lanes.end - lanes.begin;
     if (hidden == Hidden::by_bias)
-      against_vectors<Hidden::by_bias>(K, key_ld, panel_index, v, n, m, key, k);
+      against_panel<Hidden::by_bias>(K, key_ld, panel_index, v, n, m, key, k);
     else if (hidden == Hidden::by_alibi)
-      against_vectors<Hidden::by_alibi>(K, key_ld, panel_index, v, n, m, key, k);
+      against_panel<Hidden::by_alibi>(K, key_ld, panel_index, v, n, m, key, k);
     else if (hidden == Hidden::no)
-      against_vectors<Hidden::no>(K, key_ld, panel_index, v, n, m, key, k);
+      against_panel<Hidden::no>(K, key_ld, panel_index, v, n, m, key, k);
     else
-      against_vectors<Hidden::by_range>(K, key_ld, panel_index, v, n, m, key, k);
+      against_panel<Hidden::by_range>(K, key_ld, panel_index, v, n, m, key, k);
   }
 };
+
+// Rows r .. of the tile: sums of the products of `keys` weights and values. One function for all dtypes of a precision.
+template <class Real, int M>
+ATTN_NOINLINE void value_rows(const Real* weights, int64_t keys, const OutputTile<Real, Real>& output, int64_t value_ld,
+                              const Real* values, int64_t r) {
+  split_columns<Real, Tuning::vectors>(output.columns, [&](int64_t d, auto n) {
+    Tile<Real, M, n.count> sums;
+    sums.clear();
+    sums.add_columns(weights + r, ScoreTile<Real>::tile, values + d, value_ld, keys);
+    output.put(sums, r, d);
+  });
+}
 
 template <class T>
 class PlainProducts {
@@ -281,8 +299,8 @@ class PlainProducts {
   ATTN_INLINE void add_values(const QueryTile& rows, const TileKeys& seen, const OutputTile<Real, Real>& output,
                               RowPrefetch& prefetch) const {
     each_row_group(params_.keys, rows, k0_, block_, seen, [&](int64_t r, auto m, const KeyRange& keys) {
-      value_rows<m.count>(buffers_.weights + keys.begin * tile, max_of(0, keys.end - keys.begin), output, value_ld_,
-                          values_ + keys.begin * value_ld_, r);
+      value_rows<Real, m.count>(buffers_.weights + keys.begin * tile, max_of(0, keys.end - keys.begin), output,
+                                value_ld_, values_ + keys.begin * value_ld_, r);
       prefetch.step();
     });
   }
@@ -296,18 +314,6 @@ class PlainProducts {
  private:
   Real* query_of(const QueryTile& rows) const { return buffers_.query + rows.index * tile * params_.head_dim; }
   static ATTN_INLINE Vec<Real> load_vector(const Real* x, int64_t j) { return load(x + j * width); }
-
-  // rows r .. of the tile; weights and values from the first key on
-  template <int M>
-  static ATTN_NOINLINE void value_rows(const Real* weights, int64_t keys, const OutputTile<Real, Real>& output,
-                                       int64_t value_ld, const Real* values, int64_t r) {
-    split_columns<Real, Tuning::vectors>(output.columns, [&](int64_t d, auto n) {
-      Tile<Real, M, n.count> sums;
-      sums.clear();
-      sums.add_columns(weights + r, tile, values + d, value_ld, keys);
-      output.put(sums, r, d);
-    });
-  }
 
   const AttentionParams& params_;
   const HeadPointers& head_;

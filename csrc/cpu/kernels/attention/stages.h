@@ -140,23 +140,20 @@ struct TileStages {
     int64_t ld, dim;
   };
 
-  // `rows` keys against N vectors of a panel, from vector v on
-  template <Hidden H, int N, int Terms, class Step>
-  static ATTN_INLINE void product(const Product<Terms>& terms, const Step& step, int64_t panel_index, int64_t v,
-                                  int64_t key, int64_t k) {
-    Tile<Real, rows, N> sums;
-    sums.clear();
-    ATTN_UNROLL for (int i = 0; i < Terms; i++) if (Terms == 1 || terms.X[i])
-        sums.add_rows(terms.X[i] + k * terms.ld, terms.ld, terms.Y[i] + panel_index * panel * terms.dim + v * width,
-                      panel, terms.dim);
-    step.template finish<H>(sums, panel_index * panel + v * width, key, k);
-  }
-  // m keys against n vectors of one panel
+  // `rows` keys against a panel
   template <Hidden H, int Terms, class Step>
-  static ATTN_NOINLINE void against_panel(const Product<Terms>& terms, const Step& step, int64_t panel_index, int64_t v,
+  static ATTN_INLINE void product(const Product<Terms>& terms, const Step& step, int64_t panel_index, int64_t key,
+                                  int64_t k) {
+    Tile<Real, rows, vectors> sums;
+    sums.clear();
+    ATTN_UNROLL for (int i = 0; i < Terms; i++) if (Terms == 1 || terms.X[i]) sums.add_rows(
+        terms.X[i] + k * terms.ld, terms.ld, terms.Y[i] + panel_index * panel * terms.dim, panel, terms.dim);
+    step.template finish<H>(sums, panel_index * panel, key, k);
+  }
+  // fewer than `rows` keys, or vectors of a panel: m keys against n vectors, from vector v on
+  template <Hidden H, int Terms, class Step>
+  static ATTN_NOINLINE void part_of_panel(const Product<Terms>& terms, const Step& step, int64_t panel_index, int64_t v,
                                           int64_t n, int64_t m, int64_t key, int64_t k) {
-    if (m == rows)
-      return with_rows<vectors>(n, [&](auto n_) { product<H, n_.count>(terms, step, panel_index, v, key, k); });
     RowSums<Real, rows, vectors> products;
     const Real* X[Terms];
     for (int i = 0; i < Terms; i++) X[i] = terms.X[i] ? terms.X[i] + k * terms.ld : nullptr;
@@ -165,16 +162,23 @@ struct TileStages {
       step.template finish<H>(row, panel_index * panel + v * width, key + r, k + r);
     });
   }
-  // ... against all panels
+  // m keys against the panels from panel_index on, up to vector `end` of the tile
   template <Hidden H, int Terms, class Step>
-  static ATTN_NOINLINE void against_panels(const Product<Terms>& terms, int64_t vectors_used, const Step& step,
-                                           int64_t m, int64_t key, int64_t k) {
-    int64_t panel_index = 0;
+  static ATTN_NOINLINE void against_panels(const Product<Terms>& terms, const Step& step, int64_t panel_index,
+                                           int64_t end, int64_t m, int64_t key, int64_t k) {
     if (m == rows)
-      for (; (panel_index + 1) * vectors <= vectors_used; panel_index++)
-        product<H, vectors>(terms, step, panel_index, 0, key, k);
-    for (; panel_index * vectors < vectors_used; panel_index++)
-      against_panel<H>(terms, step, panel_index, 0, min_of(vectors, vectors_used - panel_index * vectors), m, key, k);
+      for (; (panel_index + 1) * vectors <= end; panel_index++) product<H>(terms, step, panel_index, key, k);
+    for (; panel_index * vectors < end; panel_index++)
+      part_of_panel<H>(terms, step, panel_index, 0, min_of(vectors, end - panel_index * vectors), m, key, k);
+  }
+  // m keys against n vectors of one panel, from vector v on
+  template <Hidden H, int Terms, class Step>
+  static ATTN_INLINE void against_panel(const Product<Terms>& terms, const Step& step, int64_t panel_index, int64_t v,
+                                        int64_t n, int64_t m, int64_t key, int64_t k) {
+    if (m == rows && n == vectors)
+      against_panels<H>(terms, step, panel_index, (panel_index + 1) * vectors, m, key, k);
+    else
+      part_of_panel<H>(terms, step, panel_index, v, n, m, key, k);
   }
 
   // One product for keys [begin, end) of the block, none of which the ranges hide
@@ -182,7 +186,7 @@ struct TileStages {
   static ATTN_INLINE void inner(const Product<Terms>& terms, const QueryRows& queries, const Step& step, int64_t k0,
                                 int64_t begin, int64_t end) {
     for (int64_t k = begin; k < end; k += rows) {
-      against_panels<H>(terms, queries.vectors_used, step, min_of(rows, end - k), k0 + k, k);
+      against_panels<H>(terms, step, 0, queries.vectors_used, min_of(rows, end - k), k0 + k, k);
       if (queries.prefetch) queries.prefetch->step();
     }
   }

@@ -100,8 +100,8 @@ ATTN_INLINE void in_powers(int64_t m, F&& f, int64_t first = 0) {
 }
 
 // Sums of rows [m][left_ld] with the columns right [n][right_ld], n <= N vectors wide, in memory: for tiles of fewer
-// than Max rows, which what follows then takes a row at a time. So that no product is compiled for every number of rows
-// together with every epilogue.
+// than Max rows or N vectors, which what follows then takes a row at a time. So that no product is compiled for every
+// number of rows and vectors together with every epilogue.
 template <class Real, int Max, int N>
 struct RowSums {
   static constexpr int64_t ld = N * Vec<Real>::width;

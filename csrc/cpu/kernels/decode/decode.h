@@ -7,27 +7,21 @@
 // products at an even pace (decode/line_prefetch.h).
 #pragma once
 #include "cpu/kernels/common/common.h"
-#include "cpu/kernels/common/exp2.h"
 #include "cpu/kernels/common/log_sum.h"
-#include "cpu/kernels/common/score_modifier.h"
 #include "cpu/kernels/common/scratch.h"
 #include "decode/params.h"
 #include "decode_bias.h"
 #include "row_products.h"
+#include "softmax.h"
 
 namespace attnjourney {
 namespace {
-
-// Products by pairs of bfloat16 numbers, for `rows` rows together: none.
-struct NoPairs {
-  static constexpr bool on = false;
-  static constexpr int rows = 0, lanes = 1;
-};
 
 template <class T, class ByPairs = NoPairs>
 struct Decode {
   using Products = RowProducts<T>;
   using Real = Compute<T>;
+  using Softmax = DecodeSoftmax<Real, ByPairs>;
   using V = Vec<Real>;
   static constexpr int width = V::width;
   static constexpr int max_rows = Products::max_rows;
@@ -35,8 +29,7 @@ struct Decode {
   // is lost here by reading queries and outputs again for every few keys (python -m benchmarks.run --case few, AVX2).
   static constexpr int lanes_of_rows = sizeof(T) == 4 ? width / 2 : width;
   static constexpr int64_t few_rows = lanes_of_rows < max_rows ? lanes_of_rows : max_rows;
-  static constexpr Real lowest = sizeof(Real) == 4 ? Real(-3.4028234663852886e38) : Real(-1.7976931348623157e308);
-  static constexpr Real infinity = Real(__builtin_inff());
+  static constexpr Real lowest = Softmax::lowest;
 
   // rows of one pass, passes, and keys of one block
   struct Shape {
@@ -98,108 +91,40 @@ struct Decode {
     return finite_bits(bad);
   }
 
-  template <int R>
-  static constexpr bool by_pairs = ByPairs::on && R == ByPairs::rows;
-
-  // R rows of one pass against a block of keys.
-  struct RowGroup {
-    int64_t first, count;                    // rows of the call; those past `count` only fill the registers
-    Real* scores;                            // [key][R], then the weights
-    const Real* bias;                        // [key][R], -inf where hidden; or null
-    Real *output, *largest, *sum, *rounded;  // of the chunk so far, see Partial
-  };
-
-  // Scores of a block -> weights; what the chunk holds is brought to the new largest score. By pairs weights are
-  // rounded: `rounded` is their sum then, which goes with the output, and `sum` still that of what they were.
-  template <int R>
-  static ATTN_NOINLINE void softmax(const DecodeParams& params, const RowGroup& group, int64_t vd, int64_t k0,
-                                    int64_t n, bool border) {
-    constexpr int period = R > width ? R : width, vectors = period / width;  // lane i of a period is row i % R
-    const int64_t total = n * R, end = round_up(total, period);
-    Real* const scores = group.scores;
-    const Real* const bias = group.bias;
-    const auto fill_hidden = [&](Real x) {
-      for (int64_t i = total; i < end; i++) scores[i] = x;
-      if (!border) return;
-      for (int r = 0; r < R; r++) {
-        if (r >= group.count) continue;
-        const VisibleKeys seen = params.keys.row((group.first + r) % params.q_len).from(k0);
-        for (int64_t k = max_of(0, seen.prefix); k < min_of(n, seen.begin); k++) scores[k * R + r] = x;
-        for (int64_t k = max_of(0, seen.end); k < n; k++) scores[k * R + r] = x;
-      }
-    };
-    const auto each_period = [&](auto&& f) {  // f(vector of a period, its place)
-      for (int64_t i = 0; i < end; i += period) ATTN_UNROLL for (int v = 0; v < vectors; v++) f(v, i + v * width);
-    };
-    if (params.modifier.on()) modify_scores(scores, int(end / width), Modifier<Real>(params));
-    if (bias)
-      for (int64_t i = 0; i < end; i += width) {  // a NaN in a hidden key must not show
-        const V added = load(bias + i), hidden = V::set(-infinity);
-        store(scores + i, select(eq(added, hidden), hidden, load(scores + i) + added));
-      }
-    fill_hidden(-infinity);
-    V lanes[vectors];
-    ATTN_UNROLL for (int v = 0; v < vectors; v++) lanes[v] = V::set(lowest);
-    each_period([&](int v, int64_t at) { lanes[v] = max(load(scores + at), lanes[v]); });
-    const Real exponents = Real(score_unit(params).exponents);
-    Real of_lane[period], reference[period];
-    ATTN_UNROLL for (int v = 0; v < vectors; v++) store(of_lane + v * width, lanes[v]);
-    for (int r = 0; r < R; r++) {
-      Real top = group.largest[r];
-      for (int i = r; i < period; i += R) top = of_lane[i] > top ? of_lane[i] : top;
-      if (top > group.largest[r]) {
-        const Real shrink = exp2_of((group.largest[r] - top) * exponents);
-        group.largest[r] = top;
-        group.sum[r] *= shrink;
-        if constexpr (by_pairs<R>) group.rounded[r] *= shrink;
-        Real* const output = group.output + r * vd;
-        for (int64_t d = 0; d < vd; d += width) store(output + d, load(output + d) * V::set(shrink));
-      }
-      for (int i = r; i < period; i += R) reference[i] = top;
+  static constexpr bool by_pairs(int64_t rows) { return ByPairs::on && rows == ByPairs::rows; }
+  // calls f(Rows<rows>) for the rows of a pass
+  template <class F>
+  static ATTN_INLINE void with_pass(int64_t rows, F&& f) {
+    switch (rows) {
+      case 1:
+        return f(Rows<1>{});
+      case 2:
+        return f(Rows<2>{});
+      case 4:
+        return f(Rows<4>{});
+      default:
+        return f(Rows<8>{});
     }
-    each_period([&](int v, int64_t at) {
-      store(scores + at, exp2((load(scores + at) - load(reference + v * width)) * V::set(exponents)));
-    });
-    fill_hidden(Real(0));  // exp2 of a hidden score is not 0
-    if (bias)
-      for (int64_t i = 0; i < end; i += width)
-        store(scores + i, select(eq(load(bias + i), V::set(-infinity)), V::zero(), load(scores + i)));
-    const auto add_all = [&](Real* sums, auto&& weight) {
-      ATTN_UNROLL for (int v = 0; v < vectors; v++) lanes[v] = V::zero();
-      each_period([&](int v, int64_t at) { lanes[v] = lanes[v] + weight(scores + at); });
-      ATTN_UNROLL for (int v = 0; v < vectors; v++) store(of_lane + v * width, lanes[v]);
-      for (int i = 0; i < period; i++) sums[i % R] += of_lane[i];
-    };
-    add_all(group.sum, [](const Real* x) { return load(x); });
-    if constexpr (by_pairs<R>)
-      add_all(group.rounded, [](Real* x) {
-        const V weight = ByPairs::rounded(load(x));
-        store(x, weight);
-        return weight;
-      });
-  }
-  static ATTN_INLINE Real exp2_of(Real x) {
-    return sizeof(Real) == 4 ? Real(__builtin_exp2f(float(x))) : Real(__builtin_exp2(double(x)));
   }
 
-  template <int R>
   static ATTN_NOINLINE void copy_queries(const DecodeParams& params, const DecodeRows& rows, const Shape& shape,
                                          Real factor, Real* query) {
     T* const pairs = reinterpret_cast<T*>(query);
-    for (int64_t i = 0; i < shape.groups * R; i++) {
+    const bool as_pairs = by_pairs(shape.rows);
+    for (int64_t i = 0; i < shape.groups * shape.rows; i++) {
       int64_t d = 0;
       if (i < rows.count) {
         const int64_t at = rows.first + i;
         const T* const row =
             static_cast<const T*>(rows.query) + at / params.q_len * params.q_head + at % params.q_len * params.q_row;
         for (; d < params.head_dim; d++)
-          if constexpr (by_pairs<R>)
+          if (as_pairs)
             pairs[i * shape.qd + d] = row[d];
           else
             query[i * shape.qd + d] = load_one(row + d) * factor;
       }
       for (; d < shape.qd; d++)
-        if constexpr (by_pairs<R>)
+        if (as_pairs)
           pairs[i * shape.qd + d] = T{};
         else
           query[i * shape.qd + d] = Real(0);
@@ -223,15 +148,16 @@ struct Decode {
     return prefetch;
   }
 
-  template <int R>
-  static void run_chunk(const DecodeParams& params, const DecodeRows& rows, const DecodeRun* runs, int64_t n_runs,
-                        void* partial_, void* space) {
+  // rows against the keys of the runs; all of them lie within what any row may see
+  static void chunk(const DecodeParams& params, const DecodeRows& rows, const DecodeRun* runs, int64_t n_runs,
+                    void* partial_, void* space) {
     const Shape shape(params, rows.count);
+    const int64_t R = shape.rows;
     const Buffers buffers = buffers_in<Buffers>(space, params, shape);
     const Partial partial = buffers_in<Partial>(partial_, shape);
     const int64_t all_rows = shape.groups * R, query_size = R * shape.qd, output_size = R * shape.vd;
     const Real factor = query_factor<Real>(params);
-    copy_queries<R>(params, rows, shape, factor, buffers.query);
+    copy_queries(params, rows, shape, factor, buffers.query);
     for (int64_t i = 0; i < all_rows; i++) {
       partial.largest[i] = lowest;
       partial.sum[i] = 0;
@@ -256,27 +182,33 @@ struct Decode {
       for (int64_t g = 0; g < shape.groups; g++) {
         Real *const scores = buffers.scores + g * shape.score_size(), *const query = buffers.query + g * query_size;
         const int64_t row = rows.first + g * R, count = rows.count - g * R;
-        const MaskBlock mask = DecodeBias<T, R>::block(params, rows, row, count, block.first, n, buffers.bias);
+        MaskBlock mask = MaskBlock::all_visible;
+        if (biased(params))
+          with_pass(R, [&](auto r) {
+            mask = DecodeBias<Real, r.count>::template block<T>(params, rows, row, count, block.first, n, buffers.bias);
+          });
         unseen[g] = mask == MaskBlock::all_hidden;
         if (unseen[g]) continue;
         hides |= mask == MaskBlock::some_hidden;
         BlockWalk::pieces(runs, block, [&](const DecodeRun& run, int64_t k, int64_t count, int64_t done) {
-          if constexpr (by_pairs<R>)
-            ByPairs::scores(reinterpret_cast<const T*>(buffers.query) + g * query_size, shape.qd, of_keys(run, k),
-                            params.k_row, params.head_dim, count, factor, scores + done * R, prefetch);
-          else
-            Products::template scores<R>(query, shape.qd, of_keys(run, k), params.k_row, params.head_dim, count,
-                                         scores + done * R, prefetch);
+          with_pass(R, [&](auto r) {
+            if constexpr (by_pairs(r.count))
+              ByPairs::scores(reinterpret_cast<const T*>(buffers.query) + g * query_size, shape.qd, of_keys(run, k),
+                              params.k_row, params.head_dim, count, factor, scores + done * R, prefetch);
+            else
+              Products::template scores<r.count>(query, shape.qd, of_keys(run, k), params.k_row, params.head_dim, count,
+                                                 scores + done * R, prefetch);
+          });
         });
-        const RowGroup group{.first = row,
-                             .count = count,
-                             .scores = scores,
-                             .bias = has_block(mask) ? buffers.bias : nullptr,
-                             .output = partial.output + g * output_size,
-                             .largest = partial.largest + g * R,
-                             .sum = partial.sum + g * R,
-                             .rounded = partial.rounded + g * R};
-        softmax<R>(params, group, shape.vd, block.first, n, border);
+        const typename Softmax::RowGroup group{.first = row,
+                                               .count = count,
+                                               .scores = scores,
+                                               .bias = has_block(mask) ? buffers.bias : nullptr,
+                                               .output = partial.output + g * output_size,
+                                               .largest = partial.largest + g * R,
+                                               .sum = partial.sum + g * R,
+                                               .rounded = partial.rounded + g * R};
+        with_pass(R, [&](auto r) { Softmax::template run<r.count>(params, group, shape.vd, block.first, n, border); });
       }
       for (int64_t g = 0; g < shape.groups; g++) {
         if (unseen[g]) continue;
@@ -284,12 +216,14 @@ struct Decode {
         Real* const output = partial.output + g * output_size;
         if (hides) memcpy(buffers.before, output, sizeof(Real) * size_t(output_size));
         BlockWalk::pieces(runs, block, [&](const DecodeRun& run, int64_t k, int64_t count, int64_t done) {
-          if constexpr (by_pairs<R>)
-            ByPairs::weighted_values(weights + done * R, count, of_values(run, k), params.v_row, params.v_head_dim,
-                                     output, shape.vd, buffers.pairs, prefetch);
-          else
-            Products::template weighted_values<R>(weights + done * R, count, of_values(run, k), params.v_row,
-                                                  params.v_head_dim, output, shape.vd, prefetch);
+          with_pass(R, [&](auto r) {
+            if constexpr (by_pairs(r.count))
+              ByPairs::weighted_values(weights + done * R, count, of_values(run, k), params.v_row, params.v_head_dim,
+                                       output, shape.vd, buffers.pairs, prefetch);
+            else
+              Products::template weighted_values<r.count>(weights + done * R, count, of_values(run, k), params.v_row,
+                                                          params.v_head_dim, output, shape.vd, prefetch);
+          });
         });
         if (hides && !finite(output, output_size)) {
           memcpy(output, buffers.before, sizeof(Real) * size_t(output_size));
@@ -302,27 +236,12 @@ struct Decode {
     }
   }
 
-  // rows against the keys of the runs; all of them lie within what any row may see
-  static void chunk(const DecodeParams& params, const DecodeRows& rows, const DecodeRun* runs, int64_t n_runs,
-                    void* partial, void* space) {
-    switch (Shape(params, rows.count).rows) {
-      case 1:
-        return run_chunk<1>(params, rows, runs, n_runs, partial, space);
-      case 2:
-        return run_chunk<2>(params, rows, runs, n_runs, partial, space);
-      case 4:
-        return run_chunk<4>(params, rows, runs, n_runs, partial, space);
-      default:
-        return run_chunk<8>(params, rows, runs, n_runs, partial, space);
-    }
-  }
-
   // partials of `chunks` chunks, partial_size apart, in the order of the keys -> out, lse, stats; the first one is
   // overwritten. False where the tiled forward does better: scores so large that derivatives, which add in another
   // order, do not find them again, and sums of values that are not finite, though their mean may be.
   static bool merge(const DecodeParams& params, const DecodeRows& rows, void* partials, int64_t chunks) {
     const Shape shape(params, rows.count);
-    const bool rounds = ByPairs::on && shape.rows == ByPairs::rows;
+    const bool rounds = by_pairs(shape.rows);
     const ScoreUnit unit = score_unit(params);
     const int64_t stride = partial_size(params, rows.count) / int64_t(sizeof(Real));
     const Partial first = buffers_in<Partial>(partials, shape);
@@ -334,7 +253,7 @@ struct Decode {
       Real top = lowest, sum = 0, divisor = 0;
       for (int64_t c = 0; c < chunks; c++) top = largest[c * stride] > top ? largest[c * stride] : top;
       for (int64_t c = 0; c < chunks; c++) {
-        const Real factor = exp2_of((largest[c * stride] - top) * Real(unit.exponents));
+        const Real factor = Softmax::exp2_of((largest[c * stride] - top) * Real(unit.exponents));
         sum += factor * sums[c * stride];
         divisor += factor * rounded[c * stride];
         for (int64_t d = 0; d < shape.vd; d += width) {

@@ -6,10 +6,9 @@
 namespace attnjourney {
 namespace {
 
-// Real: what scores are computed in. T: of the query.
-template <class T, int R>
+// Real: what scores are computed in.
+template <class Real, int R>
 struct DecodeBias {
-  using Real = Compute<T>;
   using V = Vec<Real>;
   static constexpr int width = V::width;
 
@@ -64,8 +63,8 @@ struct DecodeBias {
 
   // Keys k0 .. k0 + n of the rows from `row` on, `count` of which count. all_visible: bias is not written.
   template <class M>
-  static ATTN_INLINE MaskBlock of_mask(const DecodeParams& params, const DecodeRows& rows, int64_t row, int64_t count,
-                                       int64_t k0, int64_t n, Real* bias) {
+  static ATTN_NOINLINE MaskBlock of_mask(const DecodeParams& params, const DecodeRows& rows, int64_t row, int64_t count,
+                                         int64_t k0, int64_t n, Real* bias) {
     Row<M> all[R];
     MaskBlock state = params.alibi ? MaskBlock::summed : MaskBlock::all_visible;
     bool some_seen = false;
@@ -93,9 +92,10 @@ struct DecodeBias {
     return fill(all, params.mask_col, n, bias) ? MaskBlock::some_hidden : MaskBlock::summed;
   }
 
+  // Where there is a mask or ALiBi. T: of the query.
+  template <class T>
   static ATTN_INLINE MaskBlock block(const DecodeParams& params, const DecodeRows& rows, int64_t row, int64_t count,
                                      int64_t k0, int64_t n, Real* bias) {
-    if (params.mask == MaskKind::none && !params.alibi) return MaskBlock::all_visible;
     if (params.mask == MaskKind::boolean) return of_mask<mask_bool>(params, rows, row, count, k0, n, bias);
     if (params.mask_fp32) return of_mask<float>(params, rows, row, count, k0, n, bias);
     return of_mask<T>(params, rows, row, count, k0, n, bias);
