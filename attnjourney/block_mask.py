@@ -228,6 +228,22 @@ class BlockMask:
         kinds[row, self.index.long()] = self.partial.long() + 1
         return kinds.view(*lead, ends - 1, key_blocks)
 
+    def part(self, row: int, row_end: int, key: int, key_end: int) -> BlockMask:
+        """The mask of these rows and keys; row and key are multiples of block_size."""
+        size = self.block_size
+        if row % size or key % size:
+            raise ValueError(f"row, key: expected multiples of the block size, {size}, got {row} and {key}")
+        here = (self.index >= key // size) & (self.index < -(-key_end // size))
+        before = torch.cat([here.new_zeros(1, dtype=torch.int32), here.cumsum(0, dtype=torch.int32)])
+        offsets = before[self.offsets[..., row // size : -(-row_end // size) + 1].long()]
+        index = self.index[here] - key // size
+        return BlockMask(offsets, index, self.partial[here], self.elements, row_end - row, key_end - key)
+
+    def of_heads(self, first: int, count: int) -> BlockMask:
+        """The mask of these heads."""
+        offsets = self.offsets if self.offsets.shape[1] == 1 else self.offsets[:, first : first + count]
+        return BlockMask(offsets, *self.tensors[1:], self.q_len, self.kv_len)
+
     def for_rank(self, batch_sizes: tuple[int, ...], rank: int) -> BlockMask:
         """The same mask for a query of that rank and those batch dimensions, whose leading dimensions its offsets
         then broadcast to: rank 3 has no batch, rank 2 no heads either."""

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from .._dtypes import accumulation_dtype
+from ..block_mask import BlockMask
+from ..ops.block_attention import block_tensors
 from ._parts import Part
 
 _LOG2_E = math.log2(math.e)
-_forward = torch.ops.attnjourney.attention_forward.default
-_backward = torch.ops.attnjourney.attention_backward.default
-QUERY, KEY, VALUE, MASK, SINKS, SLOPES = (1 << bit for bit in range(6))  # bits of `need`
+_ops = torch.ops.attnjourney
+INPUTS = QUERY, KEY, VALUE, MASK, SINKS, SLOPES = tuple(1 << bit for bit in range(6))  # bits of `need`
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,16 @@ class Scores:
 
     scale: float | None
     enable_gqa: bool
-    softcap: float
-    key_lengths: Tensor | None
+    softcap: float = 0.0
+    key_lengths: Tensor | None = None
+
+    def of(self, part: Part) -> dict[str, Any]:
+        options: dict[str, Any] = dict(
+            scale=self.scale, enable_gqa=self.enable_gqa, softcap=self.softcap, window_size=part.window
+        )
+        if self.key_lengths is not None:
+            options["key_lengths"] = (self.key_lengths - part.first_key).clamp(0, part.key_end - part.key)
+        return options
 
 
 class Rows:
@@ -89,92 +98,88 @@ def natural(stats: Tensor) -> Tensor:
 
 
 class Calls:
-    """The operator on parts of this rank's rows and another's keys."""
+    """The operator on parts of this rank's rows and another's keys. mask: a tensor of this rank's rows and all keys, or
+    a BlockMask of the whole."""
 
-    def __init__(self, scores: Scores, slopes: Tensor | None, mask: Tensor | None = None):
+    def __init__(self, scores: Scores, slopes: Tensor | None, mask: Tensor | BlockMask | None = None):
         self.scores, self.slopes, self.mask = scores, slopes, mask
 
     def of_mask(self, part: Part, mask: Tensor) -> Tensor:
-        """The part of a mask of this rank's rows and all keys, or of its gradient; a view."""
+        """The part of a mask tensor, or of its gradient; a view."""
         if mask.shape[-2] != 1:
             mask = mask[..., part.row : part.row_end, :]
         if mask.shape[-1] != 1:
             mask = mask[..., part.first_key : part.first_key + part.key_end - part.key]
         return mask
 
-    def _arguments(self, part: Part, query: Tensor, shape: tuple[int, ...]) -> tuple[Tensor | None, dict]:
-        """(attn_mask, options). ALiBi between chunks is a bias: the operator counts distances from its first row."""
-        keys = part.key_end - part.key
-        options: dict[str, Any] = dict(
-            scale=self.scores.scale,
-            enable_gqa=self.scores.enable_gqa,
-            window_size=part.window,
-            softcap=self.scores.softcap,
-        )
-        if self.scores.key_lengths is not None:
-            options["key_lengths"] = (self.scores.key_lengths - part.first_key).clamp(0, keys)
+    def _arguments(self, part: Part, query: Tensor, key: Tensor, shape: tuple[int, ...]) -> tuple[str, tuple, dict]:
+        """(what the operator's name begins with, its mask arguments, its options); shape: of lse. ALiBi between chunks
+        is a bias: the operator counts distances from its first row."""
+        options = self.scores.of(part)
+        if isinstance(self.mask, BlockMask):
+            rows, keys = part.row_end - part.row, part.key_end - part.key
+            blocks = self.mask.part(part.first_row, part.first_row + rows, part.first_key, part.first_key + keys)
+            return "block_attention", block_tensors(blocks, query, key), options
         mask = None if self.mask is None else self.of_mask(part, self.mask)
         if self.slopes is None:
-            return mask, options
+            return "attention", (mask,), options
         if part.distance == 0:
-            return mask, {**options, "alibi_slopes": self.slopes}
+            return "attention", (mask,), {**options, "alibi_slopes": self.slopes}
         wide = accumulation_dtype(query.dtype)
         slopes = per_head(self.slopes, shape).to(wide).unsqueeze(-1)
         bias = -slopes * _distances(part, wide, query.device)
         if mask is not None:
             bias = bias.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else bias + mask
-        return bias, options
+        return "attention", (bias,), options
 
     def forward(self, rows: Rows, part: Part, query: Tensor, key: Tensor, value: Tensor) -> None:
-        keys = slice(part.key, part.key_end)
-        mask, options = self._arguments(part, query, rows.shape)
-        out, lse, stats = _forward(
-            query[..., part.row : part.row_end, :], key[..., keys, :], value[..., keys, :], mask, **options
-        )
-        rows.join(part, out, lse, stats, biased=mask is not None and mask.is_floating_point())
+        at, keys = slice(part.row, part.row_end), slice(part.key, part.key_end)
+        query, key, value = query[..., at, :], key[..., keys, :], value[..., keys, :]
+        name, masks, options = self._arguments(part, query, key, rows.shape)
+        out, lse, stats = getattr(_ops, f"{name}_forward").default(query, key, value, *masks, **options)
+        rows.join(part, out, lse, stats, biased=_is_bias(masks[0]))
 
     def backward(
         self, part: Part, need: int, grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor,
         value: Tensor, out: Tensor, lse: Tensor, stats: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        """(grad_query, grad_key, grad_value, grad_attn_mask, grad_alibi_slopes); what `need` does not ask for is
-        empty."""
-        mask, options = self._arguments(part, query, lse.shape)
+    ) -> dict[int, Tensor]:  # fmt: skip
+        """The gradients of the inputs that `need` asks for, by its bits."""
         rows, keys = slice(part.row, part.row_end), slice(part.key, part.key_end)
+        query, key, value = query[..., rows, :], key[..., keys, :], value[..., keys, :]
+        name, masks, options = self._arguments(part, query, key, lse.shape)
         stats = stats[..., rows, :]
-        by_bias = self.slopes is not None and part.distance != 0
-        wanted = need
-        if mask is not None and mask.is_floating_point():
-            stats = natural(stats)
-        if by_bias and need & SLOPES:
-            need = need & ~SLOPES | MASK
-        grads = _backward(
+        inputs = [bit for bit in INPUTS if name == "attention" or bit != MASK]
+        by_bias = need & SLOPES and part.distance != 0
+        asked = need & ~SLOPES | MASK if by_bias else need
+        grads = getattr(_ops, f"{name}_backward").default(
             grad_out[..., rows, :],
             None if grad_lse is None else grad_lse[..., rows],
-            query[..., rows, :],
-            key[..., keys, :],
-            value[..., keys, :],
-            mask,
+            query,
+            key,
+            value,
+            *masks,
             out[..., rows, :],
             lse[..., rows],
-            stats,
+            natural(stats) if _is_bias(masks[0]) else stats,
             **options,
-            need=need,
+            need=sum(1 << i for i, bit in enumerate(inputs) if asked & bit),
         )
-        of_mask, of_slopes = grads[3], grads[5]
-        if wanted & MASK and self.mask is not None:
-            of_mask = of_mask.sum_to_size(self.of_mask(part, self.mask).shape)
-        if by_bias and wanted & SLOPES:
+        found = dict(zip(inputs, grads))
+        if by_bias:
             assert self.slopes is not None
-            of_slopes = -(grads[3] * _distances(part, grads[3].dtype, query.device)).sum((-2, -1))
+            of_slopes = -(found[MASK] * _distances(part, found[MASK].dtype, query.device)).sum((-2, -1))
             of_slopes = of_slopes.reshape(-1, self.slopes.shape[-1])
-            of_slopes = of_slopes.sum(0) if self.slopes.dim() == 1 else of_slopes
-        return (*grads[:3], of_mask, of_slopes)
+            found[SLOPES] = of_slopes.sum(0) if self.slopes.dim() == 1 else of_slopes
+        return found
 
 
 def _distances(part: Part, dtype: torch.dtype, device: torch.device) -> Tensor:
     rows = torch.arange(part.row_end - part.row, device=device) + part.distance
     return (rows.unsqueeze(-1) - torch.arange(part.key_end - part.key, device=device)).abs().to(dtype)
+
+
+def _is_bias(mask: Tensor | None) -> bool:
+    return mask is not None and mask.is_floating_point()
 
 
 def sinks_gradient(sinks: Tensor, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor) -> Tensor:

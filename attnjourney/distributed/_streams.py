@@ -12,6 +12,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from .._dtypes import accumulation_dtype
+from ..block_mask import BlockMask
 from ._parts import Layout, Visibility, parts
 from ._route import Route, route_of
 from ._rows import KEY, MASK, QUERY, SLOPES, VALUE, Calls, Rows, Scores, sinks_gradient
@@ -32,6 +33,7 @@ class Stream:
     lead: tuple[int, ...]  # the leading dimensions of the result
     gathered: bool  # all shards at once, not one after the other
     v_dim: int
+    blocks: BlockMask | None = None  # of the whole
     expand: Expand | None = None  # keys and values of what is sent, where that is something else
 
     def keys(self, sent: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -52,14 +54,7 @@ class StreamedAttention(Function):
 
     @staticmethod
     def forward(ctx, stream, query, sinks, alibi_slopes, attn_mask, *tensors):
-        rank = dist.get_rank(stream.group)
-        sent, weights = tensors[:SENT], tensors[SENT:]
-        rows, calls = Rows(stream.lead, query, stream.v_dim, sinks), Calls(stream.scores, alibi_slopes, attn_mask)
-        for source, message in _messages(stream, pack(sent)):
-            k, v = stream.keys(unpack(message, sent), weights)
-            for part in parts(stream.layout, rank, source, stream.seen):
-                calls.forward(rows, part, query, k, v)
-        out, lse, stats = rows.results()
+        out, lse, stats = attended(stream, query, sinks, alibi_slopes, attn_mask, *tensors)
         ctx.save_for_backward(query, sinks, alibi_slopes, attn_mask, out, lse, stats, *tensors)
         ctx.stream = stream
         ctx.set_materialize_grads(False)
@@ -77,21 +72,32 @@ class StreamedAttention(Function):
             need |= KEY | VALUE if any(of_tensors) else 0
         else:
             need |= (KEY if of_tensors[0] else 0) | (VALUE if of_tensors[1] else 0)
-        work = _Backward(ctx.stream, need, grad_out, grad_lse, query, tensors, slopes, mask, (out, lse, stats))
-        gradients: list[Tensor | None] = [None] * len(tensors)
-        if need:
-            total = work.gathered() if ctx.stream.gathered else work.ring()
-            if total is not None:
-                found = [*work.split(total), *work.grad_weights]
-                gradients = [g.to(x.dtype) if n else None for g, x, n in zip(found, tensors, of_tensors)]
+        work = Backward(ctx.stream, need, grad_out, grad_lse, query, tensors, slopes, mask, (out, lse, stats))
+        found = work.of_tensors()
+        gradients = [g.to(x.dtype) if n else None for g, x, n in zip(found, tensors, of_tensors)]
         return (
             None,
             work.grad_query.to(query.dtype) if need & QUERY else None,
             sinks_gradient(sinks, grad_out, grad_lse, out, stats) if of_sinks else None,
             work.grad_slopes.to(slopes.dtype) if need & SLOPES else None,
             work.grad_mask.to(mask.dtype) if need & MASK else None,
-            *gradients,
+            *(gradients or [None] * len(tensors)),
         )
+
+
+def attended(
+    stream: Stream, query: Tensor, sinks: Tensor | None, slopes: Tensor | None, mask: Tensor | None, *tensors: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, stats) of this rank's rows."""
+    rank = dist.get_rank(stream.group)
+    sent, weights = tensors[:SENT], tensors[SENT:]
+    rows = Rows(stream.lead, query, stream.v_dim, sinks)
+    calls = Calls(stream.scores, slopes, mask if stream.blocks is None else stream.blocks)
+    for source, message in _messages(stream, pack(sent)):
+        k, v = stream.keys(unpack(message, sent), weights)
+        for part in parts(stream.layout, rank, source, stream.seen):
+            calls.forward(rows, part, query, k, v)
+    return rows.results()
 
 
 def _messages(stream: Stream, own: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -108,7 +114,7 @@ def _messages(stream: Stream, own: Tensor) -> Iterator[tuple[int, Tensor]]:
             yield (rank - direction * hop) % size, message
 
 
-class _Backward:
+class Backward:
     """The gradients of one rank's rows; those of keys and values are sums over ranks, in the accumulation dtype."""
 
     def __init__(self, stream, need, grad_out, grad_lse, query, tensors, slopes, mask, results):
@@ -116,12 +122,19 @@ class _Backward:
         self.rank = dist.get_rank(stream.group)
         self.grad_out, self.grad_lse, self.results = grad_out, grad_lse, results
         self.query, self.sent, self.weights = query, tensors[:SENT], tensors[SENT:]
-        self.calls = Calls(stream.scores, slopes, mask)
+        self.calls = Calls(stream.scores, slopes, mask if stream.blocks is None else stream.blocks)
         self.wide = accumulation_dtype(query.dtype)
         self.grad_query = torch.zeros_like(query, dtype=self.wide)
         self.grad_slopes = query.new_zeros(() if slopes is None else slopes.shape, dtype=self.wide)
         self.grad_mask = query.new_zeros(mask.shape if need & MASK else (), dtype=self.wide)
         self.grad_weights = [torch.zeros_like(x, dtype=self.wide) for x in self.weights]
+
+    def of_tensors(self) -> list[Tensor]:
+        """Does the work; the gradients of the tensors in the accumulation dtype, none where no key's is wanted."""
+        total = None
+        if self.need:
+            total = self.gathered() if self.stream.gathered else self.ring()
+        return [] if total is None else [*self.split(total), *self.grad_weights]
 
     def empty(self) -> Tensor:
         """Room for the gradients of what a shard sends."""
@@ -140,21 +153,22 @@ class _Backward:
         total = self.empty().zero_() if self.of_keys else None
         grads = self._room(total, key, value)
         for part in parts(self.stream.layout, self.rank, source, self.stream.seen):
-            of_query, of_key, of_value, of_mask, of_slopes = self.calls.backward(
+            found = self.calls.backward(
                 part, self.need, self.grad_out, self.grad_lse, self.query, key.detach(), value.detach(), *self.results
             )
             if self.need & QUERY:
-                self.grad_query[..., part.row : part.row_end, :] += of_query
+                self.grad_query[..., part.row : part.row_end, :] += found[QUERY]
             if self.need & SLOPES:
-                self.grad_slopes += of_slopes
+                self.grad_slopes += found[SLOPES]
             if self.need & MASK:
-                self.calls.of_mask(part, self.grad_mask).add_(of_mask)
-            for bit, x, gradient in zip((KEY, VALUE), grads, (of_key, of_value)):
+                of_mask = self.calls.of_mask(part, self.grad_mask)
+                of_mask.add_(found[MASK].sum_to_size(of_mask.shape))
+            for bit, x in zip((KEY, VALUE), grads):
                 if self.need & bit:
-                    x[..., part.key : part.key_end, :] += gradient
+                    x[..., part.key : part.key_end, :] += found[bit]
         if total is not None and self.stream.expand is not None:
-            found = torch.autograd.grad([key, value], leaves, [g.to(key.dtype) for g in grads])
-            for x, gradient in zip([*self.split(total), *self.grad_weights], found):
+            through = torch.autograd.grad([key, value], leaves, [g.to(key.dtype) for g in grads])
+            for x, gradient in zip([*self.split(total), *self.grad_weights], through):
                 x += gradient
         return total
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,9 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from ..ops import attention
+from ..block_mask import BlockMask
+from ..ops.block_attention import block_attention
+from ._parts import Layout
 from ._transfer import all_to_all
-from .sharding import all_positions
+from .sharding import all_positions, lengthened, positions
 
 
 class _Swap(Function):
@@ -47,20 +50,42 @@ def own_heads(x: Tensor | None, group: dist.ProcessGroup | None) -> Tensor | Non
 
 
 def ulysses(
-    query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup | None, order: str, is_causal: bool,
-    per_head: dict[str, Tensor | None], options: dict[str, Any],
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask | None, layout: Layout, group: dist.ProcessGroup | None,
+    options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, lse) of this rank's rows; per_head: sinks and slopes of all heads."""
-    size = dist.get_world_size(group)
-    whole = []
-    for x in (query, key, value):
-        joined = heads_for_rows(x, group)
-        if order != "contiguous":
-            joined = joined.index_select(-2, all_positions(order, x.shape[-2], size).argsort().to(x.device))
-        whole.append(joined)
-    own: Any = {name: own_heads(x, group) for name, x in per_head.items()}
-    out, lse = attention(whole[0], whole[1], whole[2], is_causal=is_causal, return_lse=True, **options, **own)
-    if order != "contiguous":
-        places = all_positions(order, query.shape[-2], size).to(query.device)
+    """(out, lse) of this rank's rows; sinks and slopes of all heads, a mask of the whole. options: of the operator."""
+    size, rank, heads = layout.size, dist.get_rank(group), query.shape[-3]
+    own = {name: own_heads(options[name], group) for name in ("sinks", "alibi_slopes")}
+    options = {**options, **own}
+    in_order = layout.order == "contiguous" and len({*layout.q_lens}) == len({*layout.kv_lens}) == 1
+
+    def whole(x: Tensor, lengths: Sequence[int]) -> Tensor:
+        x = heads_for_rows(lengthened(x, max(lengths)), group)
+        return x if in_order else x.index_select(-2, _places(layout.order, lengths).to(x.device))
+
+    q, k, v = whole(query, layout.q_lens), whole(key, layout.kv_lens), whole(value, layout.kv_lens)
+    is_causal = options.pop("is_causal")
+    if mask is not None:
+        own_mask = mask.of_heads(rank * heads // size, heads // size)
+        out, lse = block_attention(q, k, v, own_mask, 0.0, is_causal, True, options)
+    else:
+        out, lse = torch.ops.attnjourney.attention_with_lse(q, k, v, None, 0.0, is_causal, **options)
+    if not in_order:  # back in that of ranks; rows that only fill a shard up are copies of the first one
+        places = _padded(layout.order, layout.q_lens).to(query.device)
         out, lse = out.index_select(-2, places), lse.index_select(-1, places)
-    return rows_for_heads(out, lse, group)
+    out, lse = rows_for_heads(out, lse, group)
+    return out[..., : query.shape[-2], :], lse[..., : query.shape[-2]]
+
+
+def _places(order: str, lengths: Sequence[int]) -> Tensor:
+    """Where each row of the sequence lies among the shards of all ranks, all filled up to one length."""
+    most = max(lengths)
+    there = torch.cat([torch.arange(rank * most, rank * most + n) for rank, n in enumerate(lengths)])
+    return there[all_positions(order, lengths).argsort()]
+
+
+def _padded(order: str, lengths: Sequence[int]) -> Tensor:
+    """The position of each row of the shards of all ranks, filled up to one length by position 0."""
+    most = max(lengths)
+    shards = (positions(order, lengths, rank) for rank in range(len(lengths)))
+    return torch.cat([torch.nn.functional.pad(p, (0, most - len(p))) for p in shards])

@@ -18,7 +18,7 @@ from ._agreement import agree, described
 from .ring_attention import ring_attention
 from .ring_linear_attention import ring_linear_attention
 from .ring_mla import stream_latents
-from .sharding import check_order, positions
+from .sharding import check_lengths, check_order, gathered_lengths, positions
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class _Context:
 
     def positions(self, x: Tensor) -> Tensor:
         """Of the rows of x (batch, seq, width) in the whole sequence."""
-        check_order(self.order, "x", x.shape[1])
-        place, size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        return positions(self.order, x.shape[1], place, size).to(x.device)
+        lengths = gathered_lengths(x.shape[1], self.group, x.device)
+        check_lengths(self.order, "x", lengths)
+        return positions(self.order, lengths, dist.get_rank(self.group)).to(x.device)
 
     def tables(self, rotary: Rotary, x: Tensor) -> Tables:
-        return rotary.tables(x, self.positions(x))
+        return (None, None) if rotary.rope is None else rotary.tables(x, self.positions(x))
 
 
 def context_parallel(
@@ -58,7 +58,7 @@ def context_parallel(
             that depend on a length it cannot see.
         In forward: what the functions raise; TypeError for masks and caches, which these layers take no more.
     """
-    check_order(order, "order", 0)
+    check_order(order)
     found = [(m, _RUNS[type(m)]) for m in module.modules() if type(m) in _RUNS]
     if not found:
         known = ", ".join(kind.__name__ for kind in _RUNS)
@@ -127,10 +127,11 @@ def _latent(layer: layers.MultiheadLatentAttention, context: _Context, x: Tensor
     latent, rotary = _local(both, whole=True).split([both.shape[-1] - rope, rope], -1)
     weight = _local(layer.kv_b_proj.weight)
     tensors = dict(query=_local(query), latent=latent, rotary=rotary, kv_b_weight=weight)
-    agree("context_parallel", described(tensors | {"scheme": context.scheme}), None, context.group, x.device)
+    call = described(tensors | {"scheme": context.scheme}, ("query", "latent", "rotary"))
+    (lengths,) = agree("context_parallel", call, None, context.group, x.device, [x.shape[1]])
     out = stream_latents(
-        **tensors, is_causal=layer.is_causal, scale=layer.scale, group=context.group, order=context.order,
-        scheme=context.scheme,
+        **tensors, lengths=lengths, is_causal=layer.is_causal, scale=layer.scale, group=context.group,
+        order=context.order, scheme=context.scheme,
     )  # fmt: skip
     return layer.o_proj(merge_heads(_like(out, query)))
 

@@ -30,12 +30,12 @@ def bytes_sent(
     prefix_length: int = 0,
     backward: bool = False,
 ) -> int:
-    """The bytes that one rank sends to others in a call of ring_attention, without the 8 to each by which the ranks
+    """The bytes that one rank sends to others in a call of ring_attention, without the 24 to each by which the ranks
     agree on the call. Nothing is sent here.
 
     Args:
         scheme: "ring", "all_gather" or "ulysses".
-        query_shape, key_shape, value_shape: of one rank's shards.
+        query_shape, key_shape, value_shape: of one rank's shards; where they differ in length, the longest.
         dtype: of the three.
         rank, size: the rank in its group, and the group's size.
         order, is_causal, window_size, prefix_length: as in ring_attention.
@@ -45,7 +45,7 @@ def bytes_sent(
     numbers = math.prod(key_shape) + math.prod(value_shape)
     wide = accumulation_dtype(dtype).itemsize
     if scheme == "ring":
-        layout = Layout(order, size, query_shape[-2], key_shape[-2])
+        layout = Layout.even(order, size, query_shape[-2], key_shape[-2])
         route = route_of(layout, Visibility.of(is_causal, window_size, prefix_length))
         return numbers * (item * route.sends(rank) + (wide * route.carries(rank) if backward else 0))
     if scheme == "all_gather":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._options import ScoreOptions
+from ..block_mask import BlockMask
 from ..ops._attention_checks import check
 from ._agreement import REFUSALS, agree, described
 from ._parts import Layout, Visibility
@@ -17,10 +19,13 @@ from ._rows import Scores
 from ._streams import Stream, StreamedAttention
 from ._ulysses import heads_for_rows, own_heads, rows_for_heads, ulysses
 from .cost import SCHEMES, choose_scheme
-from .sharding import check_order
+from .sharding import check_lengths, check_order, chunks, lengthened
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+BIAS = 1 << 22  # numbers of ALiBi's bias at a time
 
 
 class RingOptions(ScoreOptions, total=False):
@@ -33,7 +38,7 @@ class RingOptions(ScoreOptions, total=False):
     dropout_p: float
     is_causal: bool
     enable_gqa: bool
-    attn_mask: Tensor | None
+    attn_mask: Tensor | BlockMask | None
     key_lengths: Tensor | None
     cu_seqlens: Tensor | None
 
@@ -55,7 +60,7 @@ def ring_attention(
     ulysses_group: dist.ProcessGroup | None = None,
     order: str = "contiguous",
     scheme: str = "auto",
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | BlockMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -74,7 +79,8 @@ def ring_attention(
     (arXiv 2309.14509).
 
     Args:
-        query, key, value: this rank's shards, (..., H, L / ranks, E), of one shape on every rank. `shard` makes them.
+        query, key, value: this rank's shards, (..., H, L / ranks, E). `shard` makes them; contiguous ones may have any
+            lengths and be empty. With ulysses_group of one length.
         group: the process group, the default one by default.
         ulysses_group: a group that shares out heads as well (USP, arXiv 2405.07719): this rank's shard is a part of
             that which the ranks of this group have together, `shard(shard(x, group, order), ulysses_group)`. Within it
@@ -86,7 +92,8 @@ def ring_attention(
             the numbers of query and of key heads. "auto": see choose_scheme.
         attn_mask: of this rank's rows and all keys of the whole: broadcasts to (..., Hq, L / ranks, S). bool or
             floating, trained too, as in attnjourney.attention. A rank's gradient is that of its rows. Not with
-            "ulysses" and ulysses_group.
+            "ulysses" and ulysses_group. Or a BlockMask of the whole, the same on every rank: with "ulysses" any; else
+            one whose blocks begin where shards do, without window, prefix and ALiBi (they go into the mask).
         dropout_p: 0; other probabilities are refused, whose bits depend on positions in the whole.
         is_causal, scale, enable_gqa, window_size, prefix_length, softcap: as in attnjourney.attention; positions are
             those of the whole sequence.
@@ -96,8 +103,8 @@ def ring_attention(
             sequence's own. Shards go to ranks with a part of the same sequence and to no others. As many keys as rows;
             not with key_lengths or "ulysses".
         sinks, alibi_slopes: (Hq,) or (B, Hq), the same on every rank. A rank's gradient is that of its rows (its heads
-            with "ulysses"): the sum over the group is the whole one. ALiBi makes a bias of (Hq, rows, keys) of each
-            pair of different chunks, one at a time.
+            with "ulysses"): the sum over the group is the whole one. ALiBi makes a bias of rows of each pair of
+            different chunks, of at most 2^22 numbers.
         return_lse: also return the logarithm of each row's denominator.
 
     Returns: (..., Hq, L / ranks, Ev); with return_lse also (..., Hq, L / ranks), as attnjourney.attention.
@@ -110,50 +117,50 @@ def ring_attention(
     device = query.device.type
     if torch.is_autocast_enabled(device):  # as attention itself: casts, and computes what is then there
         query, key, value = (_autocast(x) for x in (query, key, value))
-    call: dict[str, str] = {}
-    error, lead = None, []
     own = dict(locals())
-    try:
-        call = _described(own)
-        lead = _checked(own)
-    except REFUSALS as refused:
-        error = refused
-    for ranks in (group,) if ulysses_group is None else (group, ulysses_group):
-        try:
-            agree("ring_attention", call, error, ranks, query.device)
-        except REFUSALS as refused:
-            error = refused  # the ranks of the second group learn of it
-    if error is not None:
-        raise error
-    documents = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
-    size = dist.get_world_size(group)
+    lead, q_lens, kv_lens = _agreed(own)
+    size, inner = len(q_lens), 1 if ulysses_group is None else dist.get_world_size(ulysses_group)
     masks: Any = dict(is_causal=is_causal, window_size=window_size, prefix_length=prefix_length)
     if scheme == "auto":
-        shapes = (query.shape, key.shape, value.shape)
-        scheme = choose_scheme(*shapes, query.dtype, size, order=order, **masks)
-        by_rows = not (ulysses_group is None and cu_seqlens is None and attn_mask is None)
+        shapes = [(*x.shape[:-2], max(n), x.shape[-1]) for x, n in ((query, q_lens), (key, kv_lens), (value, kv_lens))]
+        scheme = choose_scheme(shapes[0], shapes[1], shapes[2], query.dtype, size, order=order, **masks)
+        by_rows = inner > 1 or cu_seqlens is not None or isinstance(attn_mask, Tensor)
         scheme = "ring" if by_rows and scheme == "ulysses" else scheme
-    softcap = softcap or 0.0
+    documents = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
+    blocks = attn_mask if isinstance(attn_mask, BlockMask) else None
+    whole = [tuple(n * inner for n in lengths) for lengths in (q_lens, kv_lens)]
+    tile = 0 if alibi_slopes is None else max(1, BIAS // max(1, math.prod(lead) // inner * max(whole[1])))
+    layout = Layout(order, whole[0], whole[1], documents, tile)
+    if blocks is not None and scheme != "ulysses":
+        _check_blocks(own, blocks, layout)
     with torch.autocast(device, enabled=False):
         if scheme == "ulysses":
-            options = dict(scale=scale, enable_gqa=enable_gqa, key_lengths=key_lengths, softcap=softcap, **masks)
-            per_head = dict(sinks=sinks, alibi_slopes=alibi_slopes)
-            out, lse = ulysses(query, key, value, group, order, options.pop("is_causal"), per_head, options)
+            out, lse = ulysses(query, key, value, blocks, layout, group, _options(own))
         else:
+            key, value = (lengthened(x, max(kv_lens)) for x in (key, value))
             if ulysses_group is not None:
                 query, key, value = (heads_for_rows(x, ulysses_group) for x in (query, key, value))
                 sinks, alibi_slopes = (own_heads(x, ulysses_group) for x in (sinks, alibi_slopes))
-                lead[-1] //= dist.get_world_size(ulysses_group)
+                lead[-1] //= inner
+                if blocks is not None:
+                    blocks = blocks.of_heads(dist.get_rank(ulysses_group) * lead[-1], lead[-1])
             stream = Stream(
                 group=group,
-                layout=Layout(order, size, query.shape[-2], key.shape[-2], documents),
+                layout=layout,
                 seen=Visibility.of(**masks),
-                scores=Scores(scale, enable_gqa, softcap, key_lengths),
+                scores=Scores(
+                    scale=scale,
+                    enable_gqa=enable_gqa,
+                    softcap=softcap or 0.0,
+                    key_lengths=key_lengths,
+                ),
                 lead=tuple(lead),
                 gathered=scheme == "all_gather",
                 v_dim=value.shape[-1],
+                blocks=blocks,
             )
-            out, lse = StreamedAttention.apply(stream, query, sinks, alibi_slopes, attn_mask, key, value)
+            mask = attn_mask if blocks is None else None
+            out, lse = StreamedAttention.apply(stream, query, sinks, alibi_slopes, mask, key, value)
             if ulysses_group is not None:
                 out, lse = rows_for_heads(out, lse, ulysses_group)
     return (out, lse) if return_lse else out
@@ -163,25 +170,58 @@ def _autocast(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(x.device.type))
 
 
+def _options(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those of the operator."""
+    names = ("is_causal", "scale", "enable_gqa", "prefix_length", "key_lengths", "sinks", "alibi_slopes")
+    window, softcap = arguments["window_size"], arguments["softcap"]
+    options = {name: arguments[name] for name in names}
+    return options | dict(window_size=(-1, -1) if window is None else window, softcap=softcap or 0.0)
+
+
+def _agreed(arguments: dict[str, Any]) -> tuple[list[int], list[int], list[int]]:
+    """(leading dimensions of the result, lengths of the queries and of the keys by rank): all ranks make the same call,
+    and it fits."""
+    query, key, heads = (arguments[name] for name in ("query", "key", "ulysses_group"))
+    lead: list[int] = []
+    call: dict[str, str] = {}
+    error, found = None, []
+    try:
+        call = _described(arguments)
+        lead = _checked(arguments)
+    except REFUSALS as refused:
+        error = refused
+    own = [x.shape[-2] if x.dim() > 1 else 0 for x in (query, key)]
+    for ranks in (arguments["group"],) if heads is None else (arguments["group"], heads):
+        try:
+            found.append(agree("ring_attention", call, error, ranks, query.device, own))
+        except REFUSALS as refused:
+            error = refused  # the ranks of the second group learn of it
+    if error is not None:
+        raise error
+    q_lens, kv_lens = found[0]
+    _check_whole(arguments, lead, q_lens, kv_lens)
+    return lead, q_lens, kv_lens
+
+
 def _described(arguments: dict[str, Any]) -> dict[str, str]:
     """What must be the same on every rank, as text."""
-    apart = ("group", "ulysses_group", "device", "call", "error", "lead")
-    text = described({name: x for name, x in arguments.items() if name not in apart})
-    lengths = arguments["key_lengths"]
-    if lengths is not None and not lengths.is_cuda:
-        text["key_lengths"] = f"{lengths.tolist()}"
-    if arguments["cu_seqlens"] is not None:  # who sends to whom depends on it
-        text["cu_seqlens"] = f"{arguments['cu_seqlens'].tolist()}"
+    apart = ("group", "ulysses_group", "device")
+    free = ("query", "key", "value", "attn_mask") if arguments["ulysses_group"] is None else ()
+    text = described({name: x for name, x in arguments.items() if name not in apart}, free)
+    for name in ("key_lengths", "cu_seqlens"):
+        x = arguments[name]
+        if x is not None and (name == "cu_seqlens" or not x.is_cuda):  # who sends to whom depends on it
+            text[name] = f"{x.tolist()}"
     return text
 
 
 def _checked(arguments: dict[str, Any]) -> list[int]:
     """The leading dimensions of the result; raises for what does not fit on this rank."""
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
+    check_order(arguments["order"])
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() < 3:
             raise ValueError(f"{name}: expected at least 3 dimensions (..., heads, length, head_dim), got {x.dim()}")
-        check_order(arguments["order"], name, x.shape[-2])
         if x.dtype != query.dtype:
             raise RuntimeError(f"{name}: expected dtype {query.dtype}, got {x.dtype}")
     if arguments["dropout_p"] != 0:
@@ -193,53 +233,110 @@ def _checked(arguments: dict[str, Any]) -> list[int]:
     window, softcap = arguments["window_size"], arguments["softcap"]
     options |= dict(window_size=(-1, -1) if window is None else window, softcap=softcap or 0.0)
     lead = check(query, key, value, None, arguments["scale"], arguments["enable_gqa"], **options)
-    scheme, size = arguments["scheme"], dist.get_world_size(arguments["group"])
-    heads = arguments["ulysses_group"]
-    inner = 1 if heads is None else dist.get_world_size(heads)
-    most, lengths = key.shape[-2] * size * inner, arguments["key_lengths"]
-    if lengths is not None and not lengths.is_cuda and not all(0 <= n <= most for n in lengths.tolist()):
-        raise ValueError(f"key_lengths: expected numbers from 0 to {most}, got {lengths.tolist()}")
     if arguments["attn_mask"] is not None:
-        _check_mask(arguments, [*lead, query.shape[-2], most])
-    if arguments["cu_seqlens"] is not None:
-        _check_documents(arguments, key.shape[-2] * size * inner)
-    if scheme not in ("auto", *SCHEMES):
-        raise ValueError(f"scheme: expected one of auto, {', '.join(SCHEMES)}, got {scheme!r}")
-    for name, x in (("query", query), ("key", key)):
-        if x.shape[-3] % inner:
-            raise ValueError(
-                f"{name}: expected a multiple of the {inner} ranks of ulysses_group, got {x.shape[-3]} heads"
-            )
-        if scheme == "ulysses" and heads is not None:
-            raise ValueError("scheme: expected 'ring' or 'all_gather' beside ulysses_group, got 'ulysses'")
-        if scheme == "ulysses" and x.shape[-3] % size:
-            raise ValueError(f"{name}: scheme 'ulysses' expects a multiple of {size} heads, got {x.shape[-3]}")
+        _check_mask(arguments, lead)
+    _check_scheme(arguments)
     return lead
 
 
-def _check_documents(arguments: dict[str, Any], most: int) -> None:
+def _check_scheme(arguments: dict[str, Any]) -> None:
+    scheme, size = arguments["scheme"], dist.get_world_size(arguments["group"])
+    heads = arguments["ulysses_group"]
+    inner = 1 if heads is None else dist.get_world_size(heads)
+    if scheme not in ("auto", *SCHEMES):
+        raise ValueError(f"scheme: expected one of auto, {', '.join(SCHEMES)}, got {scheme!r}")
+    if scheme == "ulysses" and heads is not None:
+        raise ValueError("scheme: expected 'ring' or 'all_gather' beside ulysses_group, got 'ulysses'")
+    for name in ("query", "key"):
+        count = arguments[name].shape[-3]
+        if count % inner:
+            raise ValueError(f"{name}: expected a multiple of the {inner} ranks of ulysses_group, got {count} heads")
+        if scheme == "ulysses" and count % size:
+            raise ValueError(f"{name}: scheme 'ulysses' expects a multiple of {size} heads, got {count}")
+
+
+def _check_whole(arguments: dict[str, Any], lead: list[int], q_lens: list[int], kv_lens: list[int]) -> None:
+    """What depends on the lengths of all shards: the same on every rank, and so is what it raises."""
+    heads, order, mask = (arguments[name] for name in ("ulysses_group", "order", "attn_mask"))
+    inner = 1 if heads is None else dist.get_world_size(heads)
+    for name, lengths in (("query", q_lens), ("key", kv_lens)):
+        check_lengths(order, name, [n * inner for n in lengths])
+    rows, keys, lengths = sum(q_lens) * inner, sum(kv_lens) * inner, arguments["key_lengths"]
+    if lengths is not None and not lengths.is_cuda and not all(0 <= n <= keys for n in lengths.tolist()):
+        raise ValueError(f"key_lengths: expected numbers from 0 to {keys}, got {lengths.tolist()}")
+    if arguments["cu_seqlens"] is not None:
+        _check_documents(arguments, q_lens, kv_lens, keys)
+    if isinstance(mask, Tensor) and mask.shape[-1] not in (1, keys):
+        raise ValueError(f"attn_mask: expected {keys} keys or 1, those of the whole, got shape {tuple(mask.shape)}")
+    if isinstance(mask, BlockMask):
+        if mask.shape[2:] != (rows, keys):
+            raise ValueError(
+                f"attn_mask: expected a BlockMask of the whole, {rows} rows and {keys} keys, got {tuple(mask.shape)}"
+            )
+
+
+def _check_blocks(arguments: dict[str, Any], mask: BlockMask, layout: Layout) -> None:
+    """A shard's part of a mask of blocks is one of whole blocks, and nothing else counts from its first row and key."""
+    window, prefix = arguments["window_size"], arguments["prefix_length"]
+    there = {
+        "window_size": window is not None and tuple(window) != (-1, -1),
+        "prefix_length": prefix != 0,
+        "alibi_slopes": arguments["alibi_slopes"] is not None,
+    }
+    for name, given in there.items():
+        if given:
+            got = arguments[name]
+            raise ValueError(f"{name}: expected none beside a BlockMask, but with scheme 'ulysses', got {got}")
+    for of_ranks in (layout.q_lens, layout.kv_lens):
+        for rank in range(layout.size):
+            for start, rows in chunks(layout.order, of_ranks, rank):
+                if rows and start % mask.block_size:
+                    raise ValueError(
+                        f"attn_mask: expected a BlockMask whose block size divides where shards begin, {start}, got "
+                        f"{mask.block_size} (scheme 'ulysses' takes any)"
+                    )
+
+
+def _check_documents(arguments: dict[str, Any], q_lens: list[int], kv_lens: list[int], most: int) -> None:
     ends: list[int] = arguments["cu_seqlens"].tolist()
-    if arguments["key_lengths"] is not None or arguments["scheme"] == "ulysses":
-        given = "key_lengths" if arguments["key_lengths"] is not None else "scheme 'ulysses'"
-        raise ValueError(f"cu_seqlens: expected None beside {given}, got {ends}")
-    if arguments["query"].shape[-2] != arguments["key"].shape[-2]:
-        rows, keys = (arguments[name].shape[-2] for name in ("query", "key"))
-        raise ValueError(f"key: expected as many keys as rows beside cu_seqlens, {rows}, got {keys}")
+    beside = {
+        "key_lengths": arguments["key_lengths"] is not None,
+        "scheme 'ulysses'": arguments["scheme"] == "ulysses",
+        "a BlockMask": isinstance(arguments["attn_mask"], BlockMask),
+    }
+    for given, there in beside.items():
+        if there:
+            raise ValueError(f"cu_seqlens: expected None beside {given}, got {ends}")
+    if q_lens != kv_lens:
+        raise ValueError(f"key: expected as many keys as rows beside cu_seqlens, {q_lens} on the ranks, got {kv_lens}")
     if not ends or ends[0] != 0 or ends[-1] > most or any(a > b for a, b in pairwise(ends)):
         raise ValueError(f"cu_seqlens: expected numbers that rise from 0 to at most {most}, got {ends}")
 
 
-def _check_mask(arguments: dict[str, Any], whole: list[int]) -> None:
+def _check_mask(arguments: dict[str, Any], lead: list[int]) -> None:
+    """A tensor of this rank's rows, the number of keys apart, or a mask of blocks."""
     mask, query = arguments["attn_mask"], arguments["query"]
+    if isinstance(mask, BlockMask):
+        batch, heads = mask.shape[:2]
+        items = math.prod(lead[:-1])
+        if batch not in (1, items) or heads not in (1, lead[-1]):
+            raise ValueError(
+                f"attn_mask: expected a BlockMask of {items} batch items or 1 and {lead[-1]} heads or 1, got "
+                f"{tuple(mask.shape)}"
+            )
+        return
     if not isinstance(mask, Tensor):
-        raise TypeError(f"attn_mask: expected a tensor, got {type(mask).__name__}")
+        raise TypeError(f"attn_mask: expected a tensor or a BlockMask, got {type(mask).__name__}")
     if mask.dtype not in (torch.bool, torch.float32, query.dtype):
         raise RuntimeError(f"attn_mask: expected dtype torch.bool, torch.float32 or {query.dtype}, got {mask.dtype}")
-    fits = 2 <= mask.dim() <= len(whole) and all(n in (1, w) for n, w in zip(reversed(mask.shape), reversed(whole)))
-    if not fits:
+    want = [*lead, query.shape[-2]]
+    rest = mask.shape[:-1]
+    if not 2 <= mask.dim() <= len(want) + 1 or not all(n in (1, w) for n, w in zip(reversed(rest), reversed(want))):
         raise ValueError(
-            f"attn_mask: expected a shape of 2 dimensions or more that broadcasts to {tuple(whole)}, this rank's rows "
-            f"and all keys, got {tuple(mask.shape)}"
+            f"attn_mask: expected a shape of 2 dimensions or more that broadcasts to {tuple(want)} and all keys, "
+            f"this rank's rows, got {tuple(mask.shape)}"
         )
     if arguments["scheme"] == "ulysses" or arguments["ulysses_group"] is not None:
-        raise ValueError("attn_mask: expected None beside scheme 'ulysses' or ulysses_group, got a tensor")
+        raise ValueError(
+            "attn_mask: expected None or a BlockMask beside scheme 'ulysses' or ulysses_group, got a tensor"
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -13,7 +15,7 @@ from ._agreement import REFUSALS, agree, described
 from ._parts import Layout, Visibility
 from ._rows import Scores
 from ._streams import Stream, StreamedAttention
-from .sharding import check_order
+from .sharding import check_lengths, check_order, lengthened
 
 SCHEMES = ("ring", "all_gather")
 
@@ -47,7 +49,7 @@ def ring_mla(
     them as they come (Ring Attention, arXiv 2310.01889).
 
     Args:
-        x: this rank's shard (batch, seq, embed), of one shape on every rank.
+        x: this rank's shard (batch, seq, embed); shards may differ in length and be empty.
         cos, sin: the tables of this rank's positions: `shard` of those of the whole, dim 0 or, with a batch, 1.
         group, order: as in ring_attention.
         scheme: "ring" or "all_gather", as in ring_attention.
@@ -65,14 +67,15 @@ def ring_mla(
     error: Exception | None = None
     call: dict[str, str] = {}
     try:
-        call = described({name: value for name, value in own.items() if name != "group"})
+        call = described({name: value for name, value in own.items() if name != "group"}, ("x", "cos", "sin"))
         check_layer(**{name: value for name, value in own.items() if name not in ("group", "order", "scheme")})
-        check_order(order, "x", x.shape[1])
+        check_order(order)
         if scheme not in SCHEMES:
             raise ValueError(f"scheme: expected one of {', '.join(SCHEMES)}, got {scheme!r}")
     except REFUSALS as refused:
         error = refused
-    agree("ring_mla", call, error, group, x.device)
+    (lengths,) = agree("ring_mla", call, error, group, x.device, [x.shape[1] if x.dim() == 3 else 0])
+    check_lengths(order, "x", lengths)
 
     def turned(x: Tensor) -> Tensor:
         return x if cos is None else torch.ops.attnjourney.rope(x, cos, sin, interleaved=True)
@@ -86,6 +89,7 @@ def ring_mla(
         latent,
         rotary.squeeze(1),
         kv_b_weight,
+        lengths=lengths,
         is_causal=is_causal,
         scale=scale,
         group=group,
@@ -96,11 +100,11 @@ def ring_mla(
 
 
 def stream_latents(
-    query: Tensor, latent: Tensor, rotary: Tensor, kv_b_weight: Tensor, *, is_causal: bool, scale: float | None,
-    group: dist.ProcessGroup | None, order: str, scheme: str,
+    query: Tensor, latent: Tensor, rotary: Tensor, kv_b_weight: Tensor, *, lengths: Sequence[int], is_causal: bool,
+    scale: float | None, group: dist.ProcessGroup | None, order: str, scheme: str,
 ) -> Tensor:  # fmt: skip
     """(batch, H, seq, v) of query (batch, H, seq, nope + rope), latent (batch, seq, kv_lora), rotary (batch, seq, rope)
-    of this rank's rows, and kv_b_weight (H * (nope + v), kv_lora)."""
+    of this rank's rows, and kv_b_weight (H * (nope + v), kv_lora). lengths: of the shards of all ranks."""
     heads, rope = query.shape[1], rotary.shape[-1]
     nope = query.shape[-1] - rope
     v_dim = kv_b_weight.shape[0] // heads - nope
@@ -110,13 +114,14 @@ def stream_latents(
 
     stream = Stream(
         group=group,
-        layout=Layout(order, dist.get_world_size(group), query.shape[2], query.shape[2]),
+        layout=Layout(order, tuple(lengths), tuple(lengths)),
         seen=Visibility.of(is_causal, None, 0),
-        scores=Scores(scale, False, 0.0, None),
+        scores=Scores(scale, False),
         lead=(query.shape[0], heads),
         gathered=scheme == "all_gather",
         v_dim=v_dim,
         expand=keys_and_values,
     )
-    tensors = latent.contiguous(), rotary.contiguous(), kv_b_weight
+    latent, rotary = (lengthened(x, max(lengths)).contiguous() for x in (latent, rotary))
+    tensors = latent, rotary, kv_b_weight
     return StreamedAttention.apply(stream, query, None, None, None, *tensors)[0]

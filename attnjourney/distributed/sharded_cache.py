@@ -13,7 +13,7 @@ from .._dtypes import accumulation_dtype
 from ..nn.cache import KVCache
 from ._transfer import lost
 from .ring_attention import ring_attention
-from .sharding import positions
+from .sharding import gathered_lengths, positions
 
 
 class ShardedKVCache:
@@ -65,7 +65,8 @@ class ShardedKVCache:
 
         Raises ValueError for a cache that is not empty or too small, and what ring_attention raises.
         """
-        count = key.shape[-2] * self.size
+        lengths = gathered_lengths(key.shape[-2], self.group, key.device)
+        count = sum(lengths)
         if self.lengths.any() or count > self.capacity:
             held = int(self.lengths.max())
             raise ValueError(f"key: expected an empty cache and at most {self.capacity} tokens, got {held} and {count}")
@@ -75,7 +76,7 @@ class ShardedKVCache:
         self.local.append(key, value)
         self.lengths.fill_(count)
         for rank in range(self.size):
-            self.owner[:, positions(order, key.shape[-2], rank, self.size).to(self.owner.device)] = rank
+            self.owner[:, positions(order, lengths, rank).to(self.owner.device)] = rank
         return out
 
     @torch.no_grad()

@@ -1,5 +1,6 @@
 """What ranks do: a call of ring_attention on their shards, put together again; bytes counted; calls that differ."""
 
+import sys
 from unittest import mock
 
 import torch
@@ -15,12 +16,23 @@ from tests.support.testing import random_tensor
 def make(names, dtype, **sizes):
     """(query, key, value, arguments): lengths that four ranks of two chunks divide. large: of scores, in hundreds."""
     query, key, value, arguments = options_cases.make(
-        [name for name in names if name != "large"],
+        [name for name in names if name not in ("large", "blocks")],
         dtype,
         **{**dict(q_heads=8, kv_heads=4, q_len=16, kv_len=16), **sizes},
     )
     if "key_lengths" in names:
-        arguments["key_lengths"] = torch.tensor([key.size(-2) - 3, 5])
+        arguments["key_lengths"] = torch.tensor([key.size(-2) - 3, min(5, key.size(-2))])
+    if "blocks" in names:
+        heads, rows = query.shape[1:3]
+        generator = torch.Generator().manual_seed(3)
+        seen = torch.rand(heads, rows, key.size(2), generator=generator) < 0.6
+        seen &= (
+            torch.rand(heads, -(-rows // 16), -(-key.size(2) // 16), generator=generator)
+            .repeat_interleave(16, 1)
+            .repeat_interleave(16, 2)[:, :rows, : key.size(2)]
+            < 0.6
+        )
+        arguments["attn_mask"] = attnjourney.BlockMask.from_dense(seen, 16)
     if "large" in names:
         arguments["scale"] = 60.0
     return query, key, value, arguments
@@ -40,7 +52,7 @@ def whole_call(rank, size, names, dtype, alone=False, sizes=None, by_heads=False
         if by_heads:
             shards = [distributed.shard(x, heads) for x in shards]
         mask = arguments.get("attn_mask")
-        if mask is not None and mask.shape[-2] != 1:
+        if isinstance(mask, torch.Tensor) and mask.shape[-2] != 1:
             arguments["attn_mask"] = distributed.shard(mask, rows, order)
         if alone:
             out, lse = attnjourney.attention(*shards, **arguments)
@@ -57,6 +69,12 @@ def whole_call(rank, size, names, dtype, alone=False, sizes=None, by_heads=False
             dist.all_reduce(total, group=group)
             results[name] = total.to(x.dtype)
     return results, gradients
+
+
+def with_small_bias(rank, size, options):
+    """whole_call where ALiBi's bias is made for three rows at a time."""
+    with mock.patch.object(sys.modules[distributed.ring_attention.__module__], "BIAS", 3 * 2 * 8 * 8):
+        return whole_call(rank, size, options, torch.float64, order="zigzag", scheme="ring")
 
 
 class Counted:
@@ -106,17 +124,17 @@ def bytes_of(rank, size, dtype, scheme, **masks):
     with Counted() as backward:
         out.sum().backward()
     expected = [distributed.bytes_sent(scheme, *shapes, dtype, *place, **masks, backward=b) for b in (False, True)]
-    agreement = 8 * (size - 1)
+    agreement = 24 * (size - 1)
     return (forward.bytes - agreement, expected[0]), (backward.bytes, expected[1])
 
 
 PACKED = torch.tensor([0, 5, 5, 6, 19, 30])
 
 
-def packed(rank, size, order, scheme, by_heads, options, masks):
+def packed(rank, size, order, scheme, by_heads, options, masks, length=32):
     """options_cases.compare's arguments for packed sequences, of which two rows belong to none."""
     rows, heads = (groups["across"], groups[2]) if by_heads else (groups[size], None)
-    query, key, value, arguments = make(options, torch.float64, batch=1, q_len=32, kv_len=32)
+    query, key, value, arguments = make(options, torch.float64, batch=1, q_len=length, kv_len=length)
     gqa = arguments.pop("enable_gqa", False)
 
     def ours(*tensors, **arguments):

@@ -42,11 +42,11 @@ def off(ours, whole, group):
     return wrong
 
 
-def mla(rank, size, order, scheme, is_causal, low_rank, with_rope=True):
+def mla(rank, size, order, scheme, is_causal, low_rank, with_rope=True, length=SEQ):
     group = groups[size]
-    angles = numbers(9, SEQ, 4)
+    angles = numbers(9, length, 4)
     tables = dict(cos=angles.cos(), sin=angles.sin()) if with_rope else {}
-    tensors = dict(x=numbers(2, BATCH, SEQ, EMBED), **weights(low_rank), **tables)
+    tensors = dict(x=numbers(2, BATCH, length, EMBED), **weights(low_rank), **tables)
     options = dict(**MLA, is_causal=is_causal)
 
     def ours(x, cos=None, sin=None, **others):
@@ -74,7 +74,7 @@ def mla_bytes(rank, size, scheme):
         distributed.bytes_sent(scheme, *shapes, torch.float32, place, size, is_causal=True, backward=b)
         for b in (False, True)
     ]
-    return (forward.bytes - 8 * (size - 1), expected[0]), (backward.bytes, expected[1])
+    return (forward.bytes - 16 * (size - 1), expected[0]), (backward.bytes, expected[1])
 
 
 def linear(rank, size, lengths, is_causal, feature_map, normalize, with_state, padded):

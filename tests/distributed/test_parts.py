@@ -9,40 +9,49 @@ import torch
 import attnjourney
 from attnjourney.distributed._parts import Layout, Visibility, parts
 from attnjourney.distributed._route import route_of
-from attnjourney.distributed.sharding import positions
+from attnjourney.distributed.sharding import positions, shares
 from tests.support.testing import pairs, row_id
 
 MASKS = [(False, (-1, -1), 0), (True, (-1, -1), 0), (True, (3, -1), 5), (False, (0, 0), 3), (False, (6, 2), 0)]
 CASES = pairs(
-    masks=MASKS, order=("contiguous", "zigzag"), size=(1, 2, 3, 4), q_len=(2, 4, 6), kv_len=(2, 4, 8)
-)  # fmt: skip
+    masks=MASKS, order=("contiguous", "zigzag"), size=(1, 2, 3, 4), rows=(9, 16, 5, 0), keys=(16, 3, 21), tile=(0, 2)
+)
+
+
+def layout_of(order, size, rows, keys, tile, **_):
+    """Lengths that do not divide; of contiguous shards, others than `shard` makes."""
+    lengths = [shares(order, n, size) for n in (rows, keys)]
+    if order == "contiguous":
+        lengths[1] = (0, *lengths[1][:0:-1], lengths[1][0])[-size:]
+    return Layout(order, *lengths, tile=tile)
 
 
 @pytest.mark.parametrize("case", CASES, ids=row_id)
 def test_parts_are_what_is_visible(case):
     seen = Visibility.of(*case["masks"])
-    layout = Layout(case["order"], case["size"], case["q_len"], case["kv_len"])
+    layout = layout_of(**case)
     for rank in range(layout.size):
         for source in range(layout.size):
-            rows = positions(layout.order, layout.q_len, rank, layout.size)[:, None]
-            keys = positions(layout.order, layout.kv_len, source, layout.size)
+            rows = positions(layout.order, layout.q_lens, rank)[:, None]
+            keys = positions(layout.order, layout.kv_lens, source)
             visible = (keys < seen.prefix) | ((keys >= rows - seen.left) & (keys <= rows + seen.right))
             count = torch.zeros(visible.shape, dtype=torch.int)
             for part in parts(layout, rank, source, seen):
-                i = torch.arange(part.row_end - part.row)[:, None]
-                j = torch.arange(part.key_end - part.key)
-                left, right = (end if end >= 0 else 1 << 40 for end in part.window)
                 at = slice(part.row, part.row_end), slice(part.key, part.key_end)
-                count[at] += ((j >= i - left) & (j <= i + right)).int()
-                assert torch.equal(part.distance + i - j, rows[at[0]] - keys[at[1]])
-                assert part.first_key == keys[part.key]
+                i, j = (torch.arange(n.stop - n.start) for n in at)
+                assert torch.equal(part.first_row + i, rows[at[0], 0])
+                assert torch.equal(part.first_key + j, keys[at[1]])
+                assert case["masks"] is not MASKS[0] or part.distance == 0 or len(i) <= (layout.tile or len(i))
+                left, right = (end if end >= 0 else 1 << 40 for end in part.window)
+                away = j - i[:, None]
+                count[at] += ((away >= -left) & (away <= right)).int()
             assert torch.equal(count, visible.int())
 
 
 @pytest.mark.parametrize("case", CASES, ids=row_id)
 def test_shards_reach_all_that_see_them(case):
     seen = Visibility.of(*case["masks"])
-    layout = Layout(case["order"], case["size"], case["q_len"], case["kv_len"])
+    layout = layout_of(**case)
     route = route_of(layout, seen)
     for shard in range(layout.size):
         reached = {(shard + d) % layout.size for d in range(-route.down[shard], route.up[shard] + 1)}
@@ -52,7 +61,7 @@ def test_shards_reach_all_that_see_them(case):
 
 def test_windows_talk_to_the_neighbours_they_need():
     def route(order, *masks):
-        return route_of(Layout(order, 4, 8, 8), Visibility.of(*masks))
+        return route_of(Layout.even(order, 4, 8, 8), Visibility.of(*masks))
 
     assert route("contiguous", True, (8, -1), 0).up == (1, 1, 1, 0)
     assert route("contiguous", True, (9, -1), 0).up == (2, 2, 1, 0)

@@ -31,6 +31,8 @@ CASES = pairs(
 def checked(ranks, size, options, dtype, **call):
     results = ranks.run(calls.whole_call, size, options, dtype, **call)
     query, key, value, arguments = calls.make(options, dtype, **call.get("sizes", {}))
+    if "blocks" in options:
+        arguments["attn_mask"] = arguments["attn_mask"].to_dense()
     for results_of_rank, _ in results:
         for name, x in results_of_rank.items():
             assert torch.equal(x, results[0][0][name]), f"{name} differs between ranks"
@@ -46,7 +48,65 @@ def test_values_and_gradients(ranks, case):
 @pytest.mark.parametrize(
     "case",
     pairs(
-        options=(("causal", "alibi_per_item", "sinks"), ("window", "key_lengths"), ()),
+        options=(("causal", "alibi"), ("left", "sinks"), ("prefix", "key_lengths"), ("window", "mask")),
+        scheme=("ring", "all_gather", "ulysses", "auto"),
+        order=("contiguous", "zigzag"),
+        dtype=(torch.float64, torch.bfloat16),
+        size=(4, 2),
+        sizes=(dict(q_len=13, kv_len=13), dict(q_len=21, kv_len=7), dict(q_len=2, kv_len=9)),
+    ),
+    ids=row_id,
+)
+def test_uneven_and_empty_shards(ranks, case):
+    if case["scheme"] == "ulysses":
+        case = {**case, "options": tuple(n for n in case["options"] if n != "mask")}
+    checked(ranks, **case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    pairs(
+        options=(("blocks", "causal"), ("blocks", "sinks", "key_lengths"), ("blocks", "softcap")),
+        scheme=("ring", "all_gather", "auto"),
+        order=("contiguous", "zigzag"),
+        dtype=(torch.float64, torch.float32, torch.bfloat16),
+        size=(4, 2),
+        sizes=(dict(q_len=128, kv_len=128), dict(q_len=127, kv_len=127), dict(q_len=128, kv_len=256)),
+    ),
+    ids=row_id,
+)
+def test_masks_of_blocks(ranks, case):
+    checked(ranks, **case)
+
+
+@pytest.mark.parametrize("options", [("blocks", "window", "sinks"), ("blocks", "prefix", "alibi")], ids=str)
+def test_masks_of_blocks_over_shards_of_heads(ranks, options):
+    sizes = dict(q_len=29, kv_len=29)
+    checked(ranks, 4, options, torch.float32, scheme="ulysses", order="zigzag", sizes=sizes)
+    with pytest.raises(ValueError, match="(window_size|prefix_length): expected none beside a BlockMask"):
+        checked(ranks, 4, options, torch.float32, scheme="ring")
+
+
+def test_blocks_that_begin_elsewhere_are_refused(ranks):
+    with pytest.raises(ValueError, match="attn_mask: expected a BlockMask whose block size divides where shards begin"):
+        checked(ranks, 2, ("blocks",), torch.float64, scheme="ring", sizes=dict(q_len=48, kv_len=48))
+
+
+def test_bias_of_alibi_by_rows(ranks):
+    results = ranks.run(calls.with_small_bias, 2, ("causal", "alibi", "bool_mask"))
+    query, key, value, arguments = calls.make(("causal", "alibi", "bool_mask"), torch.float64)
+    options_cases.compare(*results[0], (query, key, value), arguments)
+
+
+@pytest.mark.parametrize(
+    "case",
+    pairs(
+        options=(
+            ("causal", "alibi_per_item", "sinks"),
+            ("window", "key_lengths"),
+            (),
+            ("blocks",),
+        ),
         scheme=("ring", "all_gather", "auto"),
         order=("zigzag", "contiguous"),
         dtype=(torch.float64, torch.bfloat16),
@@ -54,7 +114,8 @@ def test_values_and_gradients(ranks, case):
     ids=row_id,
 )
 def test_rings_of_ranks_that_share_heads(ranks, case):
-    checked(ranks, 4, by_heads=True, **case)
+    sizes = dict(q_len=128, kv_len=128) if "blocks" in case["options"] else {}
+    checked(ranks, 4, by_heads=True, sizes=sizes, **case)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +155,12 @@ def test_packed_sequences(ranks, case):
     assert ranks.run(calls.packed, **case) == [[]] * 4
 
 
+def test_packed_sequences_in_uneven_shards(ranks):
+    for order in ("contiguous", "zigzag"):
+        found = ranks.run(calls.packed, 4, order, "ring", False, ("softcap",), dict(is_causal=True), length=31)
+        assert found == [[]] * 4
+
+
 @pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
 def test_float64_is_exact_and_keys_may_be_more_than_rows(ranks, scheme):
     sizes = dict(q_len=8, kv_len=24)
@@ -131,7 +198,7 @@ def test_bytes_are_those_of_the_formula(ranks, scheme, masks):
 @pytest.mark.parametrize(
     "odd, name",
     [
-        (dict(shape=(1, 4, 10, 4)), "query"),
+        (dict(shape=(2, 4, 8, 4)), "query"),
         (dict(dtype=torch.bfloat16), "query"),
         (dict(is_causal=False), "is_causal"),
         (dict(softcap=2.0), "softcap"),
@@ -142,7 +209,7 @@ def test_bytes_are_those_of_the_formula(ranks, scheme, masks):
 def test_ranks_that_differ_are_told_before_anything_is_sent(ranks, odd, name):
     for text, sent, after in ranks.run(calls.differing, 2, odd):
         assert text.startswith(f"ValueError: {name}: ") and "on rank 0" in text and "on rank 2" in text, text
-        assert sent == 8 * 3 and after
+        assert sent == 24 * 3 and after
 
 
 def test_one_rank_that_refuses_ends_the_others(ranks):

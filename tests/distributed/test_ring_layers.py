@@ -12,6 +12,7 @@ MLA = pairs(
     is_causal=(True, False),
     low_rank=(True, False),
     with_rope=(True, False),
+    length=(calls.SEQ, 13),
 )
 LINEAR = pairs(
     is_causal=(True, False),
