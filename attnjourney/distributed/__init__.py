@@ -1,5 +1,6 @@
 """Attention over a sequence that lies on several ranks of torch.distributed. Imported on request alone."""
 
+from . import _torch_sdpa as _torch_sdpa
 from .context_parallel import context_parallel as context_parallel
 from .cost import bytes_sent as bytes_sent
 from .cost import choose_scheme as choose_scheme
