@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from .. import nn as layers
 from . import dtensor as dtensor  # the operators' rules
+from ._local_heads import infini, longformer, multihead
 
 Plan = dict[str, ParallelStyle]
 
@@ -22,11 +23,12 @@ def tensor_parallel_plan(module: nn.Module, ranks: int = 1) -> Plan:
     columns, one all-reduce forward and one backward. What comes in and out is whole on every rank.
 
     Args:
-        module: a GroupedQueryAttention, MultiheadLatentAttention, LinearAttention or CausalSelfAttention.
+        module: any of attnjourney.nn with heads.
         ranks: the size of the mesh's dimension. It divides the heads. Where it does not divide the key heads, every
             rank keeps the projections of keys and values whole.
 
-    Returns: the style of each submodule. For a model: the plan of each layer, its names behind the layer's.
+    Returns: the style of each submodule; "" is the module itself. For a model: the plan of each layer, its names behind
+        the layer's.
 
     Raises:
         NotImplementedError: another module. ValueError: heads that `ranks` does not divide; dropout, whose bits are a
@@ -39,8 +41,9 @@ def tensor_parallel_plan(module: nn.Module, ranks: int = 1) -> Plan:
     heads: Any = module.num_heads
     if ranks < 1 or heads % ranks:
         raise ValueError(f"ranks: expected a divisor of the {heads} heads, got {ranks}")
-    if getattr(module, "dropout", 0.0) > 0:
-        raise ValueError(f"module: expected a dropout of 0, got {module.dropout}")
+    dropout: Any = getattr(module, "dropout", 0.0)
+    if dropout > 0:
+        raise ValueError(f"module: expected a dropout of 0, got {dropout}")
     return make(module, ranks)
 
 
@@ -70,11 +73,20 @@ def _packed(module: Any, ranks: int) -> Plan:
     return {"qkv_proj": _PackedColumns(), "out_proj": RowwiseParallel()}
 
 
+def _infini(module: Any, ranks: int) -> Plan:
+    if module.num_kv_heads % ranks and ranks % module.num_kv_heads:
+        raise ValueError(f"ranks: expected a divisor or a multiple of {module.num_kv_heads} key heads, got {ranks}")
+    return {"": infini(module)}
+
+
 _PLANS: dict[type, Callable[[Any, int], Plan]] = {
     layers.GroupedQueryAttention: _grouped,
     layers.LinearAttention: _grouped,
     layers.MultiheadLatentAttention: _latent,
     layers.CausalSelfAttention: _packed,
+    layers.MultiheadAttention: lambda module, ranks: {"": multihead(module)},
+    layers.InfiniAttention: _infini,
+    layers.LongformerSelfAttention: lambda module, ranks: {"": longformer(module)},
 }
 
 

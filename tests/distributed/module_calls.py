@@ -30,9 +30,42 @@ MODULES = {
 }
 
 
+GLOBAL = torch.arange(12).view(2, 6) % 5 == 0
+PADDING = torch.arange(12).view(2, 6) % 6 == 5
+MASK = numbers(5, 2 * 4, 6, 6)
+# by their plans alone; called as called(module)(x)
+WHOLE = {
+    "mha": lambda: layers.MultiheadAttention(16, 4, batch_first=True),
+    "mha keys": lambda: layers.MultiheadAttention(16, 4, kdim=16, vdim=16, add_bias_kv=True, add_zero_attn=True),
+    "mha masks": lambda: layers.MultiheadAttention(16, 4, kdim=16, vdim=8, bias=False, batch_first=True),
+    "infini": lambda: layers.InfiniAttention(16, 4, segment_length=4, rope=1e4, bias=True, update="delta"),
+    "infini grouped": lambda: layers.InfiniAttention(16, 4, 1, segment_length=3),
+    "infini memory": lambda: layers.InfiniAttention(16, 4, segment_length=3),
+    "longformer": lambda: layers.LongformerSelfAttention(16, 4, 2, dilation=[1, 2, 1, 3]),
+    "longformer global": lambda: layers.LongformerSelfAttention(16, 4, 1, is_causal=True),
+}
+CALLS = {
+    "mha": lambda m, x: m(x, x, x)[0],
+    "mha keys": lambda m, x: with_weights(*m(x, x, x, is_causal=True)),
+    "mha masks": lambda m, x: with_weights(
+        *m(x, x, x[..., :8], key_padding_mask=PADDING, attn_mask=MASK, average_attn_weights=False)
+    ),
+    "infini memory": lambda m, x: m(x[:, 3:], memory=m(x[:, :3], return_memory=True)[1]),
+    "longformer global": lambda m, x: m(x, global_mask=GLOBAL, key_padding_mask=PADDING),
+}
+
+
+def with_weights(out, weights):
+    return out + weights.square().sum()
+
+
+def called(name, module):
+    return partial(CALLS[name], module) if name in CALLS else module
+
+
 def made(name):
     torch.manual_seed(0)
-    return MODULES[name]().double()
+    return (MODULES | WHOLE)[name]().double()
 
 
 def step(module, x, owner=None):
@@ -40,7 +73,8 @@ def step(module, x, owner=None):
     x = x.clone().requires_grad_()
     out = module(x)
     (out * numbers(1, *out.shape)).sum().backward()
-    return out.detach(), {"x": x.grad} | {n: p.grad for n, p in (owner or module).named_parameters()}
+    of_owner = {n: p.grad for n, p in (owner or module).named_parameters() if p.grad is not None}
+    return out.detach(), {"x": x.grad} | of_owner
 
 
 def difference(actual, expected):
@@ -48,6 +82,8 @@ def difference(actual, expected):
     if not torch.allclose(actual[0], expected[0], rtol=1e-9, atol=1e-11):
         return f"output off by {(actual[0] - expected[0]).abs().max()}"
     for name, e in expected[1].items():
+        if name not in actual[1]:
+            return f"no gradient of {name}"
         a = whole(actual[1][name])
         if not torch.allclose(a, e, rtol=1e-9, atol=1e-11):
             return f"gradient of {name} off by {(a - e).abs().max()}"
@@ -57,15 +93,17 @@ def difference(actual, expected):
 def in_heads(rank, size):
     """{module: what is wrong} of modules by their plans; how much of each this rank has."""
     wrong = {}
-    for name in () if idle(rank, size) else MODULES:
+    for name in () if idle(rank, size) else MODULES | WHOLE:
         module, x = made(name), numbers(2, 2, 6, 16)
+        call = called(name, module)
         try:
-            expected = step(module, x)
+            expected = step(call, x, module)
             module.zero_grad()
             parallelize_module(module, mesh_of(size), tensor_parallel_plan(module, size))
-            wrong[name] = difference(step(module, x), expected)
+            wrong[name] = difference(step(call, x, module), expected)
             if not wrong[name]:
-                wrong[name] = difference(step(module.requires_grad_(False), x), (expected[0], {"x": expected[1]["x"]}))
+                module.requires_grad_(False)
+                wrong[name] = difference(step(call, x, module), (expected[0], {"x": expected[1]["x"]}))
         except Exception as error:
             wrong[name] = f"{type(error).__name__}: {error}"
     return {name: text for name, text in wrong.items() if text}
@@ -107,7 +145,7 @@ def refused(rank):
         lambda: context_parallel(torch.nn.Linear(2, 2)),
         lambda: context_parallel(made("linear"), order="zigzag"),
         lambda: context_parallel(layers.CausalSelfAttention(16, 4, dropout=0.5)),
-        lambda: tensor_parallel_plan(layers.CausalSelfAttention(16, 4, dropout=0.5), 2),
+        lambda: tensor_parallel_plan(layers.MultiheadAttention(16, 4, dropout=0.5), 2),
     )
     texts = []
     for call in calls:
@@ -149,7 +187,7 @@ def in_context(rank, size, order, scheme, in_heads):
     wrong = {}
     rows, heads = (groups["across"], 2) if in_heads else (groups[size], 1)
     for name in () if idle(rank, size) else MODULES:
-        module, x = made(name), numbers(2, 2, 16, 16)
+        module, x = made(name), numbers(2, 2, 15, 16)
         if (name == "linear" and order != "contiguous") or (in_heads and name == "gqa options"):
             continue
         try:
