@@ -60,7 +60,9 @@ def check_list(checks: list[Check]) -> str:
     return f'<ul class="checks">{"".join(items)}</ul>'
 
 
-def write(path: Path, lead: str, checks: list[Check], sections: list[Section]) -> None:
+def write(
+    path: Path, lead: str, checks: list[Check], sections: list[Section], title: str = "attnjourney: demo report"
+) -> None:
     body = "".join(f"<section><h2>{escape(section.title)}</h2>{section.body}</section>" for section in sections)
     path.write_text(
         f"""<!doctype html>
@@ -68,12 +70,12 @@ def write(path: Path, lead: str, checks: list[Check], sections: list[Section]) -
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>attnjourney: demo report</title>
+<title>{escape(title)}</title>
 <style>{STYLE}</style>
 </head>
 <body>
 <main>
-<h1>attnjourney: demo report</h1>
+<h1>{escape(title)}</h1>
 <p class="lead">{escape(lead)}</p>
 {check_list(checks)}
 {body}

@@ -9,7 +9,6 @@ losses are those of one rank.
 
 import argparse
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -27,9 +27,12 @@ from attnjourney.demo.byte_gpt import ByteGPT
 from attnjourney.distributed import context_parallel, shard, tensor_parallel_plan
 from attnjourney.nn import CausalSelfAttention, GroupedQueryAttention, MultiheadLatentAttention
 from examples.data import load_text
+from examples.report_parallel import Progress
+from examples.report_parallel import write as write_report
 
 LAYERS, HEADS, EMBED, CONTEXT, BATCH = 2, 4, 64, 128, 8
 LEARNING_RATE = 3e-3
+COMPARED = 5  # steps of one rank in the report
 ORDER = "zigzag"
 AXES = ("data", "context", "tensor")
 ATTENTION: dict[str, Callable[[], nn.Module]] = {
@@ -60,6 +63,7 @@ class Training:
 
     def __init__(self, name: str, mesh: DeviceMesh | None, text: Tensor, dtype: torch.dtype = torch.float32):
         self.mesh, self.text, self.done = mesh, text, 0
+        self.losses: list[float] = []  # of this run, in nats per byte
         self.model = Model(name).to(dtype)
         self.groups = [] if mesh is None else [mesh[axis].get_group() for axis in AXES[:2]]
         if mesh is not None:
@@ -174,6 +178,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--text", type=Path, help="a file or a folder; Python's own sources by default")
     parser.add_argument("--checkpoint", type=Path, help="a folder: taken up if it is there, written at the end")
+    parser.add_argument("--report", type=Path, help="an HTML file to write, with the first losses of one rank beside")
     options = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     sizes = tuple(int(n) for n in (options.mesh or f"1x{ranks}x1").split("x"))
@@ -181,21 +186,24 @@ def main() -> None:
         parser.error(f"--mesh: expected three numbers whose product is the {ranks} ranks, got {options.mesh}")
     dist.init_process_group("gloo", **({} if ranks > 1 else dict(store=dist.HashStore(), rank=0, world_size=1)))
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
-    training = Training(options.model, mesh, load_text(options.text, CONTEXT).train)
-    first = dist.get_rank() == 0
+    text = load_text(options.text, CONTEXT).train
+    training = Training(options.model, mesh, text)
+    console = Console(quiet=dist.get_rank() != 0)
     if options.checkpoint is not None and (options.checkpoint / ".metadata").exists():
         training.load(options.checkpoint)
-    begin, before, loss = time.perf_counter(), training.done, float("nan")
-    while training.done < options.steps:
-        loss = training.step()
-        if first and (training.done % 10 == 0 or training.done == options.steps):
-            print(f"step {training.done:5d} of {options.steps}   loss {loss:.4f}", flush=True)
-    seconds = time.perf_counter() - begin
-    if first and training.done > before:
-        rate = (training.done - before) * BATCH * CONTEXT / seconds
-        print(f"{options.model} on {options.mesh or ranks} ranks: loss {loss:.4f}, {rate:,.0f} bytes a second")
+    label = f"{options.model} {'x'.join(map(str, sizes))}"
+    with Progress(console, label, options.steps, training.done, BATCH * CONTEXT) as progress:
+        while training.done < options.steps:
+            training.losses.append(training.step())
+            progress.step(training.done, training.losses[-1])
+        rate = progress.rate(training.done)
     if options.checkpoint is not None:
         training.save(options.checkpoint)
+    if options.report is not None and training.losses and not console.quiet:
+        alone = Training(options.model, None, text) if training.done == len(training.losses) else None
+        beside = [alone.step() for _ in range(min(COMPARED, options.steps))] if alone else []
+        write_report(options.report, options.model, sizes, training.losses, beside, rate)
+        console.print(f"report: {options.report}", highlight=False)
     dist.destroy_process_group()
 
 
