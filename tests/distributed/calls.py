@@ -38,9 +38,10 @@ def make(names, dtype, **sizes):
     return query, key, value, arguments
 
 
-def whole_call(rank, size, names, dtype, alone=False, sizes=None, by_heads=False, **call):
+def whole_call(rank, size, names, dtype, alone=False, sizes=None, by_heads=False, lengths=None, **call):
     """options_cases.run of the whole, each rank on its shard; gradients summed over ranks. alone: the fault that each
-    rank sees its own keys only. by_heads: pairs of ranks share heads out, and the ring is of two such pairs."""
+    rank sees its own keys only. by_heads: pairs of ranks share heads out, and the ring is of two such pairs.
+    lengths: of contiguous shards, others than `shard` makes."""
     group = groups[size]
     rows, heads = (groups["across"], groups[2]) if by_heads else (group, None)
     more = dict(ulysses_group=heads) if by_heads else {}
@@ -49,6 +50,8 @@ def whole_call(rank, size, names, dtype, alone=False, sizes=None, by_heads=False
 
     def ours(*tensors, **arguments):
         shards = [distributed.shard(x, rows, order) for x in tensors]
+        if lengths is not None:
+            shards = [x.split(lengths, -2)[dist.get_rank(rows)] for x in tensors]
         if by_heads:
             shards = [distributed.shard(x, heads) for x in shards]
         mask = arguments.get("attn_mask")

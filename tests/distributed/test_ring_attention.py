@@ -63,6 +63,13 @@ def test_uneven_and_empty_shards(ranks, case):
     checked(ranks, **case)
 
 
+@pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
+@pytest.mark.parametrize("lengths", [(0, 5, 1, 7), (4, 0, 9, 0)], ids=str)
+def test_contiguous_shards_of_any_lengths(ranks, scheme, lengths):
+    options, sizes = ("causal", "alibi", "sinks"), dict(q_len=13, kv_len=13)
+    checked(ranks, 4, options, torch.float64, scheme=scheme, lengths=lengths, sizes=sizes)
+
+
 @pytest.mark.parametrize(
     "case",
     pairs(
