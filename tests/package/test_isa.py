@@ -36,7 +36,7 @@ def cpu_flags():
 
 FLAGS = cpu_flags()
 HERE_RUNS = [isa for isa, needs in NEEDS.items() if needs <= FLAGS]
-# of all tests: those of values at every length and dim, of empty rows and NaN, of dropout's exact bits
+# of all tests: values at every length and dim, empty rows and NaN, lists of blocks, the exact bits of dropout
 SELECTION = [
     "attention/test_attention_forward.py::test_values_and_gradients",
     "attention/test_attention_forward.py::test_every_residue_of_the_lengths",
@@ -46,16 +46,19 @@ SELECTION = [
     "attention/test_masks.py::test_a_broadcast_mask_equals_its_copy",
     "attention/test_empty_and_nan.py",
     "attention/test_dropout.py::test_keeps_what_the_counter_says",
+    "cache/test_decode.py::test_a_nan_shows_in_the_rows_that_see_it_and_in_no_other",
+    "linear/test_linear_attention.py::test_a_nan_shows_in_the_rows_that_see_it_and_in_no_other",
+    "attention/test_block_mask.py::test_values_and_gradients",
+    "attention/test_block_mask.py::test_what_is_hidden_does_not_leak",
+]
+# values of options, derivatives, decoding and linear attention: tests/kernels calls the tables of this machine for them
+IN_KERNELS = [
     "attention/test_dropout.py::test_values_and_gradients",
     "cache/test_decode.py::test_values",
-    "cache/test_decode.py::test_a_nan_shows_in_the_rows_that_see_it_and_in_no_other",
     "options/test_options.py::test_values_and_gradients",
     "linear/test_linear_attention.py::test_values_and_gradients",
-    "linear/test_linear_attention.py::test_a_nan_shows_in_the_rows_that_see_it_and_in_no_other",
     "attention/test_derivatives.py::test_values",
-    "attention/test_block_mask.py::test_values_and_gradients",
     "attention/test_block_mask.py::test_second_derivatives",
-    "attention/test_block_mask.py::test_what_is_hidden_does_not_leak",
 ]
 
 
@@ -97,11 +100,11 @@ def test_values_on(isa):
         pytest.skip(f"{isa} is what all other tests run on")
     # but for bfloat16 the kernels of avx512 are those of avx512_bf16, which the other tests run on
     only = ("-k", "bfloat16") if (isa, HERE_RUNS[0]) == ("avx512", "avx512_bf16") else ()
-    run_selection(*only, ATTNJOURNEY_ISA=isa)
+    run_selection(SELECTION, *only, ATTNJOURNEY_ISA=isa)
 
 
-def run_selection(*options, **environment):
-    tests = [str(TESTS / test) for test in SELECTION]
+def run_selection(selection, *options, **environment):
+    tests = [str(TESTS / test) for test in selection]
     options = ("-q", "-x", "-p", "no:cacheprovider", "--durations=0", "--tb=short", *options)
     result = run("-m", "pytest", *options, *tests, OMP_NUM_THREADS="1", **environment)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
@@ -119,7 +122,7 @@ def test_the_kernel_of_a_matrix_unit_on_a_twin_of_it():
     assert built.returncode == 0, built.stdout + built.stderr
     library = {"ATTNJOURNEY_LIBRARY_DIR": str(ROOT / "build/twin/attnjourney"), "ATTNJOURNEY_ISA": "amx"}
     assert isa_of(library) == "amx"
-    run_selection("-k", "bfloat16 or nan or row or length", **library)
+    run_selection(SELECTION + IN_KERNELS, "-k", "bfloat16 or nan or row or length", **library)
 
 
 @pytest.mark.skipif(not FLAGS, reason="no /proc/cpuinfo with x86 flags")

@@ -1,5 +1,7 @@
 """Second derivatives, and derivatives in a direction, of attention with any options against the fp64 reference."""
 
+import functools
+
 import torch
 
 import attnjourney
@@ -84,8 +86,9 @@ def compare(kind, actual, tensors, arguments, label="", factor=GRADIENT_FACTOR):
     __tracebackhide__ = True
     plain = plain_values(kind, tensors, arguments)
     exact = kind(reference.attention, tensors, arguments, torch.float64)
-    rounding = rounding_of(kind, tensors, arguments, exact)
+    roundings = functools.cache(lambda: rounding_of(kind, tensors, arguments, exact))
     for name in exact:
         x = actual[name]
         assert x.dtype == plain[name].dtype, f"{label} {name}: {x.dtype}"
-        assert_close_to_reference(x, plain[name], exact[name], factor, f"{label} {name}", rounding[name])
+        rounding = functools.partial(lambda name: roundings()[name], name)
+        assert_close_to_reference(x, plain[name], exact[name], factor, f"{label} {name}", rounding)
