@@ -21,7 +21,7 @@ import torch
 from tests.support import quick
 
 TESTS = Path(__file__).parent
-SLOW = [  # longest first: processes of xdist take the files in this order, so that all of them end at about one time
+SLOW = [  # longest first
     *(f"emulator/test_{name}.py" for name in ("attention", "options", "fp16x2", "full_sm90", "fp16x2_backward")),
     *(f"emulator/test_{name}.py" for name in ("decode", "latent", "small", "linear", "nan", "full_sm90_backward")),
     *(f"emulator/test_{name}.py" for name in ("fp32", "caches", "blocks", "weights", "rows", "fp32_blocks")),
@@ -41,6 +41,9 @@ SLOW = [  # longest first: processes of xdist take the files in this order, so t
     "integrations/test_transformers_sweep.py",
     "integrations/test_onnx.py",
 ]
+# processes of xdist take the files in this order, then the short ones, so that all of them end at about one time
+ORDER = ["kernels/test_kernels.py", *SLOW, "attention/test_derivatives.py", "cache/test_cached_layers.py"]
+ORDER += [f"attention/test_{name}.py" for name in ("block_mask", "attention_forward", "torch_integration")]
 SEEN, RAN, QUICK_ITEMS = pytest.StashKey[set](), pytest.StashKey[int](), pytest.StashKey[list]()
 
 
@@ -74,7 +77,7 @@ def pytest_collection_modifyitems(config, items):
         for i in quick.chosen(name, len(own)):
             own[i].add_marker("quick")
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: SLOW.index(_file(item.path)) if _file(item.path) in SLOW else len(SLOW))
+        items.sort(key=lambda item: ORDER.index(_file(item.path)) if _file(item.path) in ORDER else len(ORDER))
     config.stash[QUICK_ITEMS] = [item.nodeid for item in items if item.get_closest_marker("quick")]
 
 
