@@ -53,15 +53,11 @@ class Rows:
             there = self.reference > -math.inf
             self.sum = torch.where(there, (sink - self.reference).exp2(), 0.0)
 
-    def join(self, part: Part, out: Tensor, lse: Tensor, stats: Tensor, biased: bool) -> None:
+    def join(self, part: Part, out: Tensor, stats: Tensor, biased: bool) -> None:
         rows = slice(part.row, part.row_end)
-        if stats.is_cuda:  # weights there are exp(score - lse)
-            reference = lse.double() * _LOG2_E
-            total = (lse != -math.inf).double()
-        else:
-            reference, inverse = stats.double().unbind(-1)
-            reference = reference * _LOG2_E if biased else reference  # scores with a bias are natural ones
-            total = torch.where(inverse == 0, 0.0, 1 / inverse)
+        reference, inverse = stats.double().unbind(-1)
+        reference = reference * _LOG2_E if biased else reference  # scores with a bias are natural ones
+        total = torch.where(inverse == 0, 0.0, 1 / inverse)
         reference = torch.where(total == 0, -math.inf, reference)
         before = self.reference[..., rows]
         top = torch.maximum(before, reference)
@@ -136,8 +132,8 @@ class Calls:
         at, keys = slice(part.row, part.row_end), slice(part.key, part.key_end)
         query, key, value = query[..., at, :], key[..., keys, :], value[..., keys, :]
         name, masks, options = self._arguments(part, query, key, rows.shape)
-        out, lse, stats = getattr(_ops, f"{name}_forward").default(query, key, value, *masks, **options)
-        rows.join(part, out, lse, stats, biased=_is_bias(masks[0]))
+        out, _, stats = getattr(_ops, f"{name}_forward").default(query, key, value, *masks, **options)
+        rows.join(part, out, stats, biased=_is_bias(masks[0]))
 
     def backward(
         self, part: Part, need: int, grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor,

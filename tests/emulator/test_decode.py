@@ -83,6 +83,11 @@ def check_hidden_nan(program, name, order):
             given = dict(window_size=(left, -1), order=order, chunked=chunked)
             out = decode.decode(program, query, key, value, torch.tensor([length]), **given)[0]
             assert [i for i in range(q_len) if out[0, :, i].isnan().any()] == seeing
+        mask = torch.zeros(length, dtype=dtype)
+        mask[-2] = -math.inf
+        given = dict(attn_mask=mask, order=order, chunked=chunked)
+        out = decode.decode(program, query, key, value, torch.tensor([length]), **given)[0]
+        assert out.isfinite().all(), "a hidden key leaks"
         what.copy_(saved)
     *pools, table = paged(key, value, [length], 24)
     mask = (torch.arange(length) < 24) | (torch.arange(length) >= 48)
@@ -119,6 +124,12 @@ def check_extremes(program, name):
 
     lowest, hidden = (torch.full((1, 1, 1, 70), x, dtype=wide) for x in (torch.finfo(wide).min, -math.inf))
     assert torch.equal(run_decode(query, attn_mask=lowest)[0], run_decode(0 * query)[0])
+    some = torch.arange(70) % 3 == 1
+    for low, high in ((-1, -0.6), (-0.6, 0.9), (-1, 0.9)):  # of the largest number: weights of `some` alone
+        mask = torch.where(some, high, low).to(torch.float64).mul(torch.finfo(wide).max).to(wide)
+        for splits in (1, 3):
+            out = run_decode(query, attn_mask=mask[None, None, None], splits=splits)[0]
+            assert torch.equal(out, run_decode(0 * query, attn_mask=some[None, None, None], splits=splits)[0])
     out, lse = run_decode(query, attn_mask=hidden)
     assert (out == 0).all() and (lse == -math.inf).all()
     out, lse = run_decode(query)

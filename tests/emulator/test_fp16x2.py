@@ -33,15 +33,16 @@ def programs():
     build.build_all([program(size) for size in SIZES] + [program(size_of(f[0]), *f[1:]) for f in FAULTS])
 
 
-def call(made, query, key, value, ranges, order="forward", rows_first=False, **extra):
-    """out, lse and whether the call was left to Fp32Forward."""
+def call(made, query, key, value, ranges, order="forward", rows_first=False, *, stats=False, **extra):
+    """out, lse, with `stats` those too, and whether the call was left to Fp32Forward."""
     arguments, lengths = run._arguments(query, key, value, ranges, order)
     options, _ = run._options(query, {}, len(query))
     arguments |= {**options, "section": 0, "counter": 1, "grid": 2, "cut": 1, **extra}
     out = (*query.shape[:3], value.shape[3])
-    outputs = [(out, torch.float32), (out[:3], torch.float32), ((1,), torch.int32)]
+    of_rows = ((2 * math.prod(out[:3]),), torch.float32)
+    outputs = [(out, torch.float32), (out[:3], torch.float32), of_rows, ((1,), torch.int32)]
     results, counts = run.run(made, [query, key, value, *lengths], outputs, arguments, rows_first)
-    return *results[:2], results[2].item() > 0, counts
+    return *results[: 3 if stats else 2], results[3].item() > 0, counts
 
 
 def check(results, inputs, mask):

@@ -31,6 +31,7 @@ CASES = [
     (3, 3, 528, 512, (130, 70), 130, 0, 1, {"nan": True}),  # the last key is NaN, and the last row alone sees it
     (3, 2, 64, 32, (40, 17), 40, 0, 1, {"nan": True}),
     (5, 3, 576, 512, (333, 150), 340, 0, 1, {"window_size": (100, -1), "prefix_length": 2}),
+    (3, 2, 64, 32, (50, 45), 64, 0, 2, {"attn_mask": "both ends"}),  # of the range
 ]
 
 
@@ -123,7 +124,11 @@ def tensors_of(case, dtype, multiple):
         kind = options["attn_mask"] or dtype
         mask = random_tensor((batch, 1, q_len, capacity), torch.float32, 5, outliers=False)
         mask[..., 3] = -2
-        options["attn_mask"] = mask > -1 if kind == torch.bool else mask.to(kind).masked_fill(mask < -1.2, -torch.inf)
+        hidden = mask < -1.2
+        if kind == "both ends":
+            kind = torch.promote_types(dtype, torch.float32)
+            mask = torch.where(mask > 0, 0.9, -0.95).double() * torch.finfo(torch.float32).max
+        options["attn_mask"] = mask > -1 if kind == torch.bool else mask.to(kind).masked_fill(hidden, -torch.inf)
     return query, latent, v_dim, options
 
 

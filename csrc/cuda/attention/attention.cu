@@ -26,10 +26,10 @@ template <class Real>
 void forward_in(const AttentionCall& c, const AttentionResults& results) {
   const auto& [query, key, value, options] = c.args;
   Tensor out = results.out, lse = results.lse, stats = results.stats;
-  torch::stable::zero_(stats);  // the backward here has the weights from lse
   const auto write_nothing_seen = [&] {
     torch::stable::zero_(out);
     torch::stable::fill_(lse, -INFINITY);
+    torch::stable::zero_(stats);
   };
   if (c.batch * c.q_heads * c.params.q_len == 0 || (c.params.kv_len == 0 && !options.sinks))
     return write_nothing_seen();
@@ -46,6 +46,7 @@ void forward_in(const AttentionCall& c, const AttentionResults& results) {
   p.scores = inputs.scores();
   if (c.packed) o.clear();
   p.out = o.data(), p.out_strides = o.strides_of(c), p.lse = static_cast<Real*>(lse.data_ptr());
+  p.stats = static_cast<RowStats<Real>*>(stats.data_ptr());
   const AttentionCase which = case_of(c, needs_full_kernels(c));
   choose_forward<Real>(device, which).launch(p, {query, device, stream, which.type, is_ranged(c)});
   o.finish();
@@ -76,7 +77,7 @@ void backward_in(const AttentionCall& c, const AttentionSaved& saved, const Atte
   p.scores = inputs.scores();
   p.out = o.data(), p.out_strides = o.strides, p.grad_out = d_out.data(), p.grad_out_strides = d_out.strides;
   if (c.packed) p.out_strides.batch = p.grad_out_strides.batch = 0;
-  p.lse = static_cast<const Real*>(saved.lse.data_ptr());
+  p.stats = static_cast<const RowStats<Real>*>(saved.stats.data_ptr());
   p.grad_lse = saved.grad_lse ? static_cast<const Real*>(saved.grad_lse->data_ptr()) : nullptr;
   const auto output = [&](std::optional<Output>& to, const OptionalTensor& t, int64_t heads, void*& data, Strides& s) {
     if (!t) return;
@@ -96,9 +97,11 @@ void backward_in(const AttentionCall& c, const AttentionSaved& saved, const Atte
   p.tile_rows = rows, p.tile_keys = keys;
   const int64_t pairs = c.packed ? c.q_heads : c.batch * c.q_heads;
   const Tensor sum = aten::empty(query, std::vector<int64_t>{pairs, p.rows, size}, c.lse_dtype);
-  const Tensor of_rows = aten::empty(query, std::vector<int64_t>{2, pairs, p.rows}, c.lse_dtype);
+  const Tensor of_rows = aten::empty(query, std::vector<int64_t>{4, pairs, p.rows}, c.lse_dtype);
   p.query_sum = static_cast<Real*>(sum.data_ptr());
-  p.lse2 = static_cast<Real*>(of_rows.data_ptr()), p.delta = p.lse2 + pairs * p.rows;
+  const int64_t part = pairs * p.rows;
+  p.reference = static_cast<Real*>(of_rows.data_ptr()), p.inverse = p.reference + part;
+  p.lse2 = p.inverse + part, p.delta = p.lse2 + part;
   OptionalTensor key_value_sum, turn;
   if (deterministic) {
     turn = aten::empty(query, {pairs, p.rows / rows, 2}, ScalarType::Int);

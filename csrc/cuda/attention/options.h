@@ -8,6 +8,14 @@
 
 namespace attnjourney {
 
+// The unit of scores, and what a difference of them is in log2 units: see ScoresOf.
+struct ScoreUnit {
+  double scores, exponents;
+};
+inline ScoreUnit score_unit(const AttentionCall& c) {
+  return c.params.mask == MaskKind::floating ? ScoreUnit{1, log2_e} : ScoreUnit{log2_e, 1};
+}
+
 // Does the call need the kernels with options? Those without scale scores by a positive number and hide ranges of keys.
 inline bool needs_full_kernels(const AttentionCall& c) {
   const auto& [attn_mask, cu_seqlens_q, cu_seqlens_k, blocks, dropout_p, is_causal, scale, enable_gqa, causal_alignment,
@@ -35,8 +43,10 @@ class OptionInputs {
     (void)is_causal, (void)causal_alignment, (void)window, (void)prefix_length;      // describe
     (void)cu_seqlens_q, (void)cu_seqlens_k, (void)key_lengths, (void)query_lengths;  // Indices
     (void)scale, (void)enable_gqa;                                                   // describe
+    const ScoreUnit unit = score_unit(c);
+    scores_.unit = static_cast<Real>(unit.scores), scores_.exponent = static_cast<Real>(unit.exponents);
     if (softcap > 0) {
-      scores_.cap_log2 = static_cast<Real>(softcap * log2_e);
+      scores_.cap = static_cast<Real>(softcap * unit.scores);
       scores_.cap_factor = static_cast<Real>(2 * log2_e * c.params.scale / softcap);
     }
     constexpr ScalarType type = sizeof(Real) == 8 ? ScalarType::Double : ScalarType::Float;

@@ -2,6 +2,7 @@
 #pragma once
 #include "core/constants.h"
 #include "cuda/layout.h"
+#include "options.h"
 #include "sequences.h"
 
 namespace attnjourney {
@@ -23,7 +24,7 @@ void describe(Task& p, const AttentionCall& c, const Indices& indices, const Vie
   p.head_dim = static_cast<int>(chunks(c.params.head_dim, chunk));
   p.v_head_dim = static_cast<int>(chunks(c.params.v_head_dim, chunk));
   if (c.packed) p.query_strides.batch = p.key_strides.batch = p.value_strides.batch = 0;
-  p.scale_log2 = static_cast<decltype(p.scale_log2)>(c.params.scale * log2_e);
+  p.score_scale = static_cast<decltype(p.score_scale)>(c.params.scale * score_unit(c).scores);
 }
 
 }  // namespace attnjourney

@@ -1,4 +1,4 @@
-// CUDA entry of attention_weights: exp(score - lse) for chosen rows and heads.
+// CUDA entry of attention_weights: the weights of chosen rows and heads.
 #include <torch/csrc/stable/accelerator.h>
 
 #include "attention_cuda.h"
@@ -43,13 +43,18 @@ void write(const WeightsCall& w, const Tensor& out, const Tensor& rows, const Te
   if (p.scores.mask_kind == MaskElement::same) p.scores.mask_bytes = static_cast<int>(query.element_size());
   p.query = operand(c, query, c.query_map), p.key = operand(c, key, c.key_map);
   p.lse = static_cast<const C*>(w.lse.data_ptr()), p.out = out.data_ptr();
+  p.stats = w.stats ? static_cast<const RowStats<C>*>(w.stats->data_ptr()) : nullptr;
   const OptionalTensor slopes = per_head(c.args.options.alibi_slopes, {c.batch, c.q_heads}, ScalarType::Double, query);
   if (slopes) p.slopes = static_cast<const double*>(slopes->data_ptr());
   p.rows = static_cast<const int64_t*>(rows.data_ptr()), p.heads = static_cast<const int64_t*>(heads.data_ptr());
   p.batch = static_cast<int>(c.batch), p.q_heads = static_cast<int>(c.q_heads);
   p.n_rows = static_cast<int>(rows.numel()), p.n_heads = static_cast<int>(heads.numel());
   p.head_dim = static_cast<int>(c.params.head_dim);
-  p.scale = static_cast<C>(c.params.scale), p.softcap = static_cast<C>(c.params.modifier.softcap);
+  const ScoreUnit unit = score_unit(c);
+  p.unit = static_cast<C>(unit.scores), p.exponent = static_cast<C>(unit.exponents);
+  p.scale = static_cast<C>(c.params.scale * unit.scores),
+  p.softcap = static_cast<C>(c.params.modifier.softcap * unit.scores);
+  if (p.softcap > 0) p.cap_factor = static_cast<C>(c.params.scale / c.params.modifier.softcap);
   launch(p, current_stream(current_device(query).index));
 }
 

@@ -13,6 +13,15 @@ constexpr int64_t few_rows = 128;
 
 CacheStrides strides_of(const Tensor& t) { return {stride_of(t, 0), stride_of(t, 1), stride_of(t, 2)}; }
 
+void describe_mask(DecodeTask& p, const DecodeCall& c, const Tensor& mask) {
+  p.mask = mask.data_ptr();
+  p.mask_kind = c.mask == MaskKind::boolean ? MaskElement::boolean
+                : c.mask_fp32               ? MaskElement::fp32
+                                            : MaskElement::same;
+  p.mask_bytes = static_cast<int>(mask.element_size());
+  p.mask_batch = c.mask_batch, p.mask_head = c.mask_head, p.mask_row = c.mask_row, p.mask_col = c.mask_col;
+}
+
 void describe(DecodeTask& p, const DecodeCall& c, const DecodeInputs& in) {
   p.key = in.key.data_ptr(), p.value = in.value.data_ptr();
   p.k = strides_of(in.key), p.v = strides_of(in.value);
@@ -30,15 +39,9 @@ void describe(DecodeTask& p, const DecodeCall& c, const DecodeInputs& in) {
   p.q_len = static_cast<int>(c.q_len), p.rows = p.group * p.q_len;
   p.head_dim = static_cast<int>(c.head_dim), p.v_head_dim = static_cast<int>(c.v_head_dim);
   p.keys = c.keys(c.capacity).narrow();
-  p.scale = c.scale, p.modifier = c.modifier;
   p.scaled_only = !c.modifier.on() && !in.options.alibi_slopes && c.mask == MaskKind::none;
-  if (!in.options.attn_mask) return;
-  p.mask = in.options.attn_mask->data_ptr();
-  p.mask_kind = c.mask == MaskKind::boolean ? MaskElement::boolean
-                : c.mask_fp32               ? MaskElement::fp32
-                                            : MaskElement::same;
-  p.mask_bytes = static_cast<int>(in.options.attn_mask->element_size());
-  p.mask_batch = c.mask_batch, p.mask_head = c.mask_head, p.mask_row = c.mask_row, p.mask_col = c.mask_col;
+  if (in.options.attn_mask) describe_mask(p, c, *in.options.attn_mask);
+  describe_scores(p, c.scale, c.modifier);
 }
 
 void decode_few(const DecodeCall& c, const DecodeInputs& in, const DecodeTask& cache, const Tensor& query,

@@ -19,7 +19,8 @@ AttentionOptions options_of(const DecodeCall& c, const DecodeInputs& in) {
 void forward(const Tensor& query, const Tensor& key, const Tensor& value, AttentionOptions options, const Tensor& out,
              const Tensor& lse) {
   AttentionCall call = check_attention({.query = query, .key = key, .value = value, .options = std::move(options)});
-  cuda_attention_forward(call, {.out = out, .lse = lse});
+  const Tensor stats = aten::empty(lse, {lse.numel(), 2}, lse.scalar_type());  // written, read by no one
+  cuda_attention_forward(call, {.out = out, .lse = lse, .stats = stats});
 }
 
 // items [first, first + n) of a dimension, counted from the end; left alone where it broadcasts or is not there

@@ -36,6 +36,7 @@ __device__ __forceinline__ void mma_m8n8k4(double& d0, double& d1, double a, dou
 }
 
 __device__ __forceinline__ double exp2(double x) { return ::exp2(x); }
+__device__ __forceinline__ double rounded_product(double a, double b) { return __dmul_rn(a, b); }
 __device__ __forceinline__ double log2(double x) { return ::log2(x); }
 __device__ __forceinline__ float tanh(float x) { return ::tanhf(x); }
 __device__ __forceinline__ double tanh(double x) { return ::tanh(x); }

@@ -67,6 +67,9 @@ __device__ __forceinline__ float exp2(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+__device__ __forceinline__ float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+// a b, rounded by itself: no part of a fused multiply-add
+__device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ float log2(float x) { return __log2f(x); }
 __device__ __forceinline__ float reciprocal(float x) {
   float y;

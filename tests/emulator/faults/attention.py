@@ -146,7 +146,12 @@ SM90_BACKWARD = [
     ("one dS tile instead of two", "sm90/backward.cuh", "memory.ds + (it & 1) * Shape::kScoreBytes", "memory.ds"),
     ("mask off by one", "sm90/backward.cuh", "if (x < begin ||", "if (x + 1 < begin ||"),
     ("K and V used before they landed", "sm90/backward.cuh", "ptx::mbarrier_wait(memory.kv_full, 0);", ""),
-    ("rows without a key not marked", "common/backward_passes.cuh", "lse == -INFINITY ? INFINITY", "false ? INFINITY"),
+    (
+        "rows without a key not marked",
+        "common/backward_task.cuh",
+        "log2(stats.inverse)",
+        "log2(none ? 1 : stats.inverse)",
+    ),
     (
         "transaction count without the statistics",
         "sm90/backward.cuh",
@@ -263,7 +268,7 @@ BACKWARD_OPTIONS = [
     ),
     ("one head's slope goes on in the next", "sm80/backward.cuh", "@slope_of_head", ""),
     ("one warp's part of the slope", "common/slope_sum.cuh", "w < Warps; w++", "w < 1; w++"),
-    ("sign of the sink's gradient", "common/backward_heads.cuh", "sum -= ptx::exp2", "sum += ptx::exp2"),
+    ("sign of the sink's gradient", "common/backward_heads.cuh", "sum -=\n", "sum +=\n"),
     ("the next tile's mask", "sm80/backward.cuh", "l.key(), seen}", "l.key(), found.seen}"),
     (
         "a mask's gradient of all items",
@@ -281,8 +286,8 @@ BACKWARD_OPTIONS = [
     (
         "delta in the order of fragments",
         "common/mask_gradient.cuh",
-        "p.delta[stats + Tiles::stat_position(row + 8 * h)]",
-        "p.delta[stats + row + 8 * h]",
+        "first + Tiles::stat_position(row + 8 * h)",
+        "first + row + 8 * h",
     ),
     ("a key that is hidden leaks", "sm80/backward.cuh", "query_product<true>(", "query_product<false>("),
     (
@@ -451,7 +456,6 @@ FP32_BACKWARD = [
     ("dS read before it is complete", "fp32/backward.cuh", "@scores_complete", ""),
     ("a key that is hidden leaks", "fp32/backward.cuh", "finite_keys || !border", "true"),
     ("a row that is not seen leaks", "fp32/backward.cuh", "if (border) guard(", "if (false) guard("),
-    ("rows without a key not marked", "fp32/passes.cuh", "lse == -INFINITY ? INFINITY", "false ? INFINITY"),
     ("gradient of lse forgotten", "fp32/passes.cuh", "sum -= p.grad_lse[stat]", "sum -= 0"),
     ("tiles read before they landed", "fp32/mask_gradient.cuh", "      ptx::cp_async_wait<0>();\n", ""),
 ]
@@ -464,11 +468,11 @@ FP32_BACKWARD_BLOCKS = [
     ("a turn is not passed on", "common/next_tile.cuh", "n++, at.next()) pass_turn();", "n++, at.next());"),
 ]
 NAN_SM90_BACKWARD = [
-    ("keys stay as they are", "sm90/backward.cuh", "if (Ranged) bad_keys = Guard::clean_keys(memory, smem);", ""),
+    ("keys stay as they are", "sm90/backward.cuh", "if (Ranged) Guard::clean_keys(memory, smem);", ""),
     (
         "bad keys do not show",
         "sm90/backward.cuh",
-        "if (Ranged && bad_keys) Guard::poison_scores",
+        "if (Ranged && Guard::found_keys(memory, smem)) Guard::poison_scores",
         "if (false) Guard::poison_scores",
     ),
     ("queries and dO stay as they are", "sm90/backward.cuh", "Guard::clean_queries(pf, memory, smem, qs, ds);", ";"),
@@ -487,5 +491,51 @@ NAN_SM90_BACKWARD = [
         "sm90/backward_guard.cuh",
         "ptx::fence_proxy_async();\n    ptx::bar_sync(1, 256);\n#pragma",
         "ptx::fence_proxy_async();\n#pragma",
+    ),
+]
+_ROUNDED = ("weights from a rounded lse", "common/backward_task.cuh", "p.inverse[at] = stats.inverse;")
+_ROUNDED += ("p.reference[at] -= ptx::log2(stats.inverse), p.inverse[at] = none ? 0 : 1;",)
+LARGE_NUMBERS = [  # family of test_large_numbers.py, fault
+    (
+        "sm80",
+        "far scores multiplied and added in one",
+        "sm80/forward.cuh",
+        "Options || ptx::any(is_far(base))",
+        "Options",
+    ),
+    ("sm80", "far rows as near ones", "sm80/backward.cuh", "!Options && any_far(", "false && any_far("),
+    (
+        "sm90-short",
+        "far scores multiplied and added in one",
+        "sm90/forward_softmax.cuh",
+        "!kNatural && ptx::any(",
+        "false && ptx::any(",
+    ),
+    ("sm90-short", "far rows as near ones", "sm90/backward.cuh", "if (far) {", "if (false) {"),
+    ("sm90-short", "no headroom", "sm90/forward_softmax.cuh", "ptx::is_bf16<T> ? task.headroom", "false ? 1.f"),
+    (
+        "fp16x2",
+        "references rounded",
+        "sm90/fp16x2_forward.cuh",
+        "fabsf(top) < 65536.f ? top - kTop : top",
+        "top - kTop",
+    ),
+    ("fp16x2", *_ROUNDED),
+    ("sm80-options", *_ROUNDED),
+    ("sm90-bias", *_ROUNDED),
+    ("fp32", *_ROUNDED),
+    (
+        "fp32",
+        "low masks are one number",
+        "common/scores.cuh",
+        "? reinterpret_cast<const float*>(h.mask)[at]",
+        "? fmax(reinterpret_cast<const float*>(h.mask)[at], -1e38f)",
+    ),
+    (
+        "sm80-options",
+        "scores in log2 units",
+        "sm80/forward.cuh",
+        "const float factor = Options ? scale : 1.f",
+        "const float factor = 1.f",
     ),
 ]

@@ -43,6 +43,12 @@ DECODE = {
             "sequence.total = sequence.seen.count();",
             "sequence.total = sequence.seen.prefix + sequence.seen.end, sequence.seen.begin = 0;",
         ),
+        (
+            "scores in log2 units beside a floating mask",
+            "decode/decode_task.cuh",
+            "return task.mask_kind > MaskElement::boolean;",
+            "return false;",
+        ),
         ("a mask from the first key of a ring", "decode/decode_scores.cuh", " + origin * task.mask_col", ""),
         (
             "keys before those that all rows see",
@@ -90,8 +96,8 @@ DECODE = {
         ("a block that is not there", "decode/decode_task.cuh", "block < task.blocks ?", "block <= task.blocks ?"),
         ("a sink alone", "decode/decode_scores.cuh", "lse = Real(sink);", "lse = -Real(INFINITY);"),
         ("a large sink", "decode/decode_scores.cuh", "inverse = Real(weight / whole);", "inverse = Real(1 / whole);"),
-        ("-inf of a mask counts", "decode/decode_scores.cuh", "if (bias == -Real(INFINITY)) return bias;", ""),
-        ("the lowest number hides", "decode/decode_scores.cuh", "(scaled < kLeast ? kLeast : scaled)", "scaled"),
+        ("-inf of a mask counts", "decode/decode_scores.cuh", "bias == -Real(INFINITY) ? bias : score", "score"),
+        ("low masks are one number", "decode/decode_scores.cuh", "score + bias;", "score + fmax(bias, Real(-1e38));"),
     ],
     "fp16-loose": [
         ("numbers behind head_dim", _FMA, "if (at.outer >= 0 && d < dim)", "if (at.outer >= 0)"),

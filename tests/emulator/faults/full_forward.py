@@ -25,7 +25,12 @@ PLAIN = [  # without a floating mask
         "if (tile.kind(0) == TileKind::hidden)",
     ),
     ("no look at the values", FORWARD, "if (!border) return false;", "return false;"),
-    ("the sink counts in every thread of a row", FORWARD, "t == 0 ? 1.f : 0.f", "1.f"),
+    (
+        "the sink counts in every thread of a row",
+        FORWARD,
+        "t == 0 ? soft.weight_unit(task) : 0.f",
+        "soft.weight_unit(task)",
+    ),
     ("rows past the length have a sink", FORWARD, "row + 8 * h < slot.q_len && sink", "sink"),
     ("kinds of the first rows for all", PRODUCER, "t.head, row / 64)", "t.head, t.row / 64)"),
     (
@@ -78,7 +83,7 @@ BIAS = [  # with one
         "if (half > 0) read_bias<uint32_t>(slot, key_tile, row, key, half);",
         "",
     ),
-    ("a key that a bias hides leaks", SCORES, "bias == -INFINITY ? bias : scores[i]", "scores[i]"),
+    ("a key that a bias hides leaks", SCORES, "bias == -INFINITY ? bias : ", ""),
     ("words of a bias move too little", SCORES, "raw[i] = raw[i + 2 * kWords]", "raw[i] = raw[i + kWords]"),
     ("the mask's rows exchanged", SCORES, "*b = row_at<X>(slot, row + 8, key);", "*b = row_at<X>(slot, row, key);"),
 ]

@@ -1,5 +1,6 @@
 """Runs the programs that build.py makes, on torch tensors."""
 
+import math
 import subprocess
 from contextlib import contextmanager
 
@@ -122,19 +123,35 @@ def _options(query, options, batch, statistics=None):
     return arguments | dict(zip(("mask_batch", "mask_head", "mask_row", "mask_col"), strides)), tensors
 
 
-def forward(program, query, key, value, ranges, order="forward", rows_first=False, options=None, **extra):
-    """(out, lse) and counts."""
+def stats_of(lse, options=None):
+    """The forward's stats as a flat tensor: any number near a row's scores is a reference of its weights."""
+    mask = (options or {}).get("attn_mask")
+    natural = isinstance(mask, torch.Tensor) and mask.is_floating_point()
+    wide = lse.double() * (1 if natural else math.log2(math.e))
+    reference = wide.to(lse.dtype)
+    difference = reference.double() - wide
+    stats = torch.stack([reference, torch.exp(difference) if natural else torch.exp2(difference)], -1)
+    return stats.masked_fill((lse == -math.inf)[..., None], 0).to(lse.dtype).flatten()
+
+
+def forward(
+    program, query, key, value, ranges, order="forward", rows_first=False, options=None, *, stats=False, **extra
+):
+    """(out, lse), with `stats` those too, as stats_of says, and counts."""
     arguments, lengths = _arguments(query, key, value, ranges, order)
     more, given = _options(query, options or {}, arguments["batch"])
     arguments |= {"counter": 0, "grid": 3, "section": 0, **more, **extra}
     outputs = [((*query.shape[:3], value.shape[3]), query.dtype), (tuple(query.shape[:3]), _statistics(query))]
-    return run(program, [query, key, value, *lengths, *given], outputs, arguments, rows_first)
+    outputs.append(((2 * query.shape[:3].numel(),), _statistics(query)))
+    results, counts = run(program, [query, key, value, *lengths, *given], outputs, arguments, rows_first)
+    return results if stats else results[:2], counts
 
 
 def backward(
     program, inputs, out, lse, grad_out, grad_lse, ranges, order="forward", rows_first=False, options=None, **extra
 ):
-    """Gradients of the three inputs, then as lse of sinks, slopes and floating mask where there are such."""
+    """Gradients of the three inputs, then as lse of sinks, slopes and floating mask where there are such. lse: or the
+    forward's stats."""
     arguments, lengths = _arguments(*inputs, ranges, order)
     options = options or {}
     more, given = _options(inputs[0], options, arguments["batch"])
@@ -143,17 +160,24 @@ def backward(
     trained = [options.get(name) for name in ("sinks", "alibi_slopes", "attn_mask")]
     trained = [t for t in trained if isinstance(t, torch.Tensor) and t.is_floating_point()]
     outputs += [((t.numel(),), _statistics(inputs[0])) for t in trained]
-    tensors = [*inputs, out, grad_out, lse, grad_lse, *lengths, *given]
+    stats = lse if lse.dim() == 1 else stats_of(lse, options)
+    tensors = [*inputs, out, grad_out, stats, grad_lse, *lengths, *given]
     grads = run(program, tensors, outputs, arguments, rows_first)[0]
     return [*grads[:3], *(grad.view(t.shape) for grad, t in zip(grads[3:], trained))]
 
 
-def weights(program, query, key, lse, rows, heads, ranges, order="forward", rows_first=False, options=None):
+def weights(program, query, key, lse, rows, heads, ranges, order="forward", rows_first=False, options=None, stats=None):
     """(batch, heads, rows, S) in query's dtype."""
     arguments, lengths = _arguments(query, key, key, ranges, order)
     more, given = _options(query, options or {}, arguments["batch"], torch.float32)
-    arguments |= {"n_rows": len(rows), "n_heads": len(heads), **more}
+    arguments |= {"n_rows": len(rows), "n_heads": len(heads), "stats": stats is not None, **more}
     outputs = [((query.shape[0] * len(heads), len(rows), key.shape[2]), query.dtype)]
     chosen = [torch.tensor(x, dtype=torch.int64) for x in (rows, heads)]
-    out = run(program, [query, key, lse, *chosen, *lengths, *given], outputs, arguments, rows_first)[0][0]
+    out = run(
+        program,
+        [query, key, lse, *([] if stats is None else [stats]), *chosen, *lengths, *given],
+        outputs,
+        arguments,
+        rows_first,
+    )[0][0]
     return out.unflatten(0, (query.shape[0], len(heads)))

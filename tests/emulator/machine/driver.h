@@ -92,11 +92,13 @@ struct Options {
     constexpr double kLog2E = 1.4426950408889634;
     const auto thousandth = [&](const char* name) { return a[name] / 1000.0; };
     const double scale = a["scale"] ? thousandth("scale") : 1 / std::sqrt(static_cast<double>(a["head_dim"]));
-    if constexpr (requires { p.scale_log2; }) p.scale_log2 = static_cast<Real>(scale * kLog2E);
+    const double unit = a["mask"] > 1 ? 1 : kLog2E, exponent = a["mask"] > 1 ? kLog2E : 1;
+    if constexpr (requires { p.score_scale; }) p.score_scale = static_cast<Real>(scale * unit);
     if constexpr (requires { p.scale; }) p.scale = static_cast<decltype(p.scale)>(scale);
     auto& s = p.scores;
+    s.unit = static_cast<decltype(s.unit)>(unit), s.exponent = static_cast<decltype(s.unit)>(exponent);
     if (a["softcap"]) {
-      s.cap_log2 = static_cast<Real>(thousandth("softcap") * kLog2E);
+      s.cap = static_cast<Real>(thousandth("softcap") * unit);
       s.cap_factor = static_cast<Real>(2 * kLog2E * scale / thousandth("softcap"));
     }
     const auto numbers = [&](std::unique_ptr<emulator::Buffer<Real>>& to, const Real*& at, const char* name) {

@@ -40,6 +40,7 @@ inline void mma_m8n8k4(double& d0, double& d1, double a, double b, Site s = Site
 }
 
 inline double exp2(double x) { return std::exp2(x); }
+inline double rounded_product(double a, double b) { return a * b; }
 inline double log2(double x) { return std::log2(x); }
 inline float tanh(float x) { return std::tanh(x); }
 inline double tanh(double x) { return std::tanh(x); }

@@ -39,6 +39,8 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
   emulator::mma_m16n8k16(d, a, b, is_bf16<T>, s);
 }
 inline float exp2(float x) { return std::exp2(x); }
+inline float fma(float a, float b, float c) { return std::fma(a, b, c); }
+inline float rounded_product(float a, float b) { return a * b; }
 inline float log2(float x) { return std::log2(x); }
 inline float reciprocal(float x) { return 1.f / x; }
 inline float to_float(Bf16 x) { return emulator::from_bf16(x.bits); }

@@ -1,5 +1,5 @@
 // Runs one backward kernel with its passes, named by -DKERNEL=... (an Sm80Backward) or -DSHAPE=... (an
-// Sm90BackwardShape; with -DOPTIONS an Sm90FullBackwardShape). stdin: query, key, value, out, grad_out, lse,
+// Sm90BackwardShape; with -DOPTIONS an Sm90FullBackwardShape). stdin: query, key, value, out, grad_out, stats,
 // grad_lse, lengths, options; stdout: grad_query, grad_key, grad_value, and of options where there are such:
 // grad_sinks, grad_slopes, grad_mask. -DRANGED: as in forward.cpp.
 #include "backward_options.h"
@@ -65,11 +65,13 @@ int main(int argc, char** argv) {
                     : (q.length + Kernel::kRows - 1) / Kernel::kRows * Kernel::kRows;
     p.key_tiles = p.cu_q ? k.length / Kernel::kKeys + p.batch : (k.length + Kernel::kKeys - 1) / Kernel::kKeys;
     const size_t rows = pairs * p.rows, tile = static_cast<size_t>(Kernel::kKeys) * Kernel::kD;
-    emulator::Buffer<float> lse2(rows, "lse2"), delta(rows, "delta"), query_sum(rows * Kernel::kD, "query_sum");
+    emulator::Buffer<float> reference(rows, "reference"), inverse(rows, "inverse"), lse2(rows, "lse2");
+    emulator::Buffer<float> delta(rows, "delta"), query_sum(rows * Kernel::kD, "query_sum");
     emulator::Buffer<int> turn(std::vector<int>(2 * rows / Kernel::kRows, 0), "turn");
     const std::vector<float> zeros(2 * tile * p.key_tiles * k.batch * k.heads, 0.f);
     emulator::Buffer<float> key_value_sum(zeros, "key_value_sum");
-    p.lse2 = lse2.data, p.delta = delta.data, p.query_sum = query_sum.data, p.turn = turn.data;
+    p.reference = reference.data, p.inverse = inverse.data, p.lse2 = lse2.data, p.delta = delta.data,
+    p.query_sum = query_sum.data, p.turn = turn.data;
 #ifdef SHAPE
     if (p.group > 1 && !deterministic && !p.cu_q) p.key_value_sum = key_value_sum.data;
     emulator::Buffer<uint32_t> query_blocks(pairs, "query_blocks");

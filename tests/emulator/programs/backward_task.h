@@ -6,12 +6,13 @@
 
 namespace driver {
 
-// stdin: query, key, value, out, grad_out, lse, grad_lse, lengths, options
+// stdin: query, key, value, out, grad_out, stats, grad_lse, lengths, options
 template <class Element, class Real>
 struct BackwardInputs {
   Shape q, k, v, o;
   emulator::Buffer<Element> query, key, value, out, grad_out;
-  emulator::Buffer<Real> lse, grad_lse;
+  emulator::Buffer<attnjourney::RowStats<Real>> stats;
+  emulator::Buffer<Real> grad_lse;
   emulator::Buffer<Element> grad_query, grad_key, grad_value;
   attnjourney::BackwardTaskOf<Real> p{};
   Lengths lengths;
@@ -26,7 +27,7 @@ struct BackwardInputs {
         value(read<Element>(v.size()), "value"),
         out(read<Element>(o.size()), "out"),
         grad_out(read<Element>(o.size()), "grad_out"),
-        lse(read<Real>(o.size() / o.dim), "lse"),
+        stats(read<attnjourney::RowStats<Real>>(o.size() / o.dim), "stats"),
         grad_lse(read<Real>(o.size() / o.dim), "grad_lse"),
         grad_query(q.size(), "grad_query"),
         grad_key(k.size(), "grad_key"),
@@ -43,7 +44,7 @@ struct BackwardInputs {
   void describe(const Arguments& a) {
     using attnjourney::Strides;
     p.query = query.data, p.key = key.data, p.value = value.data, p.out = out.data, p.grad_out = grad_out.data;
-    p.lse = lse.data, p.grad_lse = grad_lse.data;
+    p.stats = stats.data, p.grad_lse = grad_lse.data;
     p.grad_query = grad_query.data, p.grad_key = grad_key.data, p.grad_value = grad_value.data;
     p.query_strides = p.grad_query_strides = q.template strides<Strides>();
     p.key_strides = p.grad_key_strides = k.template strides<Strides>();

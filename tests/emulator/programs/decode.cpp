@@ -36,7 +36,6 @@ int main(int argc, char** argv) {
     p.max_blocks = a["max_blocks"], p.blocks = a["blocks"], p.block_size = a["block_size"];
     if (p.max_blocks) p.table = table.data;
     p.keys.left = bound(a["left"]), p.keys.right = bound(a["right"]), p.keys.prefix = a["prefix"];
-    p.scale = a["scale"] / 1e6, p.modifier.softcap = a["softcap"] / 1e3;
     p.sinks_batch = p.slopes_batch = heads;
     if (a["sinks"]) p.sinks = sinks.data;
     if (a["slopes"]) p.slopes = slopes.data;
@@ -44,7 +43,8 @@ int main(int argc, char** argv) {
     p.mask_bytes = p.mask_kind == MaskElement::boolean ? 1 : p.mask_kind == MaskElement::fp32 ? 4 : sizeof(T);
     p.mask_batch = a["mask_batch"], p.mask_head = a["mask_head"], p.mask_row = a["mask_row"];
     p.mask_col = a["mask_col"];
-    p.scaled_only = !p.slopes && !p.modifier.on() && p.mask_kind == MaskElement::none;
+    describe_scores(p, a["scale"] / 1e6, {.softcap = a["softcap"] / 1e3});
+    p.scaled_only = !p.slopes && p.cap == 0 && p.mask_kind == MaskElement::none;
     p.splits = a["splits"];
 
     const int units = p.batch * p.kv_heads * p.row_tiles, rows = p.batch * heads * p.q_len;

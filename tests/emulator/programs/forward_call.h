@@ -1,6 +1,9 @@
-// A call of a forward kernel as the programs read it. stdin: query, key, value, lengths, options; stdout: out, lse.
+// A call of a forward kernel as the programs read it. stdin: query, key, value, lengths, options; stdout: out, lse,
+// stats.
 #pragma once
 #include "emulator/machine/driver.h"
+//
+#include "cuda/kernels/common/forward_task.cuh"
 
 namespace driver {
 
@@ -10,6 +13,7 @@ struct ForwardCall {
   const Shape q, k, v, o;
   emulator::Buffer<Element> query, key, value, out;
   emulator::Buffer<Real> lse;
+  emulator::Buffer<attnjourney::RowStats<Real>> stats;
   emulator::Buffer<uint32_t> counter;
   Task p{};
   std::unique_ptr<Lengths> lengths;
@@ -25,9 +29,11 @@ struct ForwardCall {
         value(read<Element>(v.size()), "value"),
         out(o.size(), "out"),
         lse(o.size() / o.dim, "lse"),
+        stats(lse.size, "stats"),
         counter(std::vector<uint32_t>{0, 0}, "counter") {
     lengths = std::make_unique<Lengths>(p, a);
     p.query = query.data, p.key = key.data, p.value = value.data, p.out = out.data, p.lse = lse.data;
+    p.stats = stats.data;
     p.query_strides = q.strides<decltype(p.query_strides)>(), p.key_strides = k.strides<decltype(p.key_strides)>();
     p.value_strides = v.strides<decltype(p.value_strides)>(), p.out_strides = o.strides<decltype(p.out_strides)>();
     p.batch = a["batch"], p.q_heads = q.heads, p.group = q.heads / k.heads;
@@ -51,6 +57,7 @@ struct ForwardCall {
     if (counter.data[0] || counter.data[1]) throw emulator::Error("the tile counter was not left at zero");
     write(out);
     write(lse);
+    write(stats);
   }
 };
 

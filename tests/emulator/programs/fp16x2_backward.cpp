@@ -14,9 +14,11 @@ int main(int argc, char** argv) {
     p.tile_rows = DIM == 64 ? 32 : 16, p.tile_keys = Kernel::kKeys;  // of Fp32Backward
     p.rows = (p.q_len + kWhole - 1) / kWhole * kWhole, p.key_tiles = (p.kv_len + 63) / 64;
     const size_t rows = pairs * p.rows;
-    emulator::Buffer<float> lse2(rows, "lse2"), delta(rows, "delta"), query_sum(rows * DIM, "query_sum");
+    emulator::Buffer<float> reference(rows, "reference"), inverse(rows, "inverse"), lse2(rows, "lse2");
+    emulator::Buffer<float> delta(rows, "delta"), query_sum(rows * DIM, "query_sum");
     emulator::Buffer<int> turn(std::vector<int>(2 * rows / 16, 0), "turn");
-    p.lse2 = lse2.data, p.delta = delta.data, p.query_sum = query_sum.data;
+    p.reference = reference.data, p.inverse = inverse.data, p.lse2 = lse2.data, p.delta = delta.data,
+    p.query_sum = query_sum.data;
     if (a["deterministic"]) p.turn = turn.data;
     p.span = a["span"] ? a["span"] : backward_span(p, DIM, a["ranged"], a["deterministic"]);
 

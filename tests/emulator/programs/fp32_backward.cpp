@@ -13,10 +13,12 @@ int main(int argc, char** argv) {
     p.rows = p.cu_q ? (p.q_len / kRows + p.batch) * kRows : (p.q_len + kRows - 1) / kRows * kRows;
     p.key_tiles = p.cu_q ? p.kv_len / kKeys + p.batch : (p.kv_len + kKeys - 1) / kKeys;
     const size_t rows = pairs * p.rows;
-    emulator::Buffer<Real> lse2(rows, "lse2"), delta(rows, "delta"), query_sum(rows * Kernel::kD, "query_sum");
+    emulator::Buffer<Real> reference(rows, "reference"), inverse(rows, "inverse"), lse2(rows, "lse2");
+    emulator::Buffer<Real> delta(rows, "delta"), query_sum(rows * Kernel::kD, "query_sum");
     emulator::Buffer<int> turn(std::vector<int>(2 * rows / kRows, 0), "turn");
     emulator::Buffer<Real> slope_sum(std::vector<Real>(static_cast<size_t>(p.key_tiles) * pairs, 0), "slope_sum");
-    p.lse2 = lse2.data, p.delta = delta.data, p.query_sum = query_sum.data;
+    p.reference = reference.data, p.inverse = inverse.data, p.lse2 = lse2.data, p.delta = delta.data,
+    p.query_sum = query_sum.data;
     if (a["deterministic"]) p.turn = turn.data;
     if (a["slopes"]) p.slope_sum = slope_sum.data;
     p.span = a["span"] ? a["span"] : backward_span(p, Kernel::kD, a["ranged"], a["deterministic"]);

@@ -47,7 +47,6 @@ int main(int argc, char** argv) {
     p.k = p.v = {inner * pitch, 0, pitch};
     const auto bound = [](int x) { return x < 0 ? Ranges::unbounded : x; };
     p.keys.left = bound(a["left"]), p.keys.right = bound(a["right"]), p.keys.prefix = a["prefix"];
-    p.scale = a["scale"] / 1000.0, p.modifier.softcap = a["softcap"] / 1000.0;
     p.sinks = sinks.read(a["sinks"], int64_t{p.batch} * p.group, "sinks");
     p.slopes = slopes.read(a["slopes"], int64_t{p.batch} * p.group, "slopes");
     p.sinks_batch = p.slopes_batch = p.group;
@@ -61,7 +60,8 @@ int main(int argc, char** argv) {
     if (a["mask"] == 3) p.mask = mask_same.read(true, count, "mask"), p.mask_bytes = sizeof(T);
     p.mask_batch = a["mask_batch"], p.mask_head = a["mask_head"], p.mask_row = a["mask_row"],
     p.mask_col = a["mask_col"];
-    p.scaled_only = !p.slopes && !p.mask && !p.modifier.on();
+    describe_scores(p, a["scale"] / 1000.0, {.softcap = a["softcap"] / 1000.0});
+    p.scaled_only = !p.slopes && !p.mask && p.cap == 0;
 
     emulator::Buffer<T> out(static_cast<size_t>(rows * p.v_head_dim), "out");
     emulator::Buffer<C> lse(static_cast<size_t>(rows), "lse");

@@ -1,5 +1,5 @@
-// Runs the kernel that writes weights, named by -DKERNEL=... (an AttentionWeights). stdin: query, key, lse, rows,
-// heads, lengths, options; stdout: weights.
+// Runs the kernel that writes weights, named by -DKERNEL=... (an AttentionWeights). stdin: query, key, lse, stats,
+// rows, heads, lengths, options; stdout: weights.
 #include "emulator/machine/driver.h"
 //
 #include "kernels/weights.h"
@@ -19,6 +19,7 @@ int main(int argc, char** argv) {
     emulator::Buffer<Element> query(driver::read<Element>(q.size()), "query"),
         key(driver::read<Element>(k.size()), "key");
     emulator::Buffer<C> lse(driver::read<C>(q.size() / q.dim), "lse");
+    emulator::Buffer<RowStats<C>> stats(driver::read<RowStats<C>>(a["stats"] ? lse.size : 0), "stats");
     const auto n_rows = static_cast<size_t>(a["n_rows"]), n_heads = static_cast<size_t>(a["n_heads"]);
     emulator::Buffer<int64_t> rows(driver::read<int64_t>(n_rows), "rows"),
         heads(driver::read<int64_t>(n_heads), "heads");
@@ -30,11 +31,19 @@ int main(int argc, char** argv) {
       return WeightsOperand{data, {strides.batch}, strides.head, strides.row, group};
     };
     p.query = operand(query.data, q, 1), p.key = operand(key.data, k, q.heads / k.heads);
-    p.lse = lse.data, p.rows = rows.data, p.heads = heads.data, p.out = out.data;
+    p.lse = lse.data, p.stats = a["stats"] ? stats.data : nullptr, p.rows = rows.data, p.heads = heads.data,
+    p.out = out.data;
     p.batch = q.batch, p.q_heads = q.heads, p.head_dim = q.dim;
     p.n_rows = a["n_rows"], p.n_heads = a["n_heads"];
-    p.softcap = static_cast<C>(a["softcap"] / 1000.0);
     const driver::Options<Element> options(p, a);
+    constexpr double kLog2E = 1.4426950408889634;
+    const double unit = a["mask"] > 1 ? 1 : kLog2E, softcap = a["softcap"] / 1000.0;
+    if (softcap > 0)
+      p.cap_factor =
+          static_cast<C>(a["scale"] ? a["scale"] / 1000.0 / softcap : 1 / std::sqrt(double(p.head_dim)) / softcap);
+    p.unit = static_cast<C>(unit), p.exponent = static_cast<C>(kLog2E / unit);
+    p.softcap = static_cast<C>(softcap * unit);
+    p.scale = static_cast<C>((a["scale"] ? a["scale"] / 1000.0 : 1 / std::sqrt(double(p.head_dim))) * unit);
     std::vector<double> slopes(static_cast<size_t>(p.batch) * p.q_heads);
     if (p.scores.slopes) std::copy_n(p.scores.slopes, slopes.size(), slopes.begin());
     emulator::Buffer<double> wide(slopes, "slopes");

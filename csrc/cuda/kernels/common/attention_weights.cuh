@@ -1,4 +1,4 @@
-// The weights exp(score - lse) of chosen rows and heads, for every dtype and head_dim: products in float, or double for
+// The weights of chosen rows and heads, for every dtype and head_dim: products in float, or double for
 // double, without tensor cores, since writing the weights takes longer. One block of 256 threads: 64 rows by 64 keys of
 // one head, 4 by 4 a thread.
 #pragma once
@@ -18,11 +18,14 @@ template <class C>
 struct WeightsTask : SequenceTask {  // of the scores: the mask alone
   WeightsOperand query, key;
   const C* lse;                 // [batch, q_heads, q_len], natural logarithm
+  const RowStats<C>* stats;     // like lse, or null: weights are exp(score - lse) then, with the rounding of lse
   const double* slopes;         // of ALiBi, [batch, q_heads] or null
   void* out;                    // [batch, n_heads, n_rows, kv_len]
   const int64_t *rows, *heads;  // what is chosen; numbers that are not there give zeros
   int batch, q_heads, n_rows, n_heads, head_dim;
-  C scale, softcap;  // softcap 0: none
+  C scale, softcap;  // times ScoresOf::unit, as scores are; softcap 0: none
+  C cap_factor;      // of products under softcap's tanh
+  C unit, exponent;  // see ScoresOf
 };
 
 template <class T_, class C_>
@@ -45,13 +48,10 @@ struct AttentionWeights {
     }
   }
 
-  // An element of a floating mask: the lowest finite numbers stay finite, only -inf hides.
   static __device__ __forceinline__ C mask_value(const Scores& s, const HeadScores& h, int row, int key) {
     const int64_t at = row * s.mask_row + key * s.mask_col;
-    const C x = s.mask_kind == MaskElement::fp32 ? C(reinterpret_cast<const float*>(h.mask)[at])
-                                                 : ptx::to_float(reinterpret_cast<const T*>(h.mask)[at]);
-    const C lowest = sizeof(C) == 4 ? C(kLowest / float(log2_e)) : C(-5.5e307);
-    return x == -C(INFINITY) || x >= lowest ? x : lowest;
+    return s.mask_kind == MaskElement::fp32 ? C(reinterpret_cast<const float*>(h.mask)[at])
+                                            : ptx::to_float(reinterpret_cast<const T*>(h.mask)[at]);
   }
 
   static __device__ __forceinline__ void run(const WeightsTask<C>& p) {
@@ -142,28 +142,31 @@ struct AttentionWeights {
                                                int n0, int64_t row0, int batch, int head) {
     const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
     const int64_t pair = int64_t(batch) * p.q_heads + head;
-    const C slope = p.slopes ? C(p.slopes[pair]) : C(0);
+    const C slope = p.slopes ? C(p.slopes[pair]) * p.unit : C(0);
 #pragma unroll
     for (int r = 0; r < 4; r++) {
       if (first + ty + 16 * r >= p.n_rows) continue;
-      const C lse = own[r] >= 0 ? p.lse[pair * p.q_len + own[r]] : C(0);
+      RowStats<C> stats{};
+      if (own[r] >= 0) {
+        const int64_t at = pair * p.q_len + own[r];
+        stats = p.stats ? p.stats[at] : RowStats<C>{p.lse[at] * p.unit, 1};
+      }
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         const int key = n0 + tx + 16 * j;
         if (key >= p.kv_len) continue;
         C weight = 0;
         if (seen >> (4 * r + j) & 1) {
-          C x = sum[r][j] * p.scale;
-          if (p.softcap > 0) x = p.softcap * std::tanh(x / p.softcap);
-          x -= slope * C(abs(own[r] + sequence.keys.offset - key));
+          C x = p.softcap > 0 ? p.softcap * std::tanh(sum[r][j] * p.cap_factor)
+                              : ptx::rounded_product(sum[r][j], p.scale);
+          x -= ptx::rounded_product(slope, C(abs(own[r] + sequence.keys.offset - key)));
           bool hidden = false;
           if (p.scores.mask_kind > MaskElement::boolean) {
             const C bias = mask_value(p.scores, h, own[r], key);
             hidden = bias == -C(INFINITY);
             x += bias;
           }
-          const C above = x - lse;  // more than rounding above 0 only where lse is beyond its precision
-          weight = hidden ? C(0) : std::exp(above > C(0.7) ? C(0.7) : above);
+          weight = hidden ? C(0) : std::exp2((x - stats.reference) * p.exponent) * stats.inverse;
         }
         const int64_t at = (row0 + first + ty + 16 * r) * p.kv_len + key;
         store_one(static_cast<T*>(p.out) + at, weight);
@@ -178,7 +181,7 @@ inline int64_t weights_blocks(int64_t rows, int64_t keys, int64_t heads) {
 
 // grid: weights_blocks of the batch's chosen heads
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads)
+__global__ void __launch_bounds__(Kernel::kThreads, 3)
     attention_weights(const __grid_constant__ WeightsTask<typename Kernel::C> p) {
   Kernel::run(p);
 }

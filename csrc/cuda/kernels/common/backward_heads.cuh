@@ -31,7 +31,8 @@ struct BlockItems {
   }
 };
 
-// d sink = -sum over the rows of exp(sink - lse) * delta: after backward_prepare. Slopes: after the kernel itself.
+// d sink = -sum over the rows of the sink's weight times delta: after backward_prepare. Slopes: after the kernel
+// itself.
 template <bool Sinks, class Real>
 __global__ void __launch_bounds__(kPassThreads) backward_per_head(const BackwardTaskOf<Real> p) {
   const BlockItems items(p, Sinks ? p.sinks_per_item : p.slopes_per_item);
@@ -40,11 +41,11 @@ __global__ void __launch_bounds__(kPassThreads) backward_per_head(const Backward
     const bool packed = p.cu_q != nullptr;
     const int64_t pair = int64_t(b) * p.q_heads + items.head, first = scratch_row(p, b, items.head);
     if (Sinks) {
-      constexpr Real kHighest = Limits<Real>::kHighest;
-      const Real sink = fmax(-kHighest, fmin(p.scores.sinks[pair] * Real(log2_e), kHighest));
+      const Real sink = sink_score(p.scores, p.scores.sinks[pair]);
       const int rows = packed ? sequence_of<true>(p, b).rows : p.rows;
       for (int r = threadIdx.x; r < (rows + p.tile_rows - 1) / p.tile_rows * p.tile_rows; r += kPassThreads)
-        sum -= ptx::exp2(sink - p.lse2[first + r]) * p.delta[first + r];
+        sum -=
+            ptx::exp2((sink - p.reference[first + r]) * p.scores.exponent) * p.inverse[first + r] * p.delta[first + r];
     } else {
       const int64_t tile = packed ? first_packed_tile(p.cu_k, p.tile_keys, b) : int64_t(b) * p.key_tiles;
       const int tiles = packed ? (sequence_of<true>(p, b).k_rows + p.tile_keys - 1) / p.tile_keys : p.key_tiles;

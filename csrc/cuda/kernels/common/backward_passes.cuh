@@ -8,7 +8,7 @@ namespace attnjourney {
 
 constexpr int kPassThreads = 256;
 
-// Where a row's lse2 and delta are: within 16 rows in the order in which a thread of an accumulator fragment wants its
+// Where a row's statistics are: within 16 rows in the order in which a thread of an accumulator fragment wants its
 // columns, 2t, 2t+1, 2t+8, 2t+9.
 __device__ __forceinline__ int stat_position(int row) {
   return (row & ~15) + (row % 8 / 2 * 4 + row % 16 / 8 * 2 + row % 2);
@@ -19,7 +19,7 @@ inline int64_t pass_blocks(int64_t rows, int d, int64_t pairs) {
   return (rows * (d / 8) + kPassThreads - 1) / kPassThreads * pairs;
 }
 
-// Before: delta = sum(out * grad_out) - grad_lse, lse in base 2, the sum for dQ cleared.
+// Before: delta = sum(out * grad_out) - grad_lse, stats in parts, the sum for dQ cleared.
 template <class T, int D>
 __global__ void __launch_bounds__(kPassThreads) backward_prepare(const BackwardTask p) {
   constexpr int kPer = D / 8, kRows = kPassThreads / kPer;
@@ -49,12 +49,9 @@ __global__ void __launch_bounds__(kPassThreads) backward_prepare(const BackwardT
   if (p.query_blocks && row == 0 && c == 0) p.query_blocks[pair] = 0;
   if (c == 0) {
     const int64_t stat = stat_row(p, own, sequence.q_begin);
-    const float lse = exists ? p.lse[stat] : -INFINITY;
+    const RowStats<float> stats = exists ? p.stats[stat] : RowStats<float>{0.f, 0.f};
     if (p.grad_lse && exists) sum -= p.grad_lse[stat];
-    const int64_t at = first + stat_position(row);
-    const float lse2 = lse * float(log2_e);
-    p.lse2[at] = lse == -INFINITY ? INFINITY : lse2 > kHighest ? kHighest : lse2;  // a sink may be as large; NaN stays
-    p.delta[at] = lse == -INFINITY ? 0.f : sum;
+    write_row(p, first + stat_position(row), stats, sum);
   }
   float4* z = reinterpret_cast<float4*>(p.query_sum + (first + row) * D + c * 8);
   z[0] = z[1] = float4{0.f, 0.f, 0.f, 0.f};

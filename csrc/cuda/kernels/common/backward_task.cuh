@@ -19,18 +19,19 @@ using MaskGradient = MaskGradientOf<float>;
 template <class Real>
 struct BackwardTaskOf : SequenceTaskOf<Real> {
   const void *query, *key, *value, *out, *grad_out;
-  const Real* lse;       // [batch, q_heads, q_len], dense, natural logarithm
-  const Real* grad_lse;  // like lse, or null
+  const RowStats<Real>* stats;  // [batch, q_heads, q_len], dense
+  const Real* grad_lse;         // like stats, or null
   // null where not needed; grad_key, grad_value per key head
   void *grad_query, *grad_key, *grad_value;
   Strides query_strides, key_strides, value_strides, out_strides, grad_out_strides;
   Strides grad_query_strides, grad_key_strides, grad_value_strides;
   int batch, q_heads, kv_heads, group, head_dim, v_head_dim;
-  Real scale, scale_log2;  // positive
+  Real scale, score_scale;  // as in the forward
   // Scratch. rows: q_len rounded up to the kernel's query tile.
-  // [batch, q_heads, rows]; lse2 = lse * log2(e), +inf for rows that see no key and rows past the end, so that their
-  // weights are 0; within 16 rows permuted, see backward_prepare
-  Real *lse2, *delta;
+  // [batch, q_heads, rows]; RowStats in parts, and lse2 = reference - log2(inverse) for kernels without options; +inf,
+  // 0 and +inf for rows that see no key and rows past the end, so that their weights are 0; within 16 rows permuted,
+  // see backward_prepare
+  Real *reference, *inverse, *lse2, *delta;
   Real* query_sum;      // [batch, q_heads, rows, D], inside a query tile in the kernel's own order of fragments
   Real* key_value_sum;  // null, or zeros [2, batch, kv_heads, key_tiles, tile, D]: one block for each query head adds
                         // here
@@ -95,6 +96,16 @@ struct ScratchRow {
 template <class Task>
 __device__ __forceinline__ int64_t stat_row(const Task& p, const ScratchRow& at, int q_begin) {
   return (p.cu_q ? int64_t(at.head) : int64_t(at.batch) * p.q_heads + at.head) * p.q_len + q_begin + at.row;
+}
+
+// What the pass before the kernel leaves of a row. A NaN of its sum shows in all of it.
+template <class Task, class Real>
+__device__ __forceinline__ void write_row(const Task& p, int64_t at, const RowStats<Real>& stats, Real delta) {
+  const bool none = stats.inverse == 0;
+  p.reference[at] = none ? INFINITY : stats.inverse == stats.inverse ? stats.reference : stats.inverse;
+  p.inverse[at] = stats.inverse;
+  p.lse2[at] = stats.reference - ptx::log2(stats.inverse);
+  p.delta[at] = none ? 0 : delta;
 }
 
 // The query tiles of a block, one query head after the other.

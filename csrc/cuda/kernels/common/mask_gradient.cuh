@@ -11,7 +11,7 @@ namespace attnjourney {
 // products(s, dp, task, sequence, batch, head, row0, n0), which begins with a barrier. Real: of the sums.
 template <class Tiles, class Real, int Keys>
 struct MaskGradientOfTiles {
-  static constexpr int kRows = 64, kKeys = Keys, kThreads = 128;
+  static constexpr int kRows = 64, kKeys = Keys, kThreads = 128, kBlocks = 2;  // kBlocks: on a multiprocessor, or more
   using Fragment = RowFragment<kKeys / 8>;
   using Products = Real[kKeys / 8][4];
 
@@ -50,21 +50,23 @@ struct MaskGradientOfTiles {
     const int lane = threadIdx.x % 32, row = row0 + threadIdx.x / 32 * 16 + lane / 4, key = n0 + lane % 4 * 2;
     const uint32_t seen = seen_in_range<Fragment>(sequence, row, key);
     const uint32_t bits = p.scores.seed ? kept(p.scores, scores, row, key, lane, Fragment{}) : ~0u;
-    const int64_t stats = (int64_t(batch) * p.q_heads + head) * p.rows;
-    Real lse[2], delta[2];
+    const int64_t first = (int64_t(batch) * p.q_heads + head) * p.rows;
+    RowStats<Real> stats[2];
+    Real delta[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const bool exists = row + 8 * h < sequence.q_len;
-      lse[h] = exists ? p.lse2[stats + Tiles::stat_position(row + 8 * h)] : Real(INFINITY);
-      delta[h] = exists ? p.delta[stats + Tiles::stat_position(row + 8 * h)] : 0;
+      const int64_t at = first + Tiles::stat_position(row + 8 * h);
+      stats[h] = exists ? RowStats<Real>{p.reference[at], p.inverse[at]} : RowStats<Real>{INFINITY, 0};
+      delta[h] = exists ? p.delta[at] : 0;
     }
 #pragma unroll
     for (int i = 0; i < Fragment::kCount; i++) {
       const int h = i / 2 % 2;
       sum[i / 4][i % 4] +=
           weighted<typename Tiles::T>(p.scores, scores, row + Fragment::row(i), key + Fragment::key(i),
-                                      sequence.keys.offset, seen >> i & 1, bits >> i & 1, s[i / 4][i % 4], p.scale_log2,
-                                      lse[h], dp[i / 4][i % 4], delta[h])
+                                      sequence.keys.offset, seen >> i & 1, bits >> i & 1, s[i / 4][i % 4],
+                                      p.score_scale, stats[h], dp[i / 4][i % 4], delta[h])
               .grad;
     }
   }
@@ -130,7 +132,8 @@ inline int64_t mask_gradient_blocks(const BackwardTaskOf<Real>& p) {
 
 // After backward_prepare or fp32_prepare.
 template <class Tiles, class Real>
-__global__ void __launch_bounds__(Tiles::kThreads) mask_gradient(const __grid_constant__ BackwardTaskOf<Real> p) {
+__global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
+    mask_gradient(const __grid_constant__ BackwardTaskOf<Real> p) {
   Tiles::run(p);
 }
 

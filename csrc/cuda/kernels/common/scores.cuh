@@ -8,17 +8,6 @@
 
 namespace attnjourney {
 
-// What a finite bias is at least in log2 units, and a sink at most.
-template <class Real>
-struct Limits {
-  static constexpr Real kLowest = -1.7e38f, kHighest = 3.4e38f;
-};
-template <>
-struct Limits<double> {
-  static constexpr double kLowest = -0.89e308, kHighest = 1.79e308;
-};
-constexpr float kLowest = Limits<float>::kLowest, kHighest = Limits<float>::kHighest;
-
 // The elements of a thread, (row, key) from that of element 0: m16n8k16 accumulators with rows down (forward),
 template <int Tiles>
 struct RowFragment {
@@ -64,12 +53,12 @@ __device__ __forceinline__ int64_t batch_offset(const ScoresOf<Real>& s, const i
 template <class Real>
 struct HeadScoresOf {
   const unsigned char* mask;  // of its first row and key, or its offsets of blocks
-  Real slope;                 // in log2 units
+  Real slope;                 // in the unit of scores
   uint32_t index;             // batch * q_heads + head
   __device__ __forceinline__ HeadScoresOf(const SequenceTaskOf<Real>& p, int q_heads, int batch, int head)
       : mask(nullptr), slope(0), index(batch * q_heads + head) {
     const ScoresOf<Real>& s = p.scores;
-    if (s.slopes) slope = s.slopes[index] * Real(log2_e);
+    if (s.slopes) slope = s.slopes[index] * s.unit;
     if (s.mask_kind == MaskElement::none) return;
     const int64_t at = head * s.mask_head + batch_offset(s, s.mask_batch, batch);
     mask = static_cast<const unsigned char*>(s.mask) + at * s.mask_bytes;
@@ -78,7 +67,7 @@ struct HeadScoresOf {
   __device__ __forceinline__ HeadScoresOf(const SequenceTaskOf<Real>& p, int q_heads, int batch, int head,
                                           int64_t item_mask)
       : mask(nullptr), slope(0), index(batch * q_heads + head) {
-    if (p.scores.slopes) slope = p.scores.slopes[index] * Real(log2_e);
+    if (p.scores.slopes) slope = p.scores.slopes[index] * p.scores.unit;
     if (p.scores.mask_kind == MaskElement::none) return;
     mask = static_cast<const unsigned char*>(p.scores.mask) +
            (item_mask + head * p.scores.mask_head) * p.scores.mask_bytes;
@@ -100,29 +89,19 @@ __device__ __forceinline__ uint32_t seen_in_mask(const ScoresOf<Real>& s, const 
   return seen;
 }
 
-// A bias in log2 units: the lowest finite numbers stay finite, only -inf hides. finite_bias: x is not that.
-template <class Real>
-__device__ __forceinline__ Real finite_bias(Real x) {
-  return fmax(x * Real(log2_e), Limits<Real>::kLowest);
-}
-template <class Real>
-__device__ __forceinline__ Real bias_log2(Real x) {
-  return x == -INFINITY ? x : finite_bias(x);
-}
-
-// An element of a floating mask in log2 units
+// An element of a floating mask, of which only -inf hides
 template <class T, class Real>
 __device__ __forceinline__ Real mask_value(const ScoresOf<Real>& s, const HeadScoresOf<Real>& h, int row, int key) {
   const int64_t at = row * s.mask_row + key * s.mask_col;
-  const Real x = s.mask_kind == MaskElement::fp32 ? reinterpret_cast<const float*>(h.mask)[at]
-                                                  : ptx::to_float(reinterpret_cast<const T*>(h.mask)[at]);
-  return bias_log2(x);
+  return s.mask_kind == MaskElement::fp32 ? reinterpret_cast<const float*>(h.mask)[at]
+                                          : ptx::to_float(reinterpret_cast<const T*>(h.mask)[at]);
 }
 
-// A sink in log2 units
+// A sink in the unit of scores; where that is beyond the largest number, that number.
 template <class Real>
-__device__ __forceinline__ Real sink_log2(Real x) {
-  return fmax(-Limits<Real>::kHighest, fmin(x * Real(log2_e), Limits<Real>::kHighest));
+__device__ __forceinline__ Real sink_score(const ScoresOf<Real>& s, Real sink) {
+  constexpr Real kHighest = sizeof(Real) == 4 ? Real(3.402823466e38) : Real(1.7976931348623157e308);
+  return fmax(-kHighest, fmin(sink * s.unit, kHighest));
 }
 
 // tanh of the capped score; exp2 and a reciprocal are exact enough for 16 bits: 1.5e-7
@@ -134,22 +113,22 @@ __device__ __forceinline__ Real cap_tanh(const ScoresOf<Real>& s, Real product) 
     return 1.f - 2.f * ptx::reciprocal(1.f + ptx::exp2(product * s.cap_factor));
 }
 
-// a modified score in log2 units from q . k
+// a modified score from q . k
 template <class T, class Real>
 __device__ __forceinline__ Real modified_score(const ScoresOf<Real>& s, Real product) {
-  return s.cap_log2 * cap_tanh<T>(s, product);
+  return s.cap * cap_tanh<T>(s, product);
 }
 
-// One score in log2 units from q . k; `slope`: its derivative by scale * q . k
+// One score from q . k; `slope`: its derivative by scale * q . k
 template <class Real>
 struct Score {
   Real value, slope;
 };
 template <class T, class Real>
-__device__ __forceinline__ Score<Real> capped(const ScoresOf<Real>& s, Real product, Real scale_log2) {
-  if (!s.modified()) return {product * scale_log2, 1};
+__device__ __forceinline__ Score<Real> capped(const ScoresOf<Real>& s, Real product, Real score_scale) {
+  if (!s.modified()) return {ptx::rounded_product(product, score_scale), 1};
   const Real t = cap_tanh<T>(s, product);
-  return {s.cap_log2 * t, 1 - t * t};
+  return {s.cap * t, 1 - t * t};
 }
 
 template <class Real = float>
@@ -162,31 +141,32 @@ template <class Real>
 struct WeightedScore {
   Real weight, grad, slope;
 };
-// product: q . k; lse in log2 units; grad: dO . v; keep: dropout keeps the weight; away() -> distance, bias() -> the
-// mask's value
+// product: q . k; grad: dO . v; keep: dropout keeps the weight; away() -> distance, bias() -> the mask's value
 template <class T, class Real, class Away, class Bias>
 __device__ __forceinline__ WeightedScore<Real> weighted_by(const ScoresOf<Real>& s, Real slope, Away&& away,
                                                            Bias&& bias, bool visible, bool keep, Real product,
-                                                           Real scale_log2, Real lse, Real grad, Real delta) {
-  Score<Real> x = capped<T>(s, product, scale_log2);
-  if (s.slopes) x.value -= slope * away();
+                                                           Real score_scale, const RowStats<Real>& row, Real grad,
+                                                           Real delta) {
+  Score<Real> x = capped<T>(s, product, score_scale);
+  if (s.slopes) x.value -= ptx::rounded_product(slope, away());
   if (s.mask_kind > MaskElement::boolean && visible) {
     const Real b = bias();
     x.value += b;
     visible = b != -INFINITY;
   }
-  const Real above = x.value - lse;  // more than rounding above 0 only where lse is beyond its precision
-  const Real weight = visible ? ptx::exp2(above > 1 ? Real(1) : above) : 0;
+  const Real weight = visible ? ptx::exp2((x.value - row.reference) * s.exponent) * row.inverse : 0;
   if (s.seed) grad = keep ? grad * s.keep_scale : 0;
-  return {weight, visible ? weight * (grad - delta) : 0, visible ? x.slope : 0};
+  const bool counts = weight != 0;  // asked of the weight: `visible` of many elements held until here would be spilled
+  return {weight, counts ? weight * (grad - delta) : 0, counts ? x.slope : 0};
 }
 template <class T, class Real>
 __device__ __forceinline__ WeightedScore<Real> weighted(const ScoresOf<Real>& s, const HeadScoresOf<Real>& h, int row,
                                                         int key, int offset, bool visible, bool keep, Real product,
-                                                        Real scale_log2, Real lse, Real grad, Real delta) {
+                                                        Real score_scale, const RowStats<Real>& stats, Real grad,
+                                                        Real delta) {
   return weighted_by<T>(
       s, h.slope, [&] { return distance<Real>(row, key, offset); }, [&] { return mask_value<T>(s, h, row, key); },
-      visible, keep, product, scale_log2, lse, grad, delta);
+      visible, keep, product, score_scale, stats, grad, delta);
 }
 
 // Bits of eight keys of a row: kept or dropped.
@@ -245,19 +225,19 @@ __device__ __forceinline__ uint32_t kept(const ScoresOf<Real>& s, const HeadScor
   return bits;
 }
 
-// A fragment with rows down: products to scores in log2 units, -inf where hidden; returns `seen` without what a
+// A fragment with rows down: products to scores, -inf where hidden; returns `seen` without what a
 // floating mask hides.
 template <class T, class F, class Real>
 __device__ __forceinline__ uint32_t score(Real (&s)[F::kCount / 4][4], const ScoresOf<Real>& options,
-                                          const HeadScoresOf<Real>& h, Real scale_log2, int offset, int row, int key,
+                                          const HeadScoresOf<Real>& h, Real score_scale, int offset, int row, int key,
                                           uint32_t seen) {
 #pragma unroll
-  for (int i = 0; i < F::kCount; i++) s[i / 4][i % 4] = capped<T>(options, s[i / 4][i % 4], scale_log2).value;
+  for (int i = 0; i < F::kCount; i++) s[i / 4][i % 4] = capped<T>(options, s[i / 4][i % 4], score_scale).value;
   if (options.slopes) {
     const int distance = row + offset - key;
 #pragma unroll
     for (int i = 0; i < F::kCount; i++)
-      s[i / 4][i % 4] -= h.slope * static_cast<Real>(abs(distance + F::row(i) - F::key(i)));
+      s[i / 4][i % 4] -= ptx::rounded_product(h.slope, static_cast<Real>(abs(distance + F::row(i) - F::key(i))));
   }
   if (options.mask_kind > MaskElement::boolean) {
 #pragma unroll

@@ -1,5 +1,7 @@
 // Lengths of the batch items, and the keys that their rows see: csrc/core/mask.h in 32 bits, and in tiles.
 #pragma once
+#include <cmath>
+
 #include "core/mask.h"
 
 namespace attnjourney {
@@ -23,7 +25,10 @@ struct BlockLists {
 // computed in, double for float64 and float for everything else.
 template <class Real>
 struct ScoresOf {
-  Real cap_log2, cap_factor;   // of the modifier: softcap * log2(e), 2 log2(e) scale / softcap; 0: none
+  // Of scores: log2(e), so that a weight is 2^score; with a floating mask 1, for that is then added as it is, up to
+  // both ends of its range, and differences of scores are multiplied by `exponent`, log2(e), else 1.
+  Real unit, exponent;
+  Real cap, cap_factor;        // of the modifier: softcap * unit, 2 log2(e) scale / softcap; 0: none
   const Real *sinks, *slopes;  // [batch, q_heads] or null
   const void* mask;            // read through strides, in elements: 0 where it broadcasts
   MaskElement mask_kind;
@@ -35,10 +40,26 @@ struct ScoresOf {
   uint32_t threshold;    // dropped where 16 bits are below
   Real keep_scale;       // 1 / (1 - p)
 
-  ATTNJOURNEY_HD bool modified() const { return cap_log2 > 0; }
-  ATTNJOURNEY_HD void leave_unmodified() { cap_log2 = 0; }
+  ATTNJOURNEY_HD bool modified() const { return cap > 0; }
+  ATTNJOURNEY_HD void leave_unmodified() { cap = 0; }
 };
 using Scores = ScoresOf<float>;
+
+// What the softmax of a row comes to, as the forward leaves it: a weight is inverse * 2^(score - reference), both in
+// the unit of scores. Exact where scores are the same numbers again, however large: the rounding of lse is not part of
+// it.
+template <class Real>
+struct alignas(2 * sizeof(Real)) RowStats {
+  Real reference, inverse;  // 0, 0: no key is visible
+};
+
+// 16-bit kernels without options take 2^(score * scale - reference) in one fused multiply-add. What it does not round
+// of the scores shows in weights where scores are large: from here on these are rounded first, in forward and backward,
+// which near this limit differ by 2^-17 in the exponent.
+__device__ __forceinline__ bool is_far(float reference) {
+  const float size = reference < 0.f ? -reference : reference;
+  return size > 256.f && size < INFINITY;
+}
 
 template <class Real>
 struct SequenceTaskOf {

@@ -141,6 +141,7 @@ struct DecodeFma {
     // a thread's score: row `slice`, key tid / kSlices; its weight: row tid / kKeys, key tid % kKeys
     const int slice = tid % kSlices, score_key = tid / kSlices, weight_row = tid / kKeys, weight_key = tid % kKeys;
     const DecodeRow<Real> own(task, part.batch, part.head, sequence.origin, part.row0 + (slice < live ? slice : 0));
+    const Real exponent = score_exponent<Real>(task);
     RowSum<Real> row{-Real(INFINITY), Real(0)};  // of weight_row, this thread's share of the sum
     Real acc[kColumns][kRows] = {};
     for (int tile = part.first; tile < part.last; tile++) {
@@ -171,7 +172,7 @@ struct DecodeFma {
           top = other > top || !(top == top) ? other : top;
         }
         top = row.top > top || !(top == top) ? row.top : top;
-        const Real weight = part_weight(score, top), old = part_weight(row.top, top);
+        const Real weight = part_weight(score, top, exponent), old = part_weight(row.top, top, exponent);
         row = {top, row.sum * old + weight};
         weights[weight_key * kRows + weight_row] = weight;
         if (weight_key == 0) shrink[weight_row] = old;

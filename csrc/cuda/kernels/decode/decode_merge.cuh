@@ -26,6 +26,7 @@ __global__ void __launch_bounds__(kMergeThreads) decode_merge(const DecodeTask t
   Real *const weights = reinterpret_cast<Real*>(ptx::dynamic_smem()), *const tops = weights + task.splits,
               *const sums = tops + kMergeWarps, *const outputs = sums + kMergeWarps;  // outputs [warp][v_head_dim]
 
+  const Real exponent = score_exponent<Real>(task);
   Real top = -Real(INFINITY), sum = 0;
   for (int split = tid; split < task.splits; split += kMergeThreads) {
     const Real own = stats[2 * part(split)];
@@ -41,7 +42,7 @@ __global__ void __launch_bounds__(kMergeThreads) decode_merge(const DecodeTask t
 #pragma unroll
   for (int w = 0; w < kMergeWarps; w++) top = tops[w] > top ? tops[w] : top;
   for (int split = tid; split < task.splits; split += kMergeThreads) {
-    const Real own = stats[2 * part(split) + 1], weight = part_weight(stats[2 * part(split)], top);
+    const Real own = stats[2 * part(split) + 1], weight = part_weight(stats[2 * part(split)], top, exponent);
     sum += weight * own;
     weights[split] = own == Real(0) ? Real(-1) : weight;  // -1: there is no output
   }

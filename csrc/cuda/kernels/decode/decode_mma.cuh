@@ -112,7 +112,7 @@ struct DecodeMma {
         ptx::mma_m16n8k16<T>(scores[1], qf[kk], b[2], b[3]);
       }
       const bool hides = score(scores, task, sequence, rows, tile * kKeys, there[0] & 0xffffu);
-      softmax(scores, acc, top, sum);
+      softmax(scores, acc, top, sum, score_exponent<float>(task));
 
       const uint32_t a[4] = {ptx::pack2<T>(scores[0][0], scores[0][1]), ptx::pack2<T>(scores[0][2], scores[0][3]),
                              ptx::pack2<T>(scores[1][0], scores[1][1]), ptx::pack2<T>(scores[1][2], scores[1][3])};
@@ -155,15 +155,16 @@ struct DecodeMma {
     join(task, part);
   }
 
-  // Products to scores in log2 units, -inf where hidden; does any row not see a key of the tile?
+  // Products to scores, -inf where hidden; does any row not see a key of the tile?
   static __device__ __forceinline__ bool score(float (&scores)[2][4], const DecodeTask& task,
                                                const DecodeSequence& sequence, const DecodeRow<float> (&rows)[2],
                                                int item0, uint32_t there) {
     const int t = threadIdx.x % 4;
     const bool whole = there == 0xffffu && sequence.is_whole(item0, kKeys);
     if (whole && task.scaled_only) {
+      const float scale = static_cast<float>(task.score_scale);
 #pragma unroll
-      for (int i = 0; i < 8; i++) scores[i / 4][i % 4] *= static_cast<float>(task.scale * log2_e);
+      for (int i = 0; i < 8; i++) scores[i / 4][i % 4] = ptx::rounded_product(scores[i / 4][i % 4], scale);
       return false;
     }
     bool hides = false;
@@ -183,7 +184,7 @@ struct DecodeMma {
 
   // Scores to weights; sums and outputs so far move to the new maximum.
   static __device__ __forceinline__ void softmax(float (&scores)[2][4], float (&acc)[D / 8][4], float (&top)[2],
-                                                 float (&sum)[2]) {
+                                                 float (&sum)[2], float exponent) {
     float shrink[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -192,13 +193,13 @@ struct DecodeMma {
       largest = fmaxf(largest, ptx::shfl_xor(largest, 1));
       largest = fmaxf(top[h], fmaxf(largest, ptx::shfl_xor(largest, 2)));
       const float base = largest == -INFINITY ? 0.f : largest;
-      shrink[h] = ptx::exp2(top[h] - base);
+      shrink[h] = ptx::exp2((top[h] - base) * exponent);
       top[h] = largest;
       float part = 0.f;
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         float& score = scores[i / 2][2 * h + i % 2];
-        score = ptx::exp2(score - base);
+        score = ptx::exp2((score - base) * exponent);
         part += score;
       }
       sum[h] = sum[h] * shrink[h] + part;
@@ -235,7 +236,7 @@ struct DecodeMma {
       for (int w = 0; w < kParts; w++) all.top = fmaxf(all.top, result_of(w)[kTops + own]);
 #pragma unroll
       for (int w = 0; w < kParts; w++) {
-        weight[w] = part_weight(result_of(w)[kTops + own], all.top);
+        weight[w] = part_weight(result_of(w)[kTops + own], all.top, score_exponent<float>(task));
         all.sum += weight[w] * result_of(w)[kSums + own];
       }
       const auto column = [&](int c) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "attention/params.h"
+#include "core/constants.h"
 #include "cuda/kernels/common/sequence.cuh"
 
 namespace attnjourney {
@@ -27,8 +28,8 @@ struct DecodeTask {
   int batch, kv_heads, group, q_len, head_dim, v_head_dim;
   int rows, row_tiles;  // rows that read one key head, group * q_len, and tiles of them
   Ranges keys;          // without a sequence's offset and length
-  double scale;
-  ScoreModifier modifier;
+  // Of scores, see natural_scores: softmax scale; of the modifier softcap, 0: none, and scale / softcap.
+  double score_scale, cap, cap_factor;
   bool scaled_only;  // neither modifier nor ALiBi nor mask
   const void* mask;
   MaskElement mask_kind;
@@ -37,10 +38,21 @@ struct DecodeTask {
   const void *sinks, *slopes;         // float (double for double), or null
   int64_t sinks_batch, slopes_batch;  // strides; heads are dense
   int splits;                         // blocks that share the keys of a sequence
-  // splits > 1: [unit, split, row of the tile] outputs before division [v_head_dim], and each row's reference (log2
-  // units) and sum; a unit is (sequence, key head, tile of rows)
+  // splits > 1: [unit, split, row of the tile] outputs before division [v_head_dim], and each row's reference (in
+  // the unit of scores) and sum; a unit is (sequence, key head, tile of rows)
   void *part_out, *part_stats;
 };
+
+// With a floating mask scores are natural, for that is added as it is, up to both ends of its range; else they are in
+// log2 units.
+ATTNJOURNEY_HD bool natural_scores(const DecodeTask& task) { return task.mask_kind > MaskElement::boolean; }
+
+// mask_kind is there
+inline void describe_scores(DecodeTask& p, double scale, const ScoreModifier& modifier) {
+  const double unit = natural_scores(p) ? 1 : log2_e;
+  p.score_scale = scale * unit;
+  if (modifier.softcap > 0) p.cap = modifier.softcap * unit, p.cap_factor = scale / modifier.softcap;
+}
 
 // One sequence. Keys are numbered from the first one that is there, `origin`.
 struct DecodeSequence {

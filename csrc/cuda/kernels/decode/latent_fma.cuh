@@ -91,7 +91,7 @@ struct LatentFma {
             seen ? decode_score<T>(task, r, sequence.keys.offset, key, product) : -Real(INFINITY);
       }
       __syncthreads();
-      if (tid < kRows) softmax(weights + tid, row, shrinks[tid]);
+      if (tid < kRows) softmax(weights + tid, row, shrinks[tid], score_exponent<Real>(task));
       __syncthreads();
       add_values(acc, task, keys, step, weights, shrinks, !whole || task.mask_kind != MaskElement::none);
     }
@@ -101,16 +101,16 @@ struct LatentFma {
   }
 
   // A row's scores of a tile to weights, by one thread.
-  static __device__ __forceinline__ void softmax(Real* weights, RowSum<Real>& row, Real& shrink) {
+  static __device__ __forceinline__ void softmax(Real* weights, RowSum<Real>& row, Real& shrink, Real exponent) {
     Real top = row.top;
     for (int key = 0; key < kKeys; key++) {
       const Real score = weights[key * kRows];
       top = score > top ? score : top;
     }
-    shrink = part_weight(row.top, top);
+    shrink = part_weight(row.top, top, exponent);
     Real sum = 0;
     for (int key = 0; key < kKeys; key++) {
-      const Real weight = part_weight(weights[key * kRows], top);
+      const Real weight = part_weight(weights[key * kRows], top, exponent);
       weights[key * kRows] = weight;
       sum += weight;
     }

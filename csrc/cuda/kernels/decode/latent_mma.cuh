@@ -105,17 +105,19 @@ struct LatentMma {
         if (t == 0) tops[half * kRows + row + 8 * h] = largest;
       }
       ptx::bar_sync(1 + pair, 64);
+      const float exponent = score_exponent<float>(task);
       float shrink[2];
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         const float largest = fmaxf(top[h], fmaxf(tops[row + 8 * h], tops[kRows + row + 8 * h]));
         const float base = largest == -INFINITY ? 0.f : largest;
-        shrink[h] = ptx::exp2(top[h] - base);
+        shrink[h] = ptx::exp2((top[h] - base) * exponent);
         top[h] = largest;
         float own = 0.f;
 #pragma unroll
         for (int j = 0; j < kHalf / 8; j++) {
-          const float low = ptx::exp2(scores[j][2 * h] - base), high = ptx::exp2(scores[j][2 * h + 1] - base);
+          const float low = ptx::exp2((scores[j][2 * h] - base) * exponent),
+                      high = ptx::exp2((scores[j][2 * h + 1] - base) * exponent);
           own += low + high;
           *reinterpret_cast<uint32_t*>(smem + kWeightsAt + (row + 8 * h) * kPitch +
                                        (half * kHalf + j * 8 + 2 * t) * 2) = ptx::pack2<T>(low, high);
@@ -151,14 +153,15 @@ struct LatentMma {
     write(task, part, acc, top, sum, sums);
   }
 
-  // Products of tile items first + 8 j + ... to scores in log2 units, -inf where hidden; may the tile hide a key?
+  // Products of tile items first + 8 j + ... to scores, -inf where hidden; may the tile hide a key?
   static __device__ __forceinline__ bool score(float (&scores)[kHalf / 8][4], const DecodeTask& task,
                                                const DecodeSequence& sequence, const DecodeRow<float> (&rows)[2],
                                                int item0, int first, const uint32_t* there) {
     const bool whole = !task.table && sequence.is_whole(item0, kKeys);
     if (whole && task.scaled_only) {
+      const float scale = static_cast<float>(task.score_scale);
 #pragma unroll
-      for (int i = 0; i < kHalf / 2; i++) scores[i / 4][i % 4] *= static_cast<float>(task.scale * log2_e);
+      for (int i = 0; i < kHalf / 2; i++) scores[i / 4][i % 4] = ptx::rounded_product(scores[i / 4][i % 4], scale);
       return false;
     }
 #pragma unroll

@@ -17,7 +17,7 @@ struct Fp32Backward {
   static constexpr int kD = D, kRows = Rows, kKeys = Keys, kThreads = 128, kWarps = 4, kW = kFp32Lanes<Real>;
   static constexpr int kParts = 64 / Keys, kOwn = kGroups<Real, D> / kParts;  // groups of columns
   static constexpr int kKeyBytes = Keys * D * sizeof(Real), kStage = Rows * D * sizeof(Real);
-  static constexpr int kScoreBytes = Rows * Keys * sizeof(Real), kStats = 2 * Rows * sizeof(Real);
+  static constexpr int kScoreBytes = Rows * Keys * sizeof(Real), kStats = 3 * Rows * sizeof(Real);
   static constexpr int kTileBytes = 2 * kKeyBytes + Stages * (2 * kStage + kStats) + kScoreBytes;
   using Window = TileWindow<kThreads>;
   static constexpr int kFlagBytes = 2 * kWarps * 4;
@@ -81,9 +81,13 @@ struct Fp32Backward {
       fp32_load<Real, D, Rows, kThreads>(ptx::smem_addr(tiles.grad_out + stage * kStage),
                                          head_of(p.grad_out, p.grad_out_strides, head, sequence.q_begin),
                                          p.grad_out_strides.row, tile * Rows, sequence.q_len, p.v_head_dim);
-      if (tid < 2 * Rows / kW) {  // lse2, then delta
-        const Real* from = (tid < Rows / kW ? p.lse2 : p.delta) + scratch_row(p, where.batch, head) + tile * Rows;
-        ptx::cp_async_16(ptx::smem_addr(tiles.stats + stage * kStats + tid * 16), from + tid % (Rows / kW) * kW, true);
+      constexpr int kChunks = Rows / kW;
+      if (tid < 3 * kChunks) {  // reference, inverse, delta
+        const Real* from = (tid < kChunks       ? p.reference
+                            : tid < 2 * kChunks ? p.inverse
+                                                : p.delta) +
+                           scratch_row(p, where.batch, head) + tile * Rows;
+        ptx::cp_async_16(ptx::smem_addr(tiles.stats + stage * kStats + tid * 16), from + tid % kChunks * kW, true);
       }
       ptx::cp_async_commit();
     };
@@ -180,16 +184,18 @@ struct Fp32Backward {
     const uint32_t bits = p.scores.seed ? kept(p.scores, scores, row, key, lane, Fragment{}) : ~0u;
 #pragma unroll
     for (int j = 0; j < Rows / 8; j++) {
-      Real lse[2], delta[2];
+      Real reference[2], inverse[2], delta[2];
       const unsigned char* from = stats + (8 * j + lane % 4 * 2) * sizeof(Real);
-      read_pair(lse, from);
-      read_pair(delta, from + Rows * sizeof(Real));
+      read_pair(reference, from);
+      read_pair(inverse, from + Rows * sizeof(Real));
+      read_pair(delta, from + 2 * Rows * sizeof(Real));
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         const int i = 4 * j + e, r = row + Fragment::row(i), k = key + Fragment::key(i);
         const bool keep = bits >> i & 1;
-        const WeightedScore<Real> x = weighted<T>(p.scores, scores, r, k, offset, seen >> i & 1, keep, s[j][e],
-                                                  p.scale_log2, lse[e % 2], ds[j][e], delta[e % 2]);
+        const WeightedScore<Real> x =
+            weighted<T>(p.scores, scores, r, k, offset, seen >> i & 1, keep, s[j][e], p.score_scale,
+                        {reference[e % 2], inverse[e % 2]}, ds[j][e], delta[e % 2]);
         if (p.slope_sum) slope_sum -= x.grad * distance<Real>(r, k, offset);
         s[j][e] = keep ? x.weight : 0;
         ds[j][e] = x.grad * x.slope;

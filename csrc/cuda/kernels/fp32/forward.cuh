@@ -69,12 +69,11 @@ struct Fp32Forward {
     Sums acc = {};
     Real row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {};
     if (p.scores.sinks) {
-      constexpr Real kHighest = Limits<Real>::kHighest;
       const Real sink = p.scores.sinks[scores.index];
 #pragma unroll
       for (int h = 0; h < 2; h++)
         if (row + 8 * h < sequence.q_len && sink != -INFINITY) {
-          row_max[h] = fmax(-kHighest, fmin(sink * Real(log2_e), kHighest));
+          row_max[h] = sink_score(p.scores, sink);
           row_sum[h] = t == 0 ? 1 : 0;
         }
     }
@@ -106,9 +105,10 @@ struct Fp32Forward {
       }
 
       // Element e of s[j]: row g + 8 (e / 2) of the warp's, key 8 j + 2 t + e % 2 of the tile.
-      score<Real, Fragment>(s, p.scores, scores, p.scale_log2, sequence.keys.offset, row, n * Keys + 2 * t, found.seen);
+      score<Real, Fragment>(s, p.scores, scores, p.score_scale, sequence.keys.offset, row, n * Keys + 2 * t,
+                            found.seen);
       Real alpha[2];
-      softmax(s, alpha, row_max, row_sum);
+      softmax(s, alpha, row_max, row_sum, p.scores.exponent);
       if (p.scores.seed) drop<Fragment>(s, p.scores, scores, row, n * Keys + 2 * t);
 
       ptx::cp_async_wait<0>();  // @value_landed
@@ -137,7 +137,8 @@ struct Fp32Forward {
   }
 
   // Scores to weights of this tile; alpha: what the sums so far are to be multiplied by.
-  static __device__ __forceinline__ void softmax(Weights& s, Real (&alpha)[2], Real (&row_max)[2], Real (&row_sum)[2]) {
+  static __device__ __forceinline__ void softmax(Weights& s, Real (&alpha)[2], Real (&row_max)[2], Real (&row_sum)[2],
+                                                 Real exponent) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       Real m = row_max[h];
@@ -146,14 +147,14 @@ struct Fp32Forward {
       m = fmax(m, ptx::shfl_xor(m, 1));
       m = fmax(m, ptx::shfl_xor(m, 2));
       const Real base = m == -INFINITY ? 0 : m;
-      alpha[h] = ptx::exp2(row_max[h] - base);
+      alpha[h] = ptx::exp2((row_max[h] - base) * exponent);
       row_max[h] = m;
       Real sum = 0;
 #pragma unroll
       for (int j = 0; j < Keys / 8; j++)
 #pragma unroll
         for (int e = 2 * h; e < 2 * h + 2; e++) {
-          s[j][e] = ptx::exp2(s[j][e] - base);
+          s[j][e] = ptx::exp2((s[j][e] - base) * exponent);
           sum += s[j][e];
         }
       row_sum[h] = row_sum[h] * alpha[h] + sum;
@@ -185,8 +186,7 @@ struct Fp32Forward {
       if (r >= sequence.rows) continue;
       if (first_group == 0 && t == 0) {
         const int64_t head = p.cu_q ? where.head : int64_t(where.batch) * p.q_heads + where.head;
-        p.lse[head * p.q_len + sequence.q_begin + r] =
-            sum == 0 ? -INFINITY : (row_max[h] + ptx::log2(sum)) * Real(ln_2);
+        write_stats(p, head * p.q_len + sequence.q_begin + r, row_max[h], sum, p.scores.unit != 1);
       }
       Real inverse = sum == 0 ? 0 : 1 / sum;
       if (p.scores.seed) inverse *= p.scores.keep_scale;

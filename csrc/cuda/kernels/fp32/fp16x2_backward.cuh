@@ -23,7 +23,7 @@ struct Fp16x2Backward {
   static constexpr int kD = D, kRows = Rows, kKeys = 64, kThreads = 128, kWarps = 4;
   static constexpr int kRow = 2 * D, kCol = 2 * Rows;  // bytes of a row of a plane; of dS^T
   static constexpr int kKeyPlane = kKeys * kRow, kPlane = Rows * kRow, kScorePlane = kKeys * kCol;
-  static constexpr int kTileBytes = 4 * kKeyPlane + 4 * kPlane + 2 * kScorePlane, kStats = 2 * Rows * 4;
+  static constexpr int kTileBytes = 4 * kKeyPlane + 4 * kPlane + 2 * kScorePlane, kStats = 3 * Rows * 4;
   static constexpr int kSmemBytes = kTileBytes + kStats + 4 * kWarps + 64;
   static constexpr int kHigh = Rows * D / 2048, kUnit = kHigh * 512;  // of dQ, a warp: 16s of rows; numbers
   static_assert(kHigh == 1 || kHigh == 2);
@@ -278,11 +278,14 @@ struct Fp16x2Backward {
     const uint32_t t = lane() % 4;
 #pragma unroll
     for (int j = 0; j < Rows / 8; j++) {
-      const float2 lse = *reinterpret_cast<const float2*>(stats + (8 * j + 2 * t) * 4);
-      const float2 delta = *reinterpret_cast<const float2*>(stats + (Rows + 8 * j + 2 * t) * 4);
+      const auto pair = [&](int of) {
+        return *reinterpret_cast<const float2*>(stats + (of * Rows + 8 * j + 2 * t) * 4);
+      };
+      const float2 reference = pair(0), inverse = pair(1), delta = pair(2);
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        s[j][e] = ptx::exp2(s[j][e] * factor - (e % 2 ? lse.y : lse.x));
+        const float exponent = ptx::rounded_product(s[j][e], factor) - (e % 2 ? reference.y : reference.x);
+        s[j][e] = ptx::exp2(exponent) * (e % 2 ? inverse.y : inverse.x);
         ds[j][e] = s[j][e] * (ds[j][e] * out_factor - (e % 2 ? delta.y : delta.x));
         largest = max(largest, magnitude_bits(ds[j][e]));
       }
@@ -319,10 +322,14 @@ struct Fp16x2Backward {
     const auto load_out_tile = [&](const Place& at) {
       load<Rows>(tiles.grad_out, w.grad_out + int64_t(at.pair) * p.q_len * (4 * D), at.tile * Rows, p.q_len);
       const int i = static_cast<int>(ptx::opaque(threadIdx.x));
-      if (i < Rows / 2) {  // lse2, then delta
-        const float* from = (i < Rows / 4 ? p.lse2 : p.delta) + int64_t(at.pair) * p.rows + at.tile * Rows;
-        ptx::cp_async_16(ptx::smem_addr(tiles.stats) + i * 16, from + i % (Rows / 4) * 4, true);
-      } else if (i == Rows / 2) {
+      constexpr int kChunks = Rows / 4;
+      if (i < 3 * kChunks) {  // reference, inverse, delta
+        const float* from = (i < kChunks       ? p.reference
+                             : i < 2 * kChunks ? p.inverse
+                                               : p.delta) +
+                            int64_t(at.pair) * p.rows + at.tile * Rows;
+        ptx::cp_async_16(ptx::smem_addr(tiles.stats) + i * 16, from + i % kChunks * 4, true);
+      } else if (i == 3 * kChunks) {
         const int64_t scale = int64_t(at.pair) * w.query_tiles + at.tile / (Fp16x2Size<D>::kRows / Rows);
         ptx::cp_async_16(ptx::smem_addr(tiles.scale), w.query_scale + scale, true);
       }
@@ -371,7 +378,7 @@ struct Fp16x2Backward {
         }
       }
       // not 0, which would make NaN of -inf
-      const float factor = fmaxf(p.scale_log2 * (of_key.x * of_query.x), 0x1p-126f);
+      const float factor = fmaxf(p.score_scale * (of_key.x * of_query.x), 0x1p-126f);
       uint32_t largest = weights(s, ds, factor, of_key.y * of_query.y, tiles.stats);
 #pragma unroll
       for (int mask = 1; mask < 32; mask *= 2) largest = max(largest, ptx::shfl_xor(largest, mask));

@@ -42,8 +42,8 @@ __global__ void __launch_bounds__(Fp16x2Size<D>::kThreads)
 
   const int row = row0 + threadIdx.x;
   if (!is_row || !second || threadIdx.x >= kRows || row >= r.end) return;
-  const float lse2 = p.lse2[int64_t(pair) * p.rows + row], delta = p.delta[int64_t(pair) * p.rows + row];
-  if (lse2 != lse2 || !is_finite(delta)) ptx::atomic_add(w.needs_fallback, 1);
+  const float inverse = p.inverse[int64_t(pair) * p.rows + row], delta = p.delta[int64_t(pair) * p.rows + row];
+  if (inverse != inverse || !is_finite(delta)) ptx::atomic_add(w.needs_fallback, 1);
 }
 
 // After: dQ = scale * sum, as Fp16x2Backward leaves it, or Fp32Backward where numbers did not split. One thread for

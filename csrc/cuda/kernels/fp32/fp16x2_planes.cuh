@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(Fp16x2Size<D>::kThreads)
   if (is_query)
     w.query_scale[tile] = inverse;
   else if (is_value)
-    w.key_scale[tile].y = scale, w.key_scale[tile].z = inverse;
+    w.key_scale[tile].y = scale, w.key_scale[tile].z = w.key_scale[tile].w = inverse;
   else
     w.key_scale[tile].x = inverse;
 }

@@ -7,7 +7,7 @@ namespace attnjourney {
 
 constexpr int kFp32PassThreads = 256;
 
-// Before: delta = sum(out * grad_out) - grad_lse, lse in base 2, the sum for dQ cleared. One warp for each row of
+// Before: delta = sum(out * grad_out) - grad_lse, stats in parts, the sum for dQ cleared. One warp for each row of
 // [batch, q_heads, rows] or, packed, [q_heads, rows]; d: the kernel's columns.
 template <class Real>
 __global__ void __launch_bounds__(kFp32PassThreads)
@@ -36,12 +36,10 @@ __global__ void __launch_bounds__(kFp32PassThreads)
 #pragma unroll
   for (int m = 1; m < 32; m *= 2) sum += ptx::shfl_xor(sum, m);
   if (lane == 0) {
-    constexpr Real kHighest = Limits<Real>::kHighest;
     const int64_t stat = stat_row(p, own, sequence.q_begin);
-    const Real lse = exists ? p.lse[stat] : -INFINITY, lse2 = lse * Real(log2_e);
+    const RowStats<Real> stats = exists ? p.stats[stat] : RowStats<Real>{0, 0};
     if (p.grad_lse && exists) sum -= p.grad_lse[stat];
-    p.lse2[number] = lse == -INFINITY ? INFINITY : lse2 > kHighest ? kHighest : lse2;  // a sink may be as large
-    p.delta[number] = lse == -INFINITY ? 0 : sum;
+    write_row(p, number, stats, sum);
   }
   if (p.grad_query)
     for (int c = lane; c < d; c += 32) p.query_sum[number * d + c] = 0;

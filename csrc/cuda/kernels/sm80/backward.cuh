@@ -20,7 +20,9 @@ struct Sm80Backward : Sm80BackwardTiles<T_, D, Rows, Keys> {
   using Tiles::kThreads, Tiles::kWarps, Tiles::kRow, Tiles::kColumn, Tiles::kWarpKeys, Tiles::kParts;
   using typename Tiles::Lane, typename Tiles::Scores, typename Tiles::KeySums, typename Tiles::Operands;
   static constexpr int kRows = Rows, kKeys = Keys, kD = D;
-  static constexpr int kStage = Rows * kRow, kStats = Rows * 8;
+  // with options a row has three statistics; the third is read from the scratch where it would not fit into 99 KB
+  static constexpr bool kInverseStaged = Options && (D > 64 || OutStages == 2);
+  static constexpr int kStage = Rows * kRow, kStats = Rows * (kInverseStaged ? 12 : 8);
   static constexpr int kTileBytes = 2 * Keys * kRow + (2 + OutStages) * kStage + 2 * Keys * kColumn + 2 * kStats;
   using Window = TileWindow<kThreads>;
   static constexpr int kSmemBytes = kTileBytes + (Options ? Window::kBytes + kWarps * 4 : 0);
@@ -38,11 +40,12 @@ struct Sm80Backward : Sm80BackwardTiles<T_, D, Rows, Keys> {
     __device__ __forceinline__ uint32_t kept_bits() const {
       return kept(p.scores, head, first_row, first_key, threadIdx.x % 32, Fragment{});
     }
-    __device__ __forceinline__ void element(int i, uint32_t bits, float product, float grad, float lse, float delta,
-                                            float& weight, float& grad_product, float& slope_sum) const {
+    __device__ __forceinline__ void element(int i, uint32_t bits, float product, float grad,
+                                            const RowStats<float>& stats, float delta, float& weight,
+                                            float& grad_product, float& slope_sum) const {
       const int row = first_row + Fragment::row(i), key = first_key + Fragment::key(i);
       const WeightedScore x = weighted<T>(p.scores, head, row, key, sequence.keys.offset, seen >> i & 1, bits >> i & 1,
-                                          product, p.scale_log2, lse, grad, delta);
+                                          product, p.score_scale, stats, grad, delta);
       if (p.slope_sum) slope_sum -= x.grad * distance(row, key, sequence.keys.offset);
       weight = bits >> i & 1 ? x.weight : 0.f;
       grad_product = x.grad * x.slope;
@@ -106,10 +109,14 @@ struct Sm80Backward : Sm80BackwardTiles<T_, D, Rows, Keys> {
                                       head_of(p.query, p.query_strides, at.head, held.q_begin), at.tile * Rows,
                                       held.q_len, p.query_strides.row, p.head_dim);
       if (OutStages == 2) load_grad_out(stage);
-      if (const int i = ptx::opaque(threadIdx.x); i < Rows / 2) {  // Rows / 4 chunks each of lse2 and delta
-        const float* from =
-            (i < Rows / 4 ? p.lse2 : p.delta) + scratch_of(at.head) + at.tile * Rows + i % (Rows / 4) * 4;
-        ptx::cp_async_16(stats + stage * kStats + i * 16, from, true);
+      constexpr int kChunks = Rows / 4;
+      if (const int i = ptx::opaque(threadIdx.x); i < kStats / 16) {  // lse2, delta; with options reference, inverse
+        const float* of = Options ? (i < kChunks       ? p.reference
+                                     : i < 2 * kChunks ? p.delta
+                                                       : p.inverse)
+                                  : (i < kChunks ? p.lse2 : p.delta);
+        ptx::cp_async_16(stats + stage * kStats + i * 16, of + scratch_of(at.head) + at.tile * Rows + i % kChunks * 4,
+                         true);
       }
       ptx::cp_async_commit();
     }
@@ -151,29 +158,46 @@ struct Sm80Backward : Sm80BackwardTiles<T_, D, Rows, Keys> {
         }
     }
 
+    // Without options: is a row of the tile whose lse2 this is far?
+    static __device__ __forceinline__ bool any_far(const unsigned char* lse2) {
+      bool far = false;
+#pragma unroll
+      for (int i = 0; i < Rows / 32; i++)
+        far = far || is_far(reinterpret_cast<const float*>(lse2)[i * 32 + threadIdx.x % 32]);
+      return ptx::any(far);
+    }
+
     // The softmax epilogue: products q . k and dO . v to weights and dS, as operands and in shared memory. Guarded: a
-    // weight of 0 stands for a pair that is not seen.
-    template <bool Guarded>
+    // weight of 0 stands for a pair that is not seen. Far: rows are, and their statistics are read from the scratch, of
+    // which this thread's first one is number `far_row`.
+    template <bool Guarded, bool Far>
     __device__ __forceinline__ void softmax(Operands& weights, Operands& score_grads, const Scores& s, const Scores& dp,
                                             const OptionScores& option, uint32_t bits, const unsigned char* tile_stats,
-                                            const Lane& l) {
+                                            int64_t far_row, const Lane& l) {
+      const auto pair = [](const void* at, int j) {
+        const float4 four = *reinterpret_cast<const float4*>(static_cast<const unsigned char*>(at) + j / 2 * 64);
+        return j % 2 ? float2{four.z, four.w} : float2{four.x, four.y};
+      };
 #pragma unroll
       for (int j = 0; j < kRowTiles; j++) {
-        const float4 lse4 = *reinterpret_cast<const float4*>(tile_stats + j / 2 * 64);
-        const float4 delta4 = *reinterpret_cast<const float4*>(tile_stats + Rows * 4 + j / 2 * 64);
-        const float2 lse = j % 2 ? float2{lse4.z, lse4.w} : float2{lse4.x, lse4.y};
-        const float2 delta = j % 2 ? float2{delta4.z, delta4.w} : float2{delta4.x, delta4.y};
+        const float2 reference = Far ? pair(p.reference + far_row, j) : pair(tile_stats, j);
+        const float2 inverse = Far || (Options && !kInverseStaged) ? pair(p.inverse + far_row, j)
+                               : Options                           ? pair(tile_stats + Rows * 8, j)
+                                                                   : float2{1.f, 1.f};
+        const float2 delta = pair(tile_stats + Rows * 4, j);
 #pragma unroll
         for (int i = 0; i < kKeyTiles; i++) {
           float weight[4], ds[4];
 #pragma unroll
           for (int e = 0; e < 4; e++) {
-            const float row_lse = e & 1 ? lse.y : lse.x, row_delta = e & 1 ? delta.y : delta.x;
+            const RowStats<float> row{e & 1 ? reference.y : reference.x, e & 1 ? inverse.y : inverse.x};
+            const float row_delta = e & 1 ? delta.y : delta.x;
             if constexpr (Options) {
-              option.element((i * kRowTiles + j) * 4 + e, bits, s[i][j][e], dp[i][j][e], row_lse, row_delta, weight[e],
+              option.element((i * kRowTiles + j) * 4 + e, bits, s[i][j][e], dp[i][j][e], row, row_delta, weight[e],
                              ds[e], slope_sum);
             } else {
-              weight[e] = ptx::exp2(s[i][j][e] * p.scale_log2 - row_lse);
+              weight[e] = Far ? ptx::exp2(ptx::rounded_product(s[i][j][e], p.score_scale) - row.reference) * row.inverse
+                              : ptx::exp2(ptx::fma(s[i][j][e], p.score_scale, -row.reference));
               ds[e] = weight[e] * (dp[i][j][e] - row_delta);
               if (Guarded && weight[e] == 0.f) ds[e] = 0.f;
             }
@@ -243,6 +267,9 @@ struct Sm80Backward : Sm80BackwardTiles<T_, D, Rows, Keys> {
       const uint32_t query_tile = query_stages + stage * kStage,
                      grad_out_tile = grad_out_stages + (OutStages == 2 ? stage : 0) * kStage;
 
+      const auto look = [&] { return !Options && any_far(smem + (stats - base) + stage * kStats); };
+      constexpr bool kLookFirst = D == 64;  // where the other way spills
+      bool far = kLookFirst && look();
       Scores s = {}, dp = {};
       Tiles::product(s, key_tile, query_tile, l);
       Tiles::product(dp, value_tile, grad_out_tile, l);
@@ -254,10 +281,25 @@ struct Sm80Backward : Sm80BackwardTiles<T_, D, Rows, Keys> {
       const OptionScores option{p, scores, held, first_row + l.row(), first_key + l.key(), seen};
       const uint32_t bits = Options && p.scores.seed ? option.kept_bits() : ~0u;
       constexpr bool kGuard = Ranged && !Options;  // where nothing is hidden, no number has to be kept from leaking
-      if (kGuard && border)
-        softmax<kGuard>(weights, score_grads, s, dp, option, bits, tile_stats, l);
-      else
-        softmax<false>(weights, score_grads, s, dp, option, bits, tile_stats, l);
+      const auto go = [&]<bool Guarded, bool Far>() {
+        int64_t far_row = 0;
+        if (Far || (Options && !kInverseStaged)) {
+          const Lane own = D == 64 ? fresh_lane() : l;  // where the other way spills
+          far_row = tile * Rows + own.row_warp * (Rows / 2) + 4 * own.member;
+        }
+        softmax<Guarded, Far>(weights, score_grads, s, dp, option, bits, tile_stats, far_row, l);
+      };
+      if (!kLookFirst) far = look();
+      if (far) {
+        if (kGuard && border)
+          go.template operator()<kGuard, !Options>();
+        else
+          go.template operator()<false, !Options>();
+      } else if (kGuard && border) {
+        go.template operator()<kGuard, false>();
+      } else {
+        go.template operator()<false, false>();
+      }
       __syncthreads();  // @scores_complete: P and dS
       const int chunk = l.row_warp * (D / 16);
       if (!Ranged || !border || Tiles::template finite<Rows, D / 16>(grad_out_tile, chunk, fresh_lane()))

@@ -84,7 +84,7 @@ struct Sm80Forward {
 #pragma unroll
       for (int h = 0; h < 2; h++)
         if (row + 8 * h < sequence.q_len && sink != -INFINITY) {
-          row_max[h] = sink_log2(sink);
+          row_max[h] = sink_score(p.scores, sink);
           row_sum[h] = t == 0 ? 1.f : 0.f;
         }
     }
@@ -125,13 +125,13 @@ struct Sm80Forward {
       bool border = !own.whole(n);
       if constexpr (Options) {
         const uint32_t shown =
-            score<T, Fragment>(s, p.scores, scores, p.scale_log2, sequence.keys.offset, row, n0 + 2 * t, found.seen);
+            score<T, Fragment>(s, p.scores, scores, p.score_scale, sequence.keys.offset, row, n0 + 2 * t, found.seen);
         border = ptx::any(shown != kAllSeen<Fragment>);
-        softmax(s, acc, row_max, row_sum, 1.f);
+        softmax(s, acc, row_max, row_sum, p.scores.exponent);
         if (p.scores.seed) drop<Fragment>(s, p.scores, scores, row, n0 + 2 * t);
       } else {
         if (border) hide<Ranged>(s, p, sequence, row, n0 + 2 * t);
-        softmax(s, acc, row_max, row_sum, p.scale_log2);
+        softmax(s, acc, row_max, row_sum, p.score_scale);
       }
 
       ptx::cp_async_wait<0>();  // @value_landed
@@ -193,9 +193,10 @@ struct Sm80Forward {
     }
   }
 
-  // Scores to probabilities of this tile; the sums and the output so far move to the new maximum.
+  // Scores to probabilities of this tile; the sums and the output so far move to the new maximum. scale: of products,
+  // or with options of differences of scores, to log2 units.
   static __device__ __forceinline__ void softmax(float (&s)[kKeys / 8][4], float (&acc)[kDv / 8][4],
-                                                 float (&row_max)[2], float (&row_sum)[2], float scale_log2) {
+                                                 float (&row_max)[2], float (&row_sum)[2], float scale) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       float m = row_max[h];
@@ -203,18 +204,24 @@ struct Sm80Forward {
       for (int j = 0; j < kKeys / 8; j++) m = fmaxf(m, fmaxf(s[j][2 * h], s[j][2 * h + 1]));
       m = fmaxf(m, ptx::shfl_xor(m, 1));
       m = fmaxf(m, ptx::shfl_xor(m, 2));
-      const float base = m == -INFINITY ? 0.f : m * scale_log2;
-      const float alpha = ptx::exp2(row_max[h] * scale_log2 - base);
+      const auto unit = [&](float x) { return Options ? x : ptx::rounded_product(x, scale); };
+      const float factor = Options ? scale : 1.f, base = m == -INFINITY ? 0.f : unit(m);
+      const float alpha = ptx::exp2((unit(row_max[h]) - base) * factor);
       row_max[h] = m;
       row_sum[h] *= alpha;
+      const auto weights = [&](auto&& exponent) {
 #pragma unroll
-      for (int j = 0; j < kKeys / 8; j++) {
+        for (int j = 0; j < kKeys / 8; j++)
 #pragma unroll
-        for (int e = 2 * h; e < 2 * h + 2; e++) {
-          s[j][e] = ptx::exp2(s[j][e] * scale_log2 - base);
-          row_sum[h] += s[j][e];
-        }
-      }
+          for (int e = 2 * h; e < 2 * h + 2; e++) {
+            s[j][e] = ptx::exp2(exponent(s[j][e]));
+            row_sum[h] += s[j][e];
+          }
+      };
+      if (Options || ptx::any(is_far(base)))
+        weights([&](float x) { return (unit(x) - base) * factor; });
+      else
+        weights([&](float x) { return ptx::fma(x, scale, -base); });
 #pragma unroll
       for (int j = 0; j < kDv / 8; j++) {
         acc[j][2 * h] *= alpha;
@@ -244,11 +251,11 @@ struct Sm80Forward {
       for (int j = 0; j < kDv / 8; j++)
         *reinterpret_cast<uint32_t*>(smem + (chunk_at<kDv>(stage, r, j) - base) + t * 4) =
             ptx::pack2<T>(acc[j][2 * h] * inverse, acc[j][2 * h + 1] * inverse);
-      const float top = Options ? row_max[h] : row_max[h] * p.scale_log2;
+      const float top = Options ? row_max[h] : ptx::rounded_product(row_max[h], p.score_scale);
       const int64_t first = Options && p.cu_q ? int64_t(where.head) * p.q_len + sequence.q_begin
                                               : (int64_t(where.batch) * p.q_heads + where.head) * p.q_len;
       if (t == 0 && row0 + r < sequence.rows)
-        p.lse[first + row0 + r] = sum == 0.f ? -INFINITY : (top + ptx::log2(sum)) * float(ln_2);
+        write_stats(p, first + row0 + r, top, sum, !Options || p.scores.unit != 1.f);
     }
     __syncwarp();
     T* out = static_cast<T*>(p.out) + where.batch * p.out_strides.batch + where.head * p.out_strides.head +

@@ -11,7 +11,8 @@ struct Sm80MaskGradient : MaskGradientOfTiles<Sm80MaskGradient<T_, D>, float, 64
   using T = T_;
   using Tiles = Sm80Forward<T, D, D, 64, true>;
   static constexpr int kColumns = D < 128 ? D : 128;  // of a slice
-  static constexpr int kKeys = 64, kTileBytes = 64 * kColumns * 2, kSmemBytes = 4 * kTileBytes;
+  static constexpr int kKeys = 64, kBlocks = D == 128 ? 3 : 2, kTileBytes = 64 * kColumns * 2,
+                       kSmemBytes = 4 * kTileBytes;
   using Products = float[kKeys / 8][4];
 
   static __device__ __forceinline__ int stat_position(int row) { return attnjourney::stat_position(row); }

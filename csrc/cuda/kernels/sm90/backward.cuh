@@ -17,7 +17,7 @@ struct Sm90BackwardConsumer {
   using T = typename Shape::T;
   static constexpr int kD = Shape::kD, kRows = Shape::kRows;
   // statistics read before the wait that they are used after, as far as registers allow
-  static constexpr bool kEarlyLse = kD == 128 || !Shape::kDeterministic || !Ranged, kEarlyDelta = kD == 128;
+  static constexpr bool kEarlyLse = kD == 128 || (Shape::kDeterministic && !Ranged), kEarlyDelta = kD == 128;
   using Queries = BackwardQueries<kRows, Shape::kKeys, Ranged>;
   using Fragments = uint32_t[kRows / 16][4];
   using Scores = float[kRows / 2];
@@ -29,10 +29,9 @@ struct Sm90BackwardConsumer {
   const Sm90BackwardMemory<Shape>& memory;
   unsigned char* const smem;
   const int group, tid, warp, lane;  // group 0 or 1: 64 keys each
-  const int n0, key;                 // this thread's keys: key, key + 8
+  const int n0;
   float dk[kD / 2] = {}, dv[kD / 2] = {};
   Scores scores;
-  bool bad_keys = false;  // there are such: see Guard
 
   __device__ __forceinline__ Sm90BackwardConsumer(const BackwardTask& task_, const BackwardTile& where_,
                                                   const Sm90BackwardMemory<Shape>& memory_, unsigned char* smem_,
@@ -45,8 +44,12 @@ struct Sm90BackwardConsumer {
         tid(threadIdx.x % 128),
         warp(ptx::uniform(tid / 32)),
         lane(tid % 32),
-        n0(where.key_tile * Shape::kKeys),
-        key(n0 + group * 64 + warp * 16 + lane / 4) {}
+        n0(where.key_tile * Shape::kKeys) {}
+
+  // This thread's keys are key() and key() + 8; computed wherever it is needed: held, it would be spilled.
+  __device__ __forceinline__ int key() const {
+    return n0 + group * 64 + warp * 16 + static_cast<int>(ptx::opaque(threadIdx.x)) % 32 / 4;
+  }
 
   // d = A B over K in 16s; a(kk), b(kk) give the descriptors.
   template <int N, int TransA, int TransB, int K, class A, class B>
@@ -90,15 +93,25 @@ struct Sm90BackwardConsumer {
   __device__ __forceinline__ Range key_rows(int n) const {
     return Ranged ? key_rows_of(sequence_of(task, where.batch), n) : Range{0, n < task.kv_len ? task.rows : 0};
   }
-  // s = P of the query tile `at`, pf = P rounded. Element 4 j + e: key + 8 (e / 2), query m0 + 8 j + 2 t + e % 2.
-  __device__ __forceinline__ void softmax(Fragments& pf, const Stats& lse, const Queries& at) {
+  // is a row of the stage far?
+  __device__ __forceinline__ bool any_far(int stage) const {
+    const float* lse = reinterpret_cast<const float*>(smem + (memory.lse - memory.k)) + stage * kRows + lane;
+    bool far = false;
+#pragma unroll
+    for (int i = 0; i < kRows / 32; i++) far = far || is_far(lse[32 * i]);
+    return ptx::any(far);
+  }
+  // s = P of the query tile `at` in a stage, pf = P rounded. Element 4 j + e: key() + 8 (e / 2), query m0 + 8 j + 2 t +
+  // e % 2.
+  __device__ __forceinline__ void softmax(Fragments& pf, Stats& lse, const Queries& at, int stage) {
     const int m0 = at.tile * kRows;
-    if (Ranged && bad_keys) Guard::poison_scores(scores, memory, smem, key - n0);
+    const bool far = any_far(stage);
+    if (Ranged && Guard::found_keys(memory, smem)) Guard::poison_scores(scores, memory, smem, key() - n0);
     if (!at.whole(m0)) {
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         const int row = m0 + 2 * (lane % 4);
-        const Range rows = key_rows(key + 8 * h);
+        const Range rows = key_rows(key() + 8 * h);
         const int begin = rows.begin - row, end = rows.end - row;
 #pragma unroll
         for (int j = 0; j < kRows / 8; j++)
@@ -109,16 +122,35 @@ struct Sm90BackwardConsumer {
           }
       }
     }
+    if (far) {
+      const int64_t first =
+          (int64_t(where.batch) * task.q_heads + at.head) * task.rows + m0 + ptx::opaque(threadIdx.x) % 4 * 4;
 #pragma unroll
-    for (int j = 0; j < kRows / 8; j++) {
-      const float2 two = j % 2 ? float2{lse[j / 2].z, lse[j / 2].w} : float2{lse[j / 2].x, lse[j / 2].y};
+      for (int i = 0; i < kRows / 16; i++) {
+        const float4 row = *reinterpret_cast<const float4*>(task.reference + first + 16 * i);
+        const float4 inverse = *reinterpret_cast<const float4*>(task.inverse + first + 16 * i);
+        const float x[4] = {row.x, row.y, row.z, row.w}, y[4] = {inverse.x, inverse.y, inverse.z, inverse.w};
 #pragma unroll
-      for (int e = 0; e < 4; e++)
-        scores[4 * j + e] = ptx::exp2(scores[4 * j + e] * task.scale_log2 - (e & 1 ? two.y : two.x));
+        for (int e = 0; e < 8; e++) {
+          float& s = scores[8 * i + e];
+          s = ptx::exp2(ptx::rounded_product(s, task.score_scale) - x[e / 4 * 2 + e % 2]) * y[e / 4 * 2 + e % 2];
+        }
+      }
+    } else {
+      if (!kEarlyLse) load_stats(lse, memory.lse, stage);
+#pragma unroll
+      for (int j = 0; j < kRows / 8; j++) {
+        const float2 two = j % 2 ? float2{lse[j / 2].z, lse[j / 2].w} : float2{lse[j / 2].x, lse[j / 2].y};
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+          scores[4 * j + e] = ptx::exp2(ptx::fma(scores[4 * j + e], task.score_scale, -(e & 1 ? two.y : two.x)));
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kRows / 8; j++)
 #pragma unroll
       for (int h = 0; h < 2; h++)
         pf[j / 2][j % 2 * 2 + h] = ptx::pack2<T>(scores[4 * j + 2 * h], scores[4 * j + 2 * h + 1]);
-    }
   }
   // df = dS, also stored for the other warpgroup, visible to wgmma after a barrier; 0 where the weight is, whatever dP
   // and delta are there
@@ -163,15 +195,15 @@ struct Sm90BackwardConsumer {
     Fragments pf;
     if (total > 0) {
       ptx::mbarrier_wait(memory.kv_full, 0);
-      if (Ranged) bad_keys = Guard::clean_keys(memory, smem);
+      if (Ranged) Guard::clean_keys(memory, smem);
       ptx::mbarrier_wait(memory.q_full, 0);
       ptx::wgmma_fence();
       issue_scores(scores, memory.k, memory.q, 0);
       ptx::wgmma_wait<0>();  // the compiler zeroes dK and dV on the way into the loop: no wgmma may be in flight there
       ptx::keep(scores);
       Stats lse;
-      load_stats(lse, memory.lse, 0);
-      softmax(pf, lse, at);
+      if (kEarlyLse) load_stats(lse, memory.lse, 0);
+      softmax(pf, lse, at, 0);
     }
     for (int it = 0; it < total; it++) {
       const int this_qs = qs, this_ds = ds;
@@ -211,8 +243,7 @@ struct Sm90BackwardConsumer {
       release(memory.do_empty + 8 * this_ds);
       ptx::bar_sync(4 + 2 * (it & 1) + (group ^ 1), 256);
       issue_dq(dq, ds_tile);
-      if (!kEarlyLse) load_stats(lse, memory.lse, qs);
-      softmax(pf, lse, at);
+      softmax(pf, lse, at, qs);
       ptx::wgmma_wait<0>();
       ptx::keep(dq);
       if (Shape::kDeterministic && it > 0) ptx::bar_sync(8 + group, 160);

@@ -62,11 +62,10 @@ struct Sm90BackwardGuard {
         clean_rows<Shape::kKeys, Shape::kKeyPanel>(smem, reinterpret_cast<uint32_t*>(smem + (memory.keys - memory.k)));
     return vote(here, memory, smem);
   }
-  // The answer of clean_keys, read again.
+  // The answer of clean_keys, read again, by whole warps.
   static __device__ __forceinline__ bool found_keys(const Memory& memory, const unsigned char* smem) {
-    const uint4* votes = reinterpret_cast<const uint4*>(smem + (memory.votes - memory.k));
-    const uint4 a = votes[0], b = votes[1];
-    return a.x | a.y | a.z | a.w | b.x | b.y | b.z | b.w;
+    const uint32_t* votes = reinterpret_cast<const uint32_t*>(smem + (memory.votes - memory.k));
+    return ptx::any(votes[ptx::opaque(threadIdx.x) % 8] != 0);
   }
   // Element 4 j + e of the scores: key + 8 (e / 2).
   static __device__ __forceinline__ void poison_scores(float (&s)[kRows / 2], const Memory& memory,

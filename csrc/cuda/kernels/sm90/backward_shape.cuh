@@ -15,7 +15,7 @@ struct Sm90BackwardShape {
   static constexpr int kKeyPanel = kKeys * 128, kQueryPanel = Rows * 128, kScorePanel = kKeys * 128;  // bytes
   static constexpr int kKeyBytes = kPanels * kKeyPanel, kQueryBytes = kPanels * kQueryPanel;
   static constexpr int kScoreBytes = Rows / 64 * kScorePanel, kSumBytes = Deterministic ? Rows * D * 4 : 0;
-  static constexpr int kStages = kQueryStages + kOutStages;
+  static constexpr int kStages = kQueryStages + kOutStages, kInverseBytes = 0;
   static constexpr int kSmemBytes = 2 * kKeyBytes + kStages * kQueryBytes + 2 * kScoreBytes + kSumBytes +
                                     kStages * Rows * 4 + 8 * (1 + 2 * kStages) + 64 + 2 * 512;
   static_assert(Rows * D == 8192, "64 x 64 of dQ a warpgroup");
@@ -55,7 +55,7 @@ struct Sm90BackwardShape {
 // Addresses in shared memory; k is its start.
 template <class Shape>
 struct Sm90BackwardMemory {
-  uint32_t k, v, q, d_out, ds, dq, lse, delta;
+  uint32_t k, v, q, d_out, ds, dq, lse, delta;           // lse: lse2, with options the reference
   uint32_t kv_full, q_full, q_empty, do_full, do_empty;  // mbarriers
   // of numbers that are not finite: votes of the eight warps, twice; NaN or 0 for each key, for each row of dO
   uint32_t votes, keys, rows;
@@ -69,7 +69,7 @@ struct Sm90BackwardMemory {
         dq(ds + score_tiles * Shape::kScoreBytes + more),
         lse(dq + Shape::kSumBytes),
         delta(lse + Shape::kQueryStages * Shape::kRows * 4),
-        kv_full(delta + Shape::kOutStages * Shape::kRows * 4),
+        kv_full(delta + Shape::kOutStages * Shape::kRows * 4 + Shape::kInverseBytes),
         q_full(kv_full + 8),
         q_empty(q_full + 8 * Shape::kQueryStages),
         do_full(q_empty + 8 * Shape::kQueryStages),

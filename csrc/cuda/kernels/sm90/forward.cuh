@@ -137,7 +137,7 @@ struct Sm90ForwardConsumer {
       const Slot& own = slot();
       soft.hide(scores, task, own.sequence(task), own.row + own_row, key_tile * Shape::kKeys + 2 * (lane % 4));
     }
-    return soft.run(scores, task.scale_log2);
+    return soft.run(scores, task.score_scale, task);
   }
   // under the products: does the key tile hide anything, and which one follows?
   __device__ __forceinline__ void find_next() {
@@ -251,7 +251,7 @@ struct Sm90ForwardConsumer {
       if (Shape::kStore)
         Output::store(out, last_max, last_sum, own_row, lane, smem, base, slot(1), out_map, task);
       else
-        Output::write(out, last_max, last_sum, task.scale_log2, own_row, lane % 4, slot(1), task);
+        Output::write(out, last_max, last_sum, task.score_scale, own_row, lane % 4, slot(1), task);
       clear();
     }
     if (Shape::kStore && lane == 0) ptx::bulk_wait_read<0>();

@@ -2,7 +2,7 @@
 // thread's first row of the tile.
 #pragma once
 #include "core/constants.h"
-#include "forward_shape.cuh"
+#include "forward_softmax.cuh"
 
 namespace attnjourney {
 
@@ -14,18 +14,31 @@ struct Sm90ForwardOutput {
   static __device__ __forceinline__ int rows_of(const Slot& slot, const ForwardTask& task) {
     return Shape::kOptions ? slot.rows : task.q_len;
   }
-  // What a row's output is multiplied by, 0 where it saw nothing; writes its lse. unit: of max, in log2 units
-  static __device__ __forceinline__ float finish_row(float sum, float max, float unit, int row, int t, const Slot& slot,
-                                                     const ForwardTask& task) {
-    sum += ptx::shfl_xor(sum, 1);
-    sum += ptx::shfl_xor(sum, 2);
-    const int64_t first = Shape::kOptions && task.cu_q ? int64_t(slot.head) * task.q_len + slot.q_begin
-                                                       : (int64_t(slot.batch) * task.q_heads + slot.head) * task.q_len;
-    if (t == 0 && row < rows_of(slot, task))
-      task.lse[first + row] = sum == 0.f ? -INFINITY : (max * unit + ptx::log2(sum)) * float(ln_2);
-    const float inverse = sum == 0.f ? 0.f : 1.f / sum;
-    return Shape::kOptions && task.scores.seed ? inverse * task.scores.keep_scale : inverse;
-  }
+  // The end of a row's softmax: the sum of its weights, of which each of four lanes has a part, and 1 / sum, 0 where it
+  // saw nothing.
+  struct Row {
+    float sum, inverse;
+    explicit __device__ __forceinline__ Row(float part) : sum(part) {
+      sum += ptx::shfl_xor(sum, 1);
+      sum += ptx::shfl_xor(sum, 2);
+      inverse = sum == 0.f ? 0.f : 1.f / sum;
+    }
+    __device__ __forceinline__ float factor(const ForwardTask& task) const {  // of the output
+      return Shape::kOptions && task.scores.seed ? inverse * task.scores.keep_scale : inverse;
+    }
+    // Lse and stats; after the output, when its registers are free. unit: of max, in scores
+    __device__ __forceinline__ void write(float max, float unit, int row, int t, const Slot& slot,
+                                          const ForwardTask& task) const {
+      if (t != 0 || row >= rows_of(slot, task)) return;
+      using Softmax = Sm90ForwardSoftmax<Shape>;
+      const int64_t first = Shape::kOptions && task.cu_q
+                                ? int64_t(slot.head) * task.q_len + slot.q_begin
+                                : (int64_t(slot.batch) * task.q_heads + slot.head) * task.q_len;
+      const float reference = Softmax::scaled(max, unit), of_sum = ptx::log2(sum) + Softmax::headroom(task);
+      const float lse = Softmax::kNatural ? reference + of_sum * float(ln_2) : (reference + of_sum) * float(ln_2);
+      write_row(task, first + row, reference, inverse * Softmax::weight_unit(task), lse);
+    }
+  };
 
   // through shared memory and one TMA store for each 64 columns
   static __device__ __forceinline__ void store(float (&out)[Shape::kDv / 2], const float (&max)[2],
@@ -36,9 +49,10 @@ struct Sm90ForwardOutput {
     if (lane == 0) ptx::bulk_wait_read<0>();  // @output_stored: that of the last tile
     __syncwarp();
     const int word = at + g * 128 + (g << 4) + 4 * t;  // 128-byte rows, 16-byte chunks exchanged by the row's number
+    const Row rows[2] = {Row(sum[0]), Row(sum[1])};
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const float inverse = finish_row(sum[h], max[h], task.scale_log2, slot.row + row + 8 * h, t, slot, task);
+      const float inverse = rows[h].factor(task);
 #pragma unroll
       for (int j = 0; j < Shape::kDv / 8; j++)
         *reinterpret_cast<uint32_t*>(base + (word ^ (j % 8 << 4)) + h * 1024 + j / 8 * 2048) =
@@ -52,6 +66,8 @@ struct Sm90ForwardOutput {
         ptx::tma_store_4d(&map, smem + at + c * 2048, c * 64, slot.head, slot.row + row / 16 * 16, slot.batch);
       ptx::bulk_commit();
     }
+#pragma unroll
+    for (int h = 0; h < 2; h++) rows[h].write(max[h], task.score_scale, slot.row + row + 8 * h, t, slot, task);
   }
 
   static __device__ __forceinline__ T* row_of(const Slot& slot, int row, const ForwardTask& task) {
@@ -66,7 +82,8 @@ struct Sm90ForwardOutput {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int r = slot.row + row + 8 * h;
-      const float inverse = finish_row(sum[h], max[h], unit, r, t, slot, task);
+      const Row finished(sum[h]);
+      const float inverse = finished.factor(task);
       T* at = row_of(slot, r, task) + 8 * t;
 #pragma unroll
       for (int j = 0; j < Shape::kDv / 8; j += 4) {
@@ -86,6 +103,7 @@ struct Sm90ForwardOutput {
         if (r < rows_of(slot, task) && (j + t) * 8 < task.v_head_dim)
           *reinterpret_cast<uint4*>(at + j * 8) = uint4{words[0], words[1], words[2], words[3]};
       }
+      finished.write(max[h], unit, r, t, slot, task);
     }
   }
 
@@ -96,7 +114,7 @@ struct Sm90ForwardOutput {
 #pragma unroll 1
       for (int c = t * 8; c < task.v_head_dim; c += 32)
         *reinterpret_cast<uint4*>(row_of(slot, r, task) + c) = uint4{0, 0, 0, 0};
-      if (t == 0) task.lse[(int64_t(slot.batch) * task.q_heads + slot.head) * task.q_len + r] = -INFINITY;
+      if (t == 0) write_row(task, (int64_t(slot.batch) * task.q_heads + slot.head) * task.q_len + r, 0.f, 0.f, 0.f);
     }
   }
 };

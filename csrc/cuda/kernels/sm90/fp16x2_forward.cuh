@@ -69,7 +69,8 @@ struct Sm90Fp16x2Forward {
     ptx::wgmma_commit();
   }
 
-  // Of two rows. reference: 14 less than the largest score so far, in log2 units; total: this thread's part of the sum
+  // Of two rows. reference: 14 less than the largest score so far, in log2 units, but for scores so large that 14 would
+  // be rounded; total: this thread's part of the sum
   struct Softmax {
     float reference[2] = {-INFINITY, -INFINITY}, total[2] = {0.f, 0.f};
     float alpha[2];  // by how much what was summed so far shrinks
@@ -82,7 +83,8 @@ struct Sm90Fp16x2Forward {
         for (int i = 0; i < kKeys / 8; i++) top = fmaxf(top, fmaxf(s[4 * i + 2 * h], s[4 * i + 2 * h + 1]));
         top = fmaxf(top, ptx::shfl_xor(top, 1));
         top = fmaxf(top, ptx::shfl_xor(top, 2));
-        top = fmaxf(reference[h], top * factor - kTop);
+        top = ptx::rounded_product(top, factor);
+        top = fmaxf(reference[h], fabsf(top) < 65536.f ? top - kTop : top);
         const float base = top == -INFINITY ? 0.f : top;
         alpha[h] = ptx::exp2(reference[h] - base);
         reference[h] = top;
@@ -92,7 +94,7 @@ struct Sm90Fp16x2Forward {
 #pragma unroll
           for (int e = 0; e < 2; e++) {
             float& x = s[4 * i + 2 * h + e];
-            part[e] += x = ptx::exp2(x * factor - base);
+            part[e] += x = ptx::exp2(ptx::rounded_product(x, factor) - base);
           }
         total[h] = total[h] * alpha[h] + (part[0] + part[1]);
       }
@@ -124,8 +126,8 @@ struct Sm90Fp16x2Forward {
       sum += ptx::shfl_xor(sum, 2);
       if (r >= task.q_len) continue;
       if (t == 0)
-        task.lse[(int64_t(slot.batch) * task.q_heads + slot.head) * task.q_len + r] =
-            sum == 0.f ? -INFINITY : (soft.reference[h] + kTop + ptx::log2(sum * (1.f / 16384.f))) * float(ln_2);
+        write_stats(task, (int64_t(slot.batch) * task.q_heads + slot.head) * task.q_len + r, soft.reference[h], sum,
+                    (soft.reference[h] + kTop + ptx::log2(sum * (1.f / 16384.f))) * float(ln_2));
       const float factor = sum == 0.f ? 0.f : inverse / sum;
       float* to = row_of(slot, r, task) + 2 * t;
 #pragma unroll
@@ -140,7 +142,7 @@ struct Sm90Fp16x2Forward {
 #pragma unroll 1
       for (int c = 2 * t; c < task.v_head_dim; c += 8)
         *reinterpret_cast<float2*>(row_of(slot, r, task) + c) = float2{0.f, 0.f};
-      if (t == 0) task.lse[(int64_t(slot.batch) * task.q_heads + slot.head) * task.q_len + r] = -INFINITY;
+      if (t == 0) write_stats(task, (int64_t(slot.batch) * task.q_heads + slot.head) * task.q_len + r, 0.f, 0.f, true);
     }
   }
   static __device__ __forceinline__ float* row_of(const Slot& slot, int row, const ForwardTask& task) {
@@ -182,7 +184,7 @@ struct Sm90Fp16x2Forward {
           planes.key_scale + (slot.batch * planes.kv_heads + slot.head / task.group) * planes.key_tiles;
       const int query_tile = min((slot.row + 64 * group) / Fp16x2Size<D>::kRows, planes.query_tiles - 1);
       const float query_scale =
-          task.scale_log2 *
+          task.score_scale *
           planes.query_scale[(slot.batch * task.q_heads + slot.head) * planes.query_tiles + query_tile];
       for (int k = 1; k < start; k++, count++) {  // key tiles that only the other warpgroup sees
         token_wait();

@@ -9,7 +9,7 @@
 // A floating mask in the dtype of query whose rows are whole 16-byte chunks comes by TMA and is turned by ldmatrix; any
 // other is fetched into shared memory while the products run. Where such a mask broadcasts over nothing and there is no
 // softcap, dS is its gradient and is written straight into it, in its dtype; else common/mask_gradient.cuh computes it.
-// Whether Q or dO has numbers to guard against shows in lse and delta, which are not finite then either; after a
+// Whether Q or dO has numbers to guard against shows in reference and delta, which are not finite then either; after a
 // softcap or with a sink, which may hide that, tiles are always looked at. Not yet measured on a GPU. Proofs:
 // tests/emulator/test_full_sm90_backward.py, tests/emulator/faults/full_backward.py.
 #pragma once
@@ -43,16 +43,16 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<Shape, true> {
   static __device__ __forceinline__ int lane() { return static_cast<int>(ptx::opaque(threadIdx.x)) % 32; }
   __device__ __forceinline__ int key() const { return n0 + group * 64 + warp * 16 + lane() / 4; }
 
-  // Must what is hidden be kept from the products? Where Q or dO of a row is not finite, neither is its lse or delta,
-  // unless a cap or a sink stands between. 64 rows; every warp looks at all of them.
-  __device__ __forceinline__ bool suspect(const unsigned char* lse, const unsigned char* delta) const {
+  // Must what is hidden be kept from the products? Where Q or dO of a row is not finite, neither is its reference or
+  // delta, unless a cap or a sink stands between. 64 rows; every warp looks at all of them.
+  __device__ __forceinline__ bool suspect(const unsigned char* reference, const unsigned char* delta) const {
     if (task.scores.modified() || task.scores.sinks) return true;
     const auto bad = [&](const unsigned char* of) {
       const int2 x = reinterpret_cast<const int2*>(of)[lane()];
       constexpr int kExponent = 0x7f800000;
       return (x.x & kExponent) == kExponent || (x.y & kExponent) == kExponent;
     };
-    return ptx::any(bad(lse) || bad(delta));
+    return ptx::any(bad(reference) || bad(delta));
   }
 
   // do the ranges hide nothing of the rows from m0 on, are they all in memory?
@@ -275,19 +275,23 @@ struct Sm90FullBackward {
     for (uint32_t it = 0; ring.wait(it).exists(); it++) {
       const RingTile& tile = ring.slot(it);
       const Sm90FullBackwardMemory<Shape> memory(ptx::opaque(given.k));
-      const auto load = [&](uint32_t full, uint32_t empty, uint32_t to, const ptx::TensorMap* t, uint32_t stats,
-                            const float* from) {
-        const uint32_t st = it % Shape::kQueryStages;
+      const uint32_t st = it % Shape::kQueryStages;
+      const auto load_stats = [&](uint32_t to, const float* from, uint32_t full) {
+        ptx::bulk_load(to + st * kRows * 4, from + int64_t{tile.scratch} * kRows, kRows * 4, full);
+      };
+      const auto load = [&](uint32_t full, uint32_t empty, uint32_t to, const ptx::TensorMap* t, uint32_t stats_bytes) {
         full += 8 * st;
         ptx::mbarrier_wait(empty + 8 * st, it / Shape::kQueryStages % 2 ^ 1);
-        ptx::mbarrier_arrive_expect_tx(full, Shape::kQueryBytes + kRows * 4);
-        ptx::bulk_load(stats + st * kRows * 4, from + int64_t{tile.scratch} * kRows, kRows * 4, full);
+        ptx::mbarrier_arrive_expect_tx(full, Shape::kQueryBytes + stats_bytes);
         tma_load_rows<kRows, Shape::kPanels>(
             to + st * Shape::kQueryBytes, t[0], t[4], t[8], work.sequence.q_begin + tile.tile * kRows,
             work.sequence.q_begin + work.sequence.q_len, task.q_len, tile.head, task.cu_q ? 0 : work.where.batch, full);
       };
-      load(memory.q_full, memory.q_empty, memory.q, map(0), memory.lse, task.lse2);
-      load(memory.do_full, memory.do_empty, memory.d_out, map(3), memory.delta, task.delta);
+      load(memory.q_full, memory.q_empty, memory.q, map(0), kRows * 4);
+      load_stats(memory.lse, task.reference, memory.q_full + 8 * st);
+      load(memory.do_full, memory.do_empty, memory.d_out, map(3), 2 * kRows * 4);
+      load_stats(memory.delta, task.delta, memory.do_full + 8 * st);
+      load_stats(memory.inverse, task.inverse, memory.do_full + 8 * st);
       if (const Sm90FullBackwardMaps& maps = *ptx::opaque(&all); maps.mask_tiles) {
         const uint32_t mask_st = it % Shape::kMaskStages, bar = memory.mask_full + 8 * mask_st;
         ptx::mbarrier_wait(memory.mask_empty + 8 * mask_st, it / Shape::kMaskStages % 2 ^ 1);

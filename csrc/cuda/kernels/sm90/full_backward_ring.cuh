@@ -10,7 +10,7 @@ namespace attnjourney {
 struct RingTile {
   int number;      // among those of the block; -1: no more tiles
   int head, tile;  // of a query head's
-  int scratch;     // among those of lse2, delta and query_sum
+  int scratch;     // among those of the rows' statistics and query_sum
   bool whole;      // the mask hides nothing of it
   __device__ __forceinline__ bool exists() const { return number >= 0; }
 };

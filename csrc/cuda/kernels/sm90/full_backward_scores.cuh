@@ -10,6 +10,7 @@ struct Sm90FullBackwardScores {
   using T = typename Shape::T;
   using Fragment = KeyFragment<1, 8>;
   static constexpr int kDelta = Shape::kQueryStages * Shape::kRows * 4;
+  static constexpr int kInverse = kDelta + Shape::kOutStages * Shape::kRows * 4;
 
   const BackwardTask& task;
   const HeadScores head;
@@ -34,7 +35,7 @@ struct Sm90FullBackwardScores {
     bits = s.seed ? kept(s, head, row, key, threadIdx.x % 32, Fragment{}) : ~0u;
   }
 
-  // A floating mask that TMA does not bring, in log2 units, each thread's elements for itself: they are fetched while
+  // A floating mask that TMA does not bring, each thread's elements for itself: they are fetched while
   // the products run. own: of this thread, [32][128 threads].
   __device__ __forceinline__ void fetch_mask(float* own) const {
     own = ptx::opaque(own);
@@ -45,9 +46,9 @@ struct Sm90FullBackwardScores {
     }
   }
 
-  // s, dp: the products; pf, df: weights and dS in T, operands of dV and dK. st: where lse2 of the rows lies, and delta
-  // behind it. mask: where `tiles` the panel of a tile of the mask, as `mask_chunk` says; else `own` holds a floating
-  // one.
+  // s, dp: the products; pf, df: weights and dS in T, operands of dV and dK. st: where the references of the rows
+  // lie, and delta and inverse behind them. mask: where `tiles` the panel of a tile of the mask, as `mask_chunk` says;
+  // else `own` holds a floating one.
   template <class Products, class Fragments>
   __device__ __forceinline__ void softmax(Products& scores, Products& dp, Fragments& pf, Fragments& df,
                                           const unsigned char* st, bool tiles, uint32_t mask, const float* own,
@@ -71,15 +72,13 @@ struct Sm90FullBackwardScores {
     Scores options = task.scores;  // what is not asked for is not compiled in
     if (!All) options.leave_unmodified(), options.slopes = nullptr;
     if (!All && Bias) options.seed = nullptr, options.mask_kind = MaskElement::same;
-    if (!Bias) options.mask_kind = MaskElement::none;
+    if (!Bias) options.mask_kind = MaskElement::none, options.exponent = 1.f;
+    if (Bias && !All) options.exponent = float(log2_e);
     const float away = static_cast<float>(row + sequence.keys.offset - key);
     const bool slopes = All && task.slope_sum;
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < 4; i++) {  // 16 rows: two tiles of accumulators
-      const float4 lse4 = *reinterpret_cast<const float4*>(st + i * 64);
-      const float4 delta4 = *reinterpret_cast<const float4*>(st + kDelta + i * 64);
-      const float lse[4] = {lse4.x, lse4.y, lse4.z, lse4.w}, delta[4] = {delta4.x, delta4.y, delta4.z, delta4.w};
       float bias[8] = {};
       uint32_t here = seen;
       if (Bias && tiles) {
@@ -88,7 +87,7 @@ struct Sm90FullBackwardScores {
 #pragma unroll
         for (int q = 0; q < 4; q++) {
           const float2 two = ptx::unpack2<T>(x[q]);
-          bias[2 * q] = finite_bias(two.x), bias[2 * q + 1] = finite_bias(two.y);
+          bias[2 * q] = two.x, bias[2 * q + 1] = two.y;
           if (two.x == -INFINITY) here &= ~(1u << (8 * i + 2 * q));
           if (two.y == -INFINITY) here &= ~(2u << (8 * i + 2 * q));
         }
@@ -101,6 +100,10 @@ struct Sm90FullBackwardScores {
       }
 #pragma unroll
       for (int j = 0; j < 2; j++) {
+        const auto two = [&](int at) { return *reinterpret_cast<const float2*>(st + at + i * 64 + j * 8); };
+        const float2 reference = two(0), inverse = two(kInverse), two_delta = two(kDelta);
+        const RowStats<float> stats[2] = {{reference.x, inverse.x}, {reference.y, inverse.y}};
+        const float delta[2] = {two_delta.x, two_delta.y};
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           float pr[2], ds[2];
@@ -111,7 +114,7 @@ struct Sm90FullBackwardScores {
             const auto distance = [&] { return fabsf(away + static_cast<float>(r - k)); };
             const auto value = [&] { return bias[4 * j + 2 * h + e]; };
             const auto weighted = weighted_by<T>(options, head.slope, distance, value, visible, keep, scores[element],
-                                                 task.scale_log2, lse[2 * j + e], dp[element], delta[2 * j + e]);
+                                                 task.score_scale, stats[e], dp[element], delta[e]);
             if (slopes) sum -= weighted.grad * distance();
             pr[e] = keep ? weighted.weight : 0.f;
             ds[e] = All ? weighted.grad * weighted.slope : weighted.grad;

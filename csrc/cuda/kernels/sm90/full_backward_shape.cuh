@@ -9,6 +9,7 @@ template <class T_, int D, int Rows, bool Deterministic>
 struct Sm90FullBackwardShape : Sm90BackwardShape<T_, D, Rows, Deterministic> {
   using Base = Sm90BackwardShape<T_, D, Rows, Deterministic>;
   static constexpr int kQueryStages = 2, kOutStages = 2, kStages = kQueryStages + kOutStages;
+  static constexpr int kInverseBytes = kOutStages * Rows * 4;
   // Tiles of a 16-bit mask: rows of two panels of 64 keys, one for each warpgroup.
   static constexpr int kMaskStages = Deterministic && D == 64 ? 1 : 2, kMaskPanel = Rows * 128;
   static constexpr int kMaskBytes = 2 * kMaskPanel;
@@ -29,7 +30,7 @@ struct Sm90FullBackwardShape : Sm90BackwardShape<T_, D, Rows, Deterministic> {
   static constexpr int kRing = 4,
                        kReaders = 8 + 1 + (Deterministic ? 2 : 0);  // of tiles' numbers; warps that read them
   static constexpr int kSmemBytes = 2 * Base::kKeyBytes + kStages * Base::kQueryBytes + Base::kScoreBytes +
-                                    Base::kSumBytes + kMaskStages * kMaskBytes + kStages * Rows * 4 +
+                                    Base::kSumBytes + kMaskStages * kMaskBytes + kStages * Rows * 4 + kInverseBytes +
                                     8 * (1 + 2 * kStages + 2 * kMaskStages + 2 * kRing) + 20 * kRing + 32 + 1024 + 16 +
                                     96 + 2 * 512 + sizeof(Work);
   static_assert(kSmemBytes <= 227 * 1024);
@@ -37,11 +38,13 @@ struct Sm90FullBackwardShape : Sm90BackwardShape<T_, D, Rows, Deterministic> {
 
 template <class Shape>
 struct Sm90FullBackwardMemory : Sm90BackwardMemory<Shape> {
-  uint32_t mask;  // [stage][panel][row][64 keys], swizzled
+  uint32_t mask;     // [stage][panel][row][64 keys], swizzled
+  uint32_t inverse;  // of the rows' statistics
   uint32_t mask_full, mask_empty, ring_full, ring_empty, ring, slopes, work;
   explicit __device__ __forceinline__ Sm90FullBackwardMemory(uint32_t base)
       : Sm90BackwardMemory<Shape>(base, 1, Shape::kMaskStages * Shape::kMaskBytes),
         mask(this->dq - Shape::kMaskStages * Shape::kMaskBytes),
+        inverse(this->delta + Shape::kInverseBytes),
         mask_full(this->do_empty + 8 * Shape::kOutStages),
         mask_empty(mask_full + 8 * Shape::kMaskStages),
         ring_full(mask_empty + 8 * Shape::kMaskStages),

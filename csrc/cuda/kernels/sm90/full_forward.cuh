@@ -86,7 +86,7 @@ struct Sm90FullForward {
       };
       const auto softmax = [&](Options& options) {
         hides = options.apply(scores, slot, tile.number, tile.kind(group), slot.row + first_row(), lane());
-        const bool moved = soft.run(scores, unit);
+        const bool moved = soft.run(scores, unit, task);
         options.drop(scores);
         return moved;
       };
@@ -179,8 +179,8 @@ struct Sm90FullForward {
 #pragma unroll
     for (int h = 0; h < 2; h++)
       if (row + 8 * h < slot.q_len && sink != -INFINITY) {
-        soft.max[h] = sink_log2(sink);
-        soft.sum[h] = t == 0 ? 1.f : 0.f;
+        soft.max[h] = sink_score(task.scores, sink);
+        soft.sum[h] = t == 0 ? soft.weight_unit(task) : 0.f;
       }
   }
 

@@ -21,11 +21,11 @@ struct Sm90FullScores {
   // for one tile: what a call does not use stays undefined, or it would take up registers
   explicit __device__ __forceinline__ Sm90FullScores(const ForwardTask& task_) : task(task_) {}
 
-  // what a score is multiplied by to be one in log2 units once apply() is through: 1 where that did it
+  // what a score is multiplied by once apply() is through: 1 where that did it
   static __device__ __forceinline__ float unit_of(const ForwardTask& task) {
     const Scores& options = task.scores;
-    const bool done = Shape::kBias || options.modified() || options.slopes || options.sinks || !(task.scale_log2 > 0);
-    return done ? 1.f : task.scale_log2;
+    const bool done = Shape::kBias || options.modified() || options.slopes || options.sinks || !(task.score_scale > 0);
+    return done ? 1.f : task.score_scale;
   }
 
   // the mask's rows `row` and row + 8 from `key` on; rows past the end as the last one, which range hides
@@ -115,9 +115,9 @@ struct Sm90FullScores {
     }
   }
 
-  // Is every number of a bias in pairs of T finite, and far from where bias_log2 ends?
-  __device__ __forceinline__ bool moderate() const {
-    constexpr uint32_t kStep = ptx::is_bf16<T> ? 0x01800180u : 0x04000400u;  // to the sign's place from 2^126, from inf
+  // Is every number of a bias in pairs of T finite?
+  __device__ __forceinline__ bool finite() const {
+    constexpr uint32_t kStep = ptx::is_bf16<T> ? 0x00800080u : 0x04000400u;  // to the sign's place from inf
     uint32_t large = 0;
 #pragma unroll
     for (int j = 0; j < kCount / 2; j++) large |= (raw[Shape::kBias ? j : 0] & 0x7fff7fffu) + kStep;
@@ -158,7 +158,7 @@ struct Sm90FullScores {
                                         int lane) {
     const Scores& options = task.scores;
     const int key = key_tile * Shape::kKeys + 2 * (lane % 4);
-    float factor = task.scale_log2;
+    float factor = task.score_scale;
     float lowest = 0.f;  // bias, or 0
     if (options.modified()) {
 #pragma unroll
@@ -170,19 +170,20 @@ struct Sm90FullScores {
       const auto distance = static_cast<float>(row + slot.offset - key);
 #pragma unroll
       for (int i = 0; i < kCount; i++)
-        scores[i] = scores[i] * factor - slope * fabsf(distance + static_cast<float>(Half64::row(i) - Half64::key(i)));
+        scores[i] = ptx::rounded_product(scores[i], factor) -
+                    ptx::rounded_product(slope, fabsf(distance + static_cast<float>(Half64::row(i) - Half64::key(i))));
       factor = 1.f;
     }
     const auto add = [&](int i, float bias) {
-      scores[i] = bias == -INFINITY ? bias : scores[i] * factor + bias_log2(bias);
+      scores[i] = bias == -INFINITY ? bias : ptx::rounded_product(scores[i], factor) + bias;
       lowest = fminf(lowest, bias);
     };
     if constexpr (Shape::kBias) {
-      if (options.mask_kind == MaskElement::same && moderate()) {
+      if (options.mask_kind == MaskElement::same && finite()) {
 #pragma unroll
         for (int i = 0; i < kCount; i++) {
           const float2 bias = ptx::unpack2<T>(raw[i / 2]);
-          scores[i] = scores[i] * factor + (i % 2 ? bias.y : bias.x) * float(log2_e);
+          scores[i] = ptx::rounded_product(scores[i], factor) + (i % 2 ? bias.y : bias.x);
         }
       } else if (options.mask_kind == MaskElement::same) {
 #pragma unroll
@@ -199,9 +200,9 @@ struct Sm90FullScores {
           for (int i = 0; i < 32; i++) add(32 * half + i, ptx::as_float(raw[i]));
         }
       }
-    } else if ((options.sinks || !(task.scale_log2 > 0)) && factor != 1.f) {
+    } else if ((options.sinks || !(task.score_scale > 0)) && factor != 1.f) {
 #pragma unroll
-      for (int i = 0; i < kCount; i++) scores[i] *= factor;
+      for (int i = 0; i < kCount; i++) scores[i] = ptx::rounded_product(scores[i], factor);
     }
     if (kind == TileKind::whole) return lowest == -INFINITY;
     Sm90ForwardSoftmax<Shape>::hide(scores, task, slot.sequence(task), row, key);

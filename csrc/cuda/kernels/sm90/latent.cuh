@@ -251,9 +251,9 @@ struct Sm90Latent {
                                                const DecodePart<kKeys>& part, int row, int item0, bool whole,
                                                const uint32_t* there, int t) {
     if (task.scaled_only) {
-      const float scale = static_cast<float>(task.scale * log2_e);
+      const float scale = static_cast<float>(task.score_scale);
 #pragma unroll
-      for (int i = 0; i < 32; i++) scores[i] *= scale;
+      for (int i = 0; i < 32; i++) scores[i] = ptx::rounded_product(scores[i], scale);
     } else {  // made here, so that no register holds it through the loop
       const DecodeSequence sequence = decode_sequence(task, part.batch);
       const DecodeRow<float> rows[2] = {{task, part.batch, part.head, sequence.origin, part.row0 + row},
