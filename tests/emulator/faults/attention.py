@@ -147,12 +147,6 @@ SM90_BACKWARD = [
     ("mask off by one", "sm90/backward.cuh", "if (x < begin ||", "if (x + 1 < begin ||"),
     ("K and V used before they landed", "sm90/backward.cuh", "ptx::mbarrier_wait(memory.kv_full, 0);", ""),
     (
-        "rows without a key not marked",
-        "common/backward_task.cuh",
-        "log2(stats.inverse)",
-        "log2(none ? 1 : stats.inverse)",
-    ),
-    (
         "transaction count without the statistics",
         "sm90/backward.cuh",
         "(bar, Shape::kQueryBytes + Shape::kRows * 4)",
@@ -414,6 +408,22 @@ OFFSETS = [
     ),
     ("written while others read", "common/packed_offsets.cuh", "@parts_read", ""),
     ("the pass before is forgotten", "common/packed_offsets.cuh", "    x = max(x, most);\n", ""),
+]
+_TASK = "common/backward_task.cuh"
+TURNS = [
+    ("the first tiles start first", _TASK, "deterministic ? p.key_tiles - 1 - r / here : r / here", "r / here"),
+    ("the first tiles of a sequence start first", _TASK, "p.turn ? first_packed", "!p.turn ? first_packed"),
+    ("turns of the first row alone", _TASK, "min(tile * Rows + Rows, s.q_len) - 1), t.key", "tile * Rows), t.key"),
+    (
+        "rows past the end take turns",
+        _TASK,
+        "min(tile * Rows + Rows, s.q_len) - 1), t.key",
+        "tile * Rows + Rows - 1), t.key",
+    ),
+    ("keys past the end add, too", _TASK, "min(n0 + Keys, s.keys.key_length) - 1", "n0 + Keys - 1"),
+    ("no turns of the prefix", "common/sequence.cuh", "if (n >= begin) return end - 1 - n;", "return end - 1 - n;"),
+    ("one tile has two turns", "common/sequence.cuh", "min(prefix, begin) + end", "prefix + end"),
+    ("empty windows take turns", "common/sequence.cuh", "(some.begin < some.end ? min", "(true ? min"),
 ]
 NAN_SM90_FORWARD = [
     ("no look at the values", "sm90/forward.cuh", "if (!Shape::kRanged || !hides) return false;", "return false;"),

@@ -71,7 +71,7 @@ int main(int argc, char** argv) {
     const std::vector<float> zeros(2 * tile * p.key_tiles * k.batch * k.heads, 0.f);
     emulator::Buffer<float> key_value_sum(zeros, "key_value_sum");
     p.reference = reference.data, p.inverse = inverse.data, p.lse2 = lse2.data, p.delta = delta.data,
-    p.query_sum = query_sum.data, p.turn = turn.data;
+    p.query_sum = query_sum.data, p.turn = deterministic ? turn.data : nullptr;
 #ifdef SHAPE
     if (p.group > 1 && !deterministic && !p.cu_q) p.key_value_sum = key_value_sum.data;
     emulator::Buffer<uint32_t> query_blocks(pairs, "query_blocks");

@@ -49,7 +49,10 @@ struct BackwardTaskOf : SequenceTaskOf<Real> {
 using BackwardTask = BackwardTaskOf<float>;
 
 // Which tile of keys a block works on, and for which query heads. Where causal, the first tiles have the most queries,
-// so they start first; a small span keeps the queries that are in use in the second-level cache.
+// so they start first; a small span keeps the queries that are in use in the second-level cache. Deterministic blocks
+// add to a tile of queries in turns, and the last tiles start first: their queries are those that all the others come
+// to later. From the first tile on a causal block would stand still until all before it had come as far as its
+// diagonal.
 struct BackwardTile {
   int key_tile, head_k, batch, first_head, heads;
   // block: a number among all. Packed: tiles of `keys` keys
@@ -57,17 +60,20 @@ struct BackwardTile {
   __device__ __forceinline__ BackwardTile(const Task& p, unsigned block, int keys) {
     const int number = block / p.kv_heads;
     batch = packed_item(p.cu_k, p.batch, keys, number);
-    key_tile = number - first_packed_tile(p.cu_k, keys, batch);
+    key_tile = p.turn ? first_packed_tile(p.cu_k, keys, batch + 1) - 1 - number
+                      : number - first_packed_tile(p.cu_k, keys, batch);
     heads = p.group;
     head_k = block % p.kv_heads;
     first_head = head_k * p.group;
   }
   template <class Task>
-  __device__ __forceinline__ BackwardTile(const Task& p, unsigned block) {
+  __device__ __forceinline__ BackwardTile(const Task& p, unsigned block) : BackwardTile(p, block, p.turn != nullptr) {}
+  template <class Task>
+  __device__ __forceinline__ BackwardTile(const Task& p, unsigned block, bool deterministic) {
     const int heads_n = p.key_value_sum ? p.q_heads : p.kv_heads;
     const int first = block / (p.span * p.key_tiles) * p.span, here = min(p.span, heads_n * p.batch - first);
     const int r = block - first * p.key_tiles, pair = first + r % here, head = pair % heads_n;
-    key_tile = r / here;
+    key_tile = deterministic ? p.key_tiles - 1 - r / here : r / here;
     batch = pair / heads_n;
     heads = p.key_value_sum ? 1 : p.group;
     head_k = p.key_value_sum ? head / p.group : head;
@@ -118,7 +124,7 @@ struct BackwardQueries {
     tiles = p.rows / Rows;
     const int n0 = t.key_tile * Keys;
     if (Ranged) {
-      const Range any = s.keys.rows(n0, n0 + Keys - 1, s.q_len);
+      const Range any = s.keys.rows(n0, min(n0 + Keys, s.keys.key_length) - 1, s.q_len);
       const Range all = s.keys.rows_of_all(n0, n0 + Keys - 1, s.q_len);
       const bool some = !any.empty();
       first = some ? any.begin / Rows : 0;
@@ -155,11 +161,11 @@ struct BackwardQueries {
   }
   // do rows [row, row + Rows) see all keys of the block?
   __device__ __forceinline__ bool whole(int row) const { return row >= whole_begin && row + Rows <= whole_end; }
-  // How many blocks add to this query tile before this one: those of the prefix, and of the window of its first row
-  // from that one's first key on. A last block whose keys end early works on rows as if it had them all.
-  __device__ __forceinline__ int turn(const BackwardTile& t, const Sequence& s) const {
-    if (!Ranged) return t.key_tile;
-    return tiles_of<Keys>(s.keys.row(tile * Rows)).number(t.key_tile);
+  // How many blocks add to this query tile before this one: those of later keys that its rows see.
+  template <class Task>
+  __device__ __forceinline__ int turn(const Task& p, const BackwardTile& t, const Sequence& s) const {
+    if (!Ranged) return p.key_tiles - 1 - t.key_tile;
+    return tiles_after<Keys>(s.keys.any(tile * Rows, min(tile * Rows + Rows, s.q_len) - 1), t.key_tile);
   }
 };
 

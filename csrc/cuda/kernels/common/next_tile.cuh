@@ -82,7 +82,7 @@ struct QueryTileWalk {
   __device__ __forceinline__ void pass_turn() const {
     if (threadIdx.x != 0) return;
     int* turn = p.turn + 2 * (scratch_of(at.head) / kRows + at.tile);
-    const int mine = at.turn(where, turn_sequence());
+    const int mine = at.turn(p, where, turn_sequence());
     ptx::turn_wait(turn, mine);
     ptx::turn_pass(turn, mine + 1);
   }

@@ -136,6 +136,14 @@ __device__ __forceinline__ KeyTiles tiles_of(const SeenKeys& some) {
   return t;
 }
 
+// How many of these tiles come after tile n: less work than to make KeyTiles.
+template <int Keys>
+__device__ __forceinline__ int tiles_after(const SeenKeys& some, int n) {
+  const int begin = some.begin / Keys, end = (some.end + Keys - 1) / Keys, prefix = (some.prefix + Keys - 1) / Keys;
+  if (n >= begin) return end - 1 - n;
+  return (some.begin < some.end ? min(prefix, begin) + end - begin : prefix) - 1 - n;
+}
+
 // Rows first .. last of a sequence. Not Ranged: they see all keys of the tensor.
 template <int Keys, bool Ranged, class Real>
 __device__ __forceinline__ KeyTiles key_tiles_of(const SequenceTaskOf<Real>& p, const Sequence& s, int first,

@@ -118,7 +118,7 @@ struct Fp32Backward {
     for (int it = first, next; it < total; it = next) {
       const int m0 = at.tile * Rows, head = at.head, lane = ptx::opaque(held_lane);
       const int64_t tile = scratch_row(p, where.batch, head) / Rows + at.tile;
-      const int turn = p.turn ? at.turn(where, sequence_here()) : 0;
+      const int turn = p.turn ? at.turn(p, where, sequence_here()) : 0;
       const bool border = !at.whole(m0) || p.scores.mask_kind > MaskElement::none || (blocks() && !window.whole(it));
       const uint32_t here = found.seen;
       ptx::cp_async_wait<0>();

@@ -253,7 +253,7 @@ struct Fp16x2Backward {
     const Sequence sequence = sequence_of(p, where.batch);
     BackwardQueries<Rows, kKeys, true> at(p, where, sequence);
     at.tile = tile;
-    return at.turn(where, sequence);
+    return at.turn(p, where, sequence);
   }
 
   // Scores of rows that do not see a key become -inf; row, key: the tile's first.

@@ -251,8 +251,8 @@ struct Sm80Backward : Sm80BackwardTiles<T_, D, Rows, Keys> {
       const int64_t tile = scratch_of(at.head) / Rows + at.tile;
       int turn = 0;  // with options in shared memory, where thread 0 alone looks at it: a register less to hold
       int* const held_turn = reinterpret_cast<int*>(smem + kTileBytes + Window::kBytes);
-      if (Deterministic && !Options) turn = at.turn(where, held);
-      if (Deterministic && Options && tid == 0) *held_turn = at.turn(where, held);
+      if (Deterministic && !Options) turn = at.turn(p, where, held);
+      if (Deterministic && Options && tid == 0) *held_turn = at.turn(p, where, held);
       const int warp = ptx::opaque(tid / 32);
       const Lane l(warp, ptx::opaque(tid % 32));
       key_tile = ptx::opaque(key_tile), value_tile = ptx::opaque(value_tile), weight_tile = ptx::opaque(weight_tile);

@@ -317,7 +317,7 @@ struct Sm90Backward {
   static __device__ __forceinline__ void run(const Sm90BackwardMaps& maps, const BackwardTask& task) {
     unsigned char* smem = ptx::dynamic_smem();
     const Sm90BackwardMemory<Shape> memory(ptx::smem_addr(smem));
-    const BackwardTile where(task, blockIdx.x);
+    const BackwardTile where(task, blockIdx.x, Shape::kDeterministic);
     const Sequence sequence = sequence_of(task, where.batch);
     const BackwardQueries<Shape::kRows, Shape::kKeys, Ranged> at(task, where, sequence);
     const int total = at.per_head() * where.heads;
@@ -375,7 +375,8 @@ struct Sm90Backward {
                                                      const Sm90BackwardMemory<Shape>& memory, int half) {
     for (int it = 0; it < total; it++) {
       const int64_t tile = (int64_t(where.batch) * task.q_heads + at.head) * at.tiles + at.tile;
-      const int turn = at.turn(where, sequence);
+      // recomputed: registers are few
+      const int turn = at.turn(task, where, sequence_of(task, ptx::opaque(where.batch)));
       ptx::bar_sync(2 + half, 160);  // written
       if (threadIdx.x % 32 == 0) {
         ptx::turn_wait(task.turn + 2 * tile + half, turn);

@@ -348,7 +348,7 @@ struct Sm90FullBackward {
       auto queries = work.queries;
       queries.go(number, work.where.first_head);
       at = task.turn + 2 * (scratch_row(task, work.where.batch, queries.head) / kRows + queries.tile) + half;
-      mine = queries.turn(work.where, work.sequence);
+      mine = queries.turn(task, work.where, work.sequence);
     }
   };
 };
