@@ -52,8 +52,9 @@ void sm80_full_backward_bf16(BackwardTask, bool ranged, const Device&, cudaStrea
 void sm80_full_backward_fp16(BackwardTask, bool ranged, const Device&, cudaStream_t);
 void sm90_backward_bf16(BackwardTask, bool ranged, const Device&, cudaStream_t);
 void sm90_backward_fp16(BackwardTask, bool ranged, const Device&, cudaStream_t);
-void sm90_full_backward_bf16(BackwardTask, bool ranged, const Device&, cudaStream_t);
-void sm90_full_backward_fp16(BackwardTask, bool ranged, const Device&, cudaStream_t);
+// kinds: of tiles of tile_rows x tile_keys
+void sm90_full_backward_bf16(BackwardTask, const TileKinds& kinds, const Device&, cudaStream_t);
+void sm90_full_backward_fp16(BackwardTask, const TileKinds& kinds, const Device&, cudaStream_t);
 // of sinks, slopes and a floating mask, after the Hopper kernel, which writes some masks' gradients itself
 void sm80_option_gradients_bf16(const BackwardTask&, cudaStream_t);
 void sm80_option_gradients_fp16(const BackwardTask&, cudaStream_t);

@@ -46,7 +46,9 @@ void launches::sm90_backward(const BackwardTask& p, const LaunchContext& l) {
   (is_bf16(l) ? sm90_backward_bf16 : sm90_backward_fp16)(p, l.ranged, l.device, l.stream);
 }
 void launches::sm90_full_backward(const BackwardTask& p, const LaunchContext& l) {
-  (is_bf16(l) ? sm90_full_backward_bf16 : sm90_full_backward_fp16)(p, l.ranged, l.device, l.stream);
+  OptionalTensor memory;
+  const TileKinds kinds = tile_kinds(p, p.q_heads, p.tile_rows, p.tile_keys, l.query, l.stream, memory);
+  (is_bf16(l) ? sm90_full_backward_bf16 : sm90_full_backward_fp16)(p, kinds, l.device, l.stream);
 }
 void launches::sm80_backward(const BackwardTask& p, const LaunchContext& l) {
   (is_bf16(l) ? sm80_backward_bf16 : sm80_backward_fp16)(p, l.ranged, l.device, l.stream);

@@ -3,6 +3,7 @@
 // grad_lse, lengths, options; stdout: grad_query, grad_key, grad_value, and of options where there are such:
 // grad_sinks, grad_slopes, grad_mask. -DRANGED: as in forward.cpp.
 #include "backward_options.h"
+#include "tile_kinds_of.h"
 //
 #include "kernels/backward.h"
 
@@ -29,7 +30,8 @@ void launch_main(const BackwardTask& p, const driver::Shape& q, const driver::Sh
 #ifdef OPTIONS
   const Scores& m = p.scores;
   const int64_t item = single_batch_stride(m, m.mask_batch);
-  Sm90FullBackwardMaps all{maps, {}, mask_in_tiles(p), item != 0};
+  const driver::TileKindsOf<Kernel::kKeys> kinds(p, p.q_heads, Kernel::kRows, options);
+  Sm90FullBackwardMaps all{maps, {}, mask_in_tiles(p), item != 0, kinds.kinds};
   if (all.mask_tiles) {
     const auto u = [](int64_t x) { return static_cast<uint32_t>(x); };
     const auto bytes = [](int64_t x) { return static_cast<uint64_t>(x ? 2 * x : 16); };

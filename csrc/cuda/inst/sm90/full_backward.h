@@ -8,12 +8,13 @@ namespace attnjourney {
 
 // option_gradients(): what comes after the kernel, see launch.h
 template <class T, class OptionGradients>
-void launch_sm90_full_backward(const BackwardTask& task, cudaStream_t stream, OptionGradients&& option_gradients) {
+void launch_sm90_full_backward(const BackwardTask& task, const TileKinds& kinds, cudaStream_t stream,
+                               OptionGradients&& option_gradients) {
   const auto go = [&]<class Shape>() {
     launch_backward<Shape>(task, stream, [&] {
       const Scores& s = task.scores;
       const int64_t item = single_batch_stride(s, s.mask_batch);
-      Sm90FullBackwardMaps maps{sm90_backward_maps<Shape>(task), {}, mask_in_tiles(task), item > 0};
+      Sm90FullBackwardMaps maps{sm90_backward_maps<Shape>(task), {}, mask_in_tiles(task), item > 0, kinds};
       if (maps.mask_tiles)
         maps.mask =
             tensor_map(s.mask, {item, s.mask_head, s.mask_row}, item > 0 ? task.batch : 1,

@@ -246,7 +246,7 @@ struct Sm90FullBackward {
     if (role == 0) {
       ptx::setmaxnreg_dec<40>();
       const int warp = ptx::uniform(threadIdx.x / 32);
-      if (warp == 3) Sm90Scheduler<Shape>::run(task, work, memory, smem);
+      if (warp == 3) Sm90Scheduler<Shape>::run(maps.kinds, task, work, memory, smem);
       if (threadIdx.x == 0) feed(maps, task, work, memory, smem);
       if (Shape::kDeterministic && (warp == 1 || warp == 2)) add_in_turn(task, work, memory, smem, warp - 1);
     } else {

@@ -1,7 +1,7 @@
 // Which query tiles a block of the Hopper backward with options works on: one warp, the scheduler, leaves out those
 // in which a boolean mask or one of blocks hides all, and hands the others on through a ring in shared memory.
 #pragma once
-#include "cuda/kernels/common/scores.cuh"
+#include "cuda/kernels/common/tile_kinds.cuh"
 #include "full_backward_shape.cuh"
 
 namespace attnjourney {
@@ -43,42 +43,9 @@ class Sm90Scheduler {
   static constexpr int kRows = Shape::kRows;
 
  public:
-  // One tile of a boolean mask, the whole warp: what of it hides? 16 keys a lane, four rows at a time.
-  static __device__ __forceinline__ TileKind kind_of(const Scores& options, const unsigned char* mask, int rows,
-                                                     int keys) {
-    const int lane = threadIdx.x % 32;
-    bool some = false, all = true;
-    if (options.mask_row == 0) rows = 1;
-    if (options.mask_col == 1 && options.mask_row % 16 == 0 && reinterpret_cast<uintptr_t>(mask) % 16 == 0) {
-      const int first = lane % 8 * 16;
-#pragma unroll 4
-      for (int r = lane / 8; r < rows; r += 4) {
-        const unsigned char* at = mask + r * options.mask_row + first;
-        if (first + 16 <= keys) {
-          const uint4 x = *reinterpret_cast<const uint4*>(at);
-          some = some || (x.x | x.y | x.z | x.w);
-          all = all && ones(x.x) && ones(x.y) && ones(x.z) && ones(x.w);
-        } else {
-          for (int k = first; k < keys; k++, at++) some = some || *at, all = all && *at;
-        }
-      }
-    } else {
-      const int width = options.mask_col == 0 ? 1 : keys;
-      for (int r = 0; r < rows && (all || !some); r++) {
-        for (int k = lane; k < width; k += 32) {
-          const bool seen = mask[r * options.mask_row + k * options.mask_col];
-          some = some || seen, all = all && seen;
-        }
-        some = ptx::any(some), all = !ptx::any(!all);
-      }
-    }
-    return !ptx::any(some) ? TileKind::hidden : ptx::any(!all) ? TileKind::partial : TileKind::whole;
-  }
-  // four bytes, none of which is 0
-  static __device__ __forceinline__ bool ones(uint32_t x) { return !((x - 0x01010101u) & ~x & 0x80808080u); }
-
   // The whole warp.
-  static __device__ __forceinline__ void run(const BackwardTask& task, const typename Shape::Work& work,
+  static __device__ __forceinline__ void run(const TileKinds& kinds, const BackwardTask& task,
+                                             const typename Shape::Work& work,
                                              const Sm90FullBackwardMemory<Shape>& memory, unsigned char* smem) {
     const TileRing<Shape> ring(memory, smem);
     const int lane = threadIdx.x % 32, total = work.total();
@@ -91,17 +58,10 @@ class Sm90Scheduler {
       }
       count++;
     };
-    const Scores& options = task.scores;
-    if (options.mask_kind == MaskElement::boolean) {
-#pragma unroll 1
-      for (int i = 0; i < total; i++) {
-        const TileKind kind = kind_of_mask(task, work, i);
-        if (kind != TileKind::hidden) push(i, kind == TileKind::whole);
-      }
-    } else if (options.mask_kind == MaskElement::blocks) {
+    if (kinds.bits) {
 #pragma unroll 1
       for (int first = 0; first < total; first += 32) {  // a tile a lane
-        const TileKind kind = first + lane < total ? kind_of_blocks(task, work, first + lane) : TileKind::hidden;
+        const TileKind kind = first + lane < total ? kind_of(kinds, task, work, first + lane) : TileKind::hidden;
         uint32_t left = ptx::ballot(kind != TileKind::hidden);
         const uint32_t whole = ptx::ballot(kind == TileKind::whole);
 #pragma unroll 1
@@ -115,23 +75,10 @@ class Sm90Scheduler {
   }
 
  private:
-  static __device__ __forceinline__ int keys(const typename Shape::Work& work) {
-    return min(Shape::kKeys, work.sequence.k_rows - work.where.key_tile * Shape::kKeys);
-  }
-  static __device__ __forceinline__ TileKind kind_of_mask(const BackwardTask& task, const typename Shape::Work& work,
-                                                          int i) {
-    const Scores& options = task.scores;
+  static __device__ __forceinline__ TileKind kind_of(const TileKinds& kinds, const BackwardTask& task,
+                                                     const typename Shape::Work& work, int i) {
     const auto at = work.queries.number(i, work.where.first_head);
-    const HeadScores head(task, task.q_heads, work.where.batch, at.head, work.mask_batch);
-    const int m0 = at.tile * kRows, n0 = work.where.key_tile * Shape::kKeys;
-    return kind_of(options, head.mask + m0 * options.mask_row + n0 * options.mask_col,
-                   min(kRows, work.sequence.rows - m0), keys(work));
-  }
-  static __device__ __forceinline__ TileKind kind_of_blocks(const BackwardTask& task, const typename Shape::Work& work,
-                                                            int i) {
-    const auto at = work.queries.number(i, work.where.first_head);
-    const HeadScores head(task, task.q_heads, work.where.batch, at.head, work.mask_batch);
-    return head.blocks(task.scores).kind(at.tile * kRows, kRows, work.where.key_tile * Shape::kKeys, keys(work));
+    return TileKinds::kind(kinds.of(task.scores, work.where.batch, at.head, at.tile), work.where.key_tile);
   }
 };
 

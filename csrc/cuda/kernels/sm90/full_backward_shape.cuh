@@ -2,6 +2,7 @@
 // maps.
 #pragma once
 #include "backward_shape.cuh"
+#include "cuda/kernels/common/tile_kinds.cuh"
 
 namespace attnjourney {
 
@@ -74,6 +75,7 @@ struct Sm90FullBackwardMaps {
   Sm90BackwardMaps tensors;
   ptx::TensorMap mask;
   bool mask_tiles, mask_batched;  // there is `mask`, else elements are read one by one; one for each batch item
+  TileKinds kinds;                // of tiles of kRows x kKeys
 };
 
 }  // namespace attnjourney

@@ -46,6 +46,7 @@ INSTANCE(backward_per_head<true, float>);
 INSTANCE(backward_per_head<false, float>);
 #endif
 #if defined(SHAPE) && defined(OPTIONS)
+INSTANCE(tile_kinds<Kernel::kKeys>);
 INSTANCE(sm90_full_backward<Kernel>);
 #elif defined(SHAPE)
 INSTANCE(sm90_backward<Kernel, true>);
