@@ -31,6 +31,10 @@ void sm90_full_forward_fp16(ForwardTask, const TileKinds& kinds, const Device&, 
 // What a mask does to tiles of rows and keys, for a kernel that walks them (kernels/common/tile_kinds.cuh).
 void sm80_tile_kinds(const SequenceTask&, const TileKinds&, int keys, cudaStream_t);
 
+// What rows past the last packed sequence hold (kernels/common/clear_tails.cuh).
+struct Tails;
+void sm80_clear_tails(const Tails&, cudaStream_t);
+
 // float on Hopper without options, head_dim up to 128: planes first, then the products. Does nothing where numbers do
 // not split (Fp16x2Planes::needs_fallback), and then the fallback does all.
 void sm90_fp16x2_forward_float(ForwardTask, const Fp16x2Planes&, const Device&, cudaStream_t);

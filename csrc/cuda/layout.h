@@ -82,7 +82,7 @@ class Output {
     if (c.packed) s.batch = 0;  // sequences lie along the length
     return s;
   }
-  void clear() { torch::stable::zero_(view_->tensor); }
+  const Tensor& tensor() const { return view_->tensor; }  // rows may end in more numbers than the target's
   void finish() {
     if (!copied_) return;
     Tensor narrow = view_->tensor;

@@ -1,4 +1,5 @@
-"""Offsets of packed sequences as the CUDA kernels take them, on the CPU by tests/emulator."""
+"""Offsets of packed sequences as the CUDA kernels take them, and the rows past the last of them, on the CPU by
+tests/emulator."""
 
 import pytest
 import torch
@@ -43,3 +44,28 @@ def test_faulty_offsets_are_found(what, file, old, new):
             except (AssertionError, run.EmulatorError):
                 return
     pytest.fail(f"nothing noticed: {what}")
+
+
+def check_tails(program, begin, order):
+    rows, heads, words = 300, 3, 34
+    x = torch.randint(1, 100, (rows, heads, words), dtype=torch.int32)
+    y = torch.randint(1, 100, (heads, rows, 2), dtype=torch.int32)
+    arguments = {"rows": rows, "heads": heads, "words": words, "even": 7, "odd": 8, **run.order_arguments(order)}
+    given = [x, y, torch.tensor([begin], dtype=torch.int32)]
+    out, statistic = run.run(program, given, [(x.shape, x.dtype), (y.shape, y.dtype)], arguments)[0]
+    x[begin:] = torch.tensor([7, 8], dtype=torch.int32).repeat(words // 2)
+    y[:, begin:] = 0
+    assert torch.equal(out, x) and torch.equal(statistic, y)
+
+
+def test_tails_alone_are_cleared():
+    for begin, order in zip((0, 1, 299, 300), run.ORDER_NAMES):
+        check_tails(build.program("clear_tails"), begin, order)
+
+
+@pytest.mark.parametrize("what,file,old,new", faults.TAILS, ids=[f[0] for f in faults.TAILS])
+def test_faulty_tails_are_found(what, file, old, new):
+    program = build.program("clear_tails", (), build.faulty_sources(file, old, new))
+    with pytest.raises((AssertionError, run.EmulatorError)):
+        for begin in (0, 299, 300):
+            check_tails(program, begin, "random")

@@ -2,12 +2,14 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include <cmath>
+#include <limits>
 
 #include "attention_cuda.h"
 #include "cuda/device.h"
 #include "cuda/refusals.h"
 #include "launches.h"
 #include "options.h"
+#include "tails.h"
 #include "task.h"
 
 namespace attnjourney {
@@ -26,17 +28,15 @@ template <class Real>
 void forward_in(const AttentionCall& c, const AttentionResults& results) {
   const auto& [query, key, value, options] = c.args;
   Tensor out = results.out, lse = results.lse, stats = results.stats;
-  const auto write_nothing_seen = [&] {
+  if (c.batch * c.q_heads * c.params.q_len == 0 || (c.params.kv_len == 0 && !options.sinks)) {  // no row sees any key
     torch::stable::zero_(out);
     torch::stable::fill_(lse, -INFINITY);
     torch::stable::zero_(stats);
-  };
-  if (c.batch * c.q_heads * c.params.q_len == 0 || (c.params.kv_len == 0 && !options.sinks))
-    return write_nothing_seen();
+    return;
+  }
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
   const Device device = current_device(query);
   const cudaStream_t stream = current_stream(device.index);
-  if (c.packed) write_nothing_seen();  // rows of no sequence
   const View q = view_of(c, query, c.q_heads), k = view_of(c, key, c.kv_heads), v = view_of(c, value, c.kv_heads);
   Output o(c, out, c.q_heads);
   const Indices indices(c);
@@ -44,9 +44,15 @@ void forward_in(const AttentionCall& c, const AttentionResults& results) {
   ForwardTaskOf<Real> p{};
   describe(p, c, indices, q, k, v);
   p.scores = inputs.scores();
-  if (c.packed) o.clear();
   p.out = o.data(), p.out_strides = o.strides_of(c), p.lse = static_cast<Real*>(lse.data_ptr());
   p.stats = static_cast<RowStats<Real>*>(stats.data_ptr());
+  if (c.packed) {
+    PackedTails tails;
+    tails.zeros(o, c, c.q_heads, indices.cu_q);
+    tails.fill(lse, 1, -std::numeric_limits<Real>::infinity(), c, indices.cu_q);
+    tails.fill(stats, 2, Real(0), c, indices.cu_q);
+    tails.clear(stream);
+  }
   const AttentionCase which = case_of(c, needs_full_kernels(c));
   choose_forward<Real>(device, which).launch(p, {query, device, stream, which.type, is_ranged(c)});
   o.finish();
@@ -79,15 +85,18 @@ void backward_in(const AttentionCall& c, const AttentionSaved& saved, const Atte
   if (c.packed) p.out_strides.batch = p.grad_out_strides.batch = 0;
   p.stats = static_cast<const RowStats<Real>*>(saved.stats.data_ptr());
   p.grad_lse = saved.grad_lse ? static_cast<const Real*>(saved.grad_lse->data_ptr()) : nullptr;
-  const auto output = [&](std::optional<Output>& to, const OptionalTensor& t, int64_t heads, void*& data, Strides& s) {
+  PackedTails tails;
+  const auto output = [&](std::optional<Output>& to, const OptionalTensor& t, int64_t heads,
+                          const OptionalTensor& offsets, void*& data, Strides& s) {
     if (!t) return;
     to.emplace(c, *t, heads);
-    if (c.packed) to->clear();
+    if (c.packed) tails.zeros(*to, c, heads, offsets);
     data = to->data(), s = to->strides_of(c);
   };
-  output(dq, gradients.query, c.q_heads, p.grad_query, p.grad_query_strides);
-  output(dk, gradients.key, c.kv_heads, p.grad_key, p.grad_key_strides);
-  output(dv, gradients.value, c.kv_heads, p.grad_value, p.grad_value_strides);
+  output(dq, gradients.query, c.q_heads, indices.cu_q, p.grad_query, p.grad_query_strides);
+  output(dk, gradients.key, c.kv_heads, indices.cu_k, p.grad_key, p.grad_key_strides);
+  output(dv, gradients.value, c.kv_heads, indices.cu_k, p.grad_value, p.grad_value_strides);
+  tails.clear(stream);
 
   const auto [rows, keys, scratch_rows] = kernel.tiles(size, device.small());
   const bool deterministic = deterministic_algorithms();

@@ -409,6 +409,11 @@ OFFSETS = [
     ("written while others read", "common/packed_offsets.cuh", "@parts_read", ""),
     ("the pass before is forgotten", "common/packed_offsets.cuh", "    x = max(x, most);\n", ""),
 ]
+TAILS = [
+    ("all rows", "common/clear_tails.cuh", "const int first = *t.begin,", "const int first = 0,"),
+    ("of the first head", "common/clear_tails.cuh", " + head * t.head", ""),
+    ("even words everywhere", "common/clear_tails.cuh", "word % 2 ? t.odd : t.even", "t.even"),
+]
 _TASK = "common/backward_task.cuh"
 TURNS = [
     ("the first tiles start first", _TASK, "deterministic ? p.key_tiles - 1 - r / here : r / here", "r / here"),
