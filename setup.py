@@ -8,6 +8,9 @@ Environment:
   CXX, CXXFLAGS           the compiler (g++; g++ >= 11 or clang++ 19), and flags put after all others
   CUDA_HOME               where bin/nvcc is, if not on PATH; without nvcc there is no _C_cuda.so
   ATTNJOURNEY_CUDA=1, 0   build _C_cuda.so or not, whatever torch is installed (default: if that torch has CUDA)
+  ATTNJOURNEY_CUDA_CODE   compute capabilities to make machine code for, besides Hopper's own kernels (80,90,100,120,
+                          those of them that nvcc knows); with one alone, which takes half the time, the driver of
+                          another GPU compiles a kernel when it is first called
   MAX_JOBS                compilers running at once (default: the number of cores)
   ATTNJOURNEY_SANITIZE=1  address and undefined-behaviour sanitizers, objects in build/sanitize; a list of instruction
                           sets (scalar,avx2) in place of 1: the kernels of these alone, the others as in a release
@@ -65,13 +68,7 @@ ISAS = {
     "neon": (ARM64, NEON),
     "neon_bf16": (ARM64, [*NEON, "-march=armv8.2-a+bf16"]),
 }
-# The first folder that holds a file says what it is compiled for. inst/ has the kernels: for sm_80 and as PTX, which
-# serves every later GPU, those of inst/sm90 for Hopper alone. Other files have no kernels.
-CUDA_ARCHS = {
-    "csrc/cuda/inst/sm90": "arch=compute_90a,code=sm_90a",
-    "csrc/cuda/inst": "arch=compute_80,code=[sm_80,compute_80]",
-    "csrc/cuda": "arch=compute_80,code=sm_80",
-}
+CUDA_CODES = ("80", "90", "100", "120")
 
 _wanted = os.environ.get("ATTNJOURNEY_SANITIZE", "0")
 SANITIZED = set(ISAS) if _wanted == "1" else set(_wanted.split(",")) - {"", "0"}  # the instruction sets with checks
@@ -149,6 +146,31 @@ def wants_cuda() -> bool:
 def find_nvcc() -> str | None:
     home = os.environ.get("CUDA_HOME")
     return shutil.which("nvcc", path=os.path.join(home, "bin") if home else None)
+
+
+def cuda_codes(nvcc: str) -> list[str]:
+    wanted = os.environ.get("ATTNJOURNEY_CUDA_CODE")
+    if wanted:
+        codes = wanted.split(",")
+        if not all(re.fullmatch(r"\d{2,3}", code) and int(code) >= 80 for code in codes):
+            raise PlatformError(
+                f"ATTNJOURNEY_CUDA_CODE: expected capabilities from 80 on, such as 80,90, got {wanted!r}"
+            )
+        return sorted(set(codes), key=int)
+    known = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout.split()
+    return [code for code in CUDA_CODES if f"sm_{code}" in known]
+
+
+def cuda_archs(nvcc: str) -> dict[str, str]:
+    """What a .cu file is compiled for, by the first folder that holds it. inst/ has the kernels: as machine code, and
+    as PTX, which serves every later GPU; those of inst/sm90 are for Hopper alone. Other files have no kernels."""
+    codes = cuda_codes(nvcc)
+    machine = ",".join(f"sm_{code}" for code in codes)
+    return {
+        "csrc/cuda/inst/sm90": "arch=compute_90a,code=sm_90a",
+        "csrc/cuda/inst": f"arch=compute_{codes[0]},code=[{machine},compute_{codes[0]}]",
+        "csrc/cuda": "arch=compute_80,code=sm_80",
+    }
 
 
 def check_toolkit(nvcc: str, torch: Path) -> None:
@@ -310,6 +332,7 @@ class BuildLibraries(build_ext):
         nvcc = find_nvcc()
         if nvcc and any(extension.name.endswith("_cuda") for extension in self.extensions):
             check_toolkit(nvcc, find_torch())
+            self.cuda_archs = cuda_archs(nvcc)
         self.prefix = self.compile_prefix()
         steps = {extension.name: self.compile_steps(extension) for extension in self.extensions}
         # all libraries at once, so that no core waits for the last file of one; in each the slowest files, isa, first,
@@ -371,7 +394,7 @@ class BuildLibraries(build_ext):
                 source = folder / source
                 write_if_new(source, "".join(f'#include "{file.relative_to("csrc")}"\n' for file in files))
             if source.suffix == ".cu":
-                arch = next(arch for folder, arch in CUDA_ARCHS.items() if source.is_relative_to(folder))
+                arch = next(arch for folder, arch in self.cuda_archs.items() if source.is_relative_to(folder))
                 command = [find_nvcc(), "-ccbin", CXX[0], *NVCC_FLAGS, "-gencode", arch, *headers]
                 if not source.is_relative_to("csrc/cuda/inst"):  # these know no torch
                     command += [f"-Xcompiler={flag}" for flag in without_paths(include)]

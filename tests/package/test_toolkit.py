@@ -9,6 +9,21 @@ SETUP = Path(__file__).parents[2] / "setup.py"
 pytestmark = pytest.mark.skipif(not SETUP.exists(), reason="no sources to build from")
 
 
+@pytest.fixture
+def functions():
+    """What setup.py defines."""
+    names = {"__name__": "setup", "__file__": str(SETUP)}
+    exec(compile(SETUP.read_text().rpartition("\nsetup(")[0], str(SETUP), "exec"), names)
+    return names
+
+
+def nvcc_that_says(folder, text):
+    nvcc = folder / "nvcc"
+    nvcc.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\n")
+    nvcc.chmod(0o755)
+    return str(nvcc)
+
+
 @pytest.mark.parametrize(
     "release,cuda,expected",
     [
@@ -19,17 +34,40 @@ pytestmark = pytest.mark.skipif(not SETUP.exists(), reason="no sources to build 
         ("13.0", None, ""),
     ],
 )
-def test_toolkits(tmp_path, capsys, release, cuda, expected):
-    functions = {"__name__": "setup", "__file__": str(SETUP)}
-    exec(compile(SETUP.read_text().rpartition("\nsetup(")[0], str(SETUP), "exec"), functions)
-    nvcc = tmp_path / "nvcc"
-    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.1'\n")
-    nvcc.chmod(0o755)
+def test_toolkits(functions, tmp_path, capsys, release, cuda, expected):
+    nvcc = nvcc_that_says(tmp_path, f"Cuda compilation tools, release {release}, V{release}.1")
     (tmp_path / "version.py").write_text(f"__version__ = '2.13.0'\ncuda: Optional[str] = {cuda}\n")
     said = ""
     try:
-        functions["check_toolkit"](str(nvcc), tmp_path)
+        functions["check_toolkit"](nvcc, tmp_path)
     except PlatformError as error:
         said = str(error)
     said += capsys.readouterr().out
     assert (expected in said) if expected else not said
+
+
+@pytest.mark.parametrize(
+    "wanted,known,expected",
+    [
+        (None, "sm_80\nsm_86\nsm_90\nsm_100\nsm_120", ["80", "90", "100", "120"]),
+        (None, "sm_80\nsm_89\nsm_90", ["80", "90"]),
+        ("120,90", "", ["90", "120"]),
+        ("sm_90", "", "ATTNJOURNEY_CUDA_CODE: expected capabilities from 80 on, such as 80,90, got 'sm_90'"),
+        ("75", "", "got '75'"),
+    ],
+)
+def test_codes(functions, monkeypatch, tmp_path, wanted, known, expected):
+    monkeypatch.delenv("ATTNJOURNEY_CUDA_CODE", raising=False)
+    if wanted:
+        monkeypatch.setenv("ATTNJOURNEY_CUDA_CODE", wanted)
+    nvcc = nvcc_that_says(tmp_path, known)
+    if isinstance(expected, str):
+        with pytest.raises(PlatformError, match=expected):
+            functions["cuda_codes"](nvcc)
+    else:
+        assert functions["cuda_codes"](nvcc) == expected
+        lowest = expected[0]
+        code = ",".join(f"sm_{x}" for x in expected)
+        assert (
+            functions["cuda_archs"](nvcc)["csrc/cuda/inst"] == f"arch=compute_{lowest},code=[{code},compute_{lowest}]"
+        )
