@@ -32,18 +32,7 @@ struct Shape {
   // 64 columns by `rows` rows of one head
   template <class T>
   emulator::TensorMap map(const T* p, int rows) const {
-    struct {
-      int64_t batch, head, row;
-    } s = strides<decltype(s)>();
-    const auto u = [](int x) { return static_cast<uint32_t>(x); };
-    const auto bytes = [](int64_t x) { return static_cast<uint64_t>(2 * x); };
-    return {reinterpret_cast<const unsigned char*>(p),
-            4,
-            2,
-            {u(dim), u(heads), u(length), u(batch), 0},
-            {64, 1, u(rows), 1, 0},
-            {2, bytes(s.head), bytes(s.row), bytes(s.batch), 0},
-            true};
+    return emulator::tensor_map(p, strides<emulator::ElementStrides>(), batch, heads, length, dim, rows);
   }
 };
 

@@ -101,6 +101,13 @@ struct TensorMap {  // what an encoded CUtensorMap holds; innermost dimension fi
   uint64_t stride[5];  // bytes; stride[0] == element
   bool swizzle128;
 };
+struct ElementStrides {
+  int64_t batch, head, row;
+};
+// Of 16-bit numbers [batch, heads, length, dim] in boxes of 64 columns by `rows` rows of one head, as csrc/cuda/
+// tensor_map.h encodes it; an Error where the driver refuses.
+TensorMap tensor_map(const void* data, const ElementStrides&, int64_t batch, int64_t heads, int64_t length, int64_t dim,
+                     int64_t rows);
 void mbarrier_init(uint32_t bar, int count, Site);
 void mbarrier_arrive(uint32_t bar, uint32_t expect_bytes, Site);
 void mbarrier_wait(uint32_t bar, int parity, Site);

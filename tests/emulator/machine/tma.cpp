@@ -114,6 +114,30 @@ void issue(const Load& o, Site s) {
 
 }  // namespace
 
+TensorMap tensor_map(const void* data, const ElementStrides& s, int64_t batch, int64_t heads, int64_t length,
+                     int64_t dim, int64_t rows) {
+  const auto refuse = [](const char* what, int64_t value) {
+    throw Error("cuTensorMapEncodeTiled: " + format("%s %lld", what, static_cast<long long>(value)));
+  };
+  const int64_t size[4] = {dim, heads, length, batch}, box[4] = {64, 1, rows, 1};
+  const auto bytes = [](int64_t items, int64_t stride) { return items > 1 ? 2 * stride : 16; };
+  const int64_t stride[4] = {2, bytes(heads, s.head), bytes(length, s.row), bytes(batch, s.batch)};
+  const auto address = reinterpret_cast<uintptr_t>(data);
+  if (address == 0 || address % 16) refuse("expected an address that is a multiple of 16, got", int64_t(address));
+  for (int r = 0; r < 4; r++) {
+    if (size[r] < 1 || size[r] > int64_t{1} << 32) refuse("expected sizes from 1 to 2^32, got", size[r]);
+    if (box[r] < 1 || box[r] > 256) refuse("expected boxes from 1 to 256, got", box[r]);
+    if (r > 0 && (stride[r] % 16 || stride[r] < 0 || stride[r] >= int64_t{1} << 40))
+      refuse("expected strides that are multiples of 16 bytes below 2^40, got", stride[r]);
+  }
+  TensorMap m{static_cast<const unsigned char*>(data), 4, 2, {}, {}, {}, true};
+  for (int r = 0; r < 4; r++) {
+    m.size[r] = static_cast<uint32_t>(size[r]), m.box[r] = static_cast<uint32_t>(box[r]);
+    m.stride[r] = static_cast<uint64_t>(stride[r]);
+  }
+  return m;
+}
+
 void reset_mbarriers() {
   mbarriers.clear();
   loads.clear();

@@ -33,15 +33,8 @@ void launch_main(const BackwardTask& p, const driver::Shape& q, const driver::Sh
   const driver::TileKindsOf<Kernel::kKeys> kinds(p, p.q_heads, Kernel::kRows, options);
   Sm90FullBackwardMaps all{maps, {}, mask_in_tiles(p), item != 0, kinds.kinds};
   if (all.mask_tiles) {
-    const auto u = [](int64_t x) { return static_cast<uint32_t>(x); };
-    const auto bytes = [](int64_t x) { return static_cast<uint64_t>(x ? 2 * x : 16); };
-    all.mask = {static_cast<const unsigned char*>(m.mask),
-                4,
-                2,
-                {u(p.kv_len), u(m.mask_head ? p.q_heads : 1), u(p.q_len), u(item ? p.batch : 1), 0},
-                {64, 1, u(Kernel::kRows), 1, 0},
-                {2, bytes(m.mask_head), bytes(m.mask_row), bytes(item), 0},
-                true};
+    all.mask = emulator::tensor_map(m.mask, {item, m.mask_head, m.mask_row}, item ? p.batch : 1,
+                                    m.mask_head ? p.q_heads : 1, p.q_len, p.kv_len, Kernel::kRows);
   }
   emulator::launch(sm90_full_backward<Kernel>, dim3(blocks), dim3(Kernel::kThreads), Kernel::kSmemBytes, options, all,
                    p);

@@ -13,15 +13,7 @@ struct EmulatedHost {
     emulator::launch([f] { f(); }, dim3(1), dim3(128), static_cast<size_t>(shared_bytes), emulator::Options{});
   }
   static emulator::TensorMap map(const uint16_t* data, int heads, int length, int dim, int rows) {
-    const auto u = [](int x) { return static_cast<uint32_t>(x); };
-    const uint64_t row = static_cast<uint64_t>(dim) * 2, head = row * u(length);
-    return {reinterpret_cast<const unsigned char*>(data),
-            4,
-            2,
-            {u(dim), u(heads), u(length), 1, 0},
-            {64, 1, u(rows), 1, 0},
-            {2, head, row, head * u(heads), 0},
-            true};
+    return emulator::tensor_map(data, {0, int64_t{dim} * length, dim}, 1, heads, length, dim, rows);
   }
 };
 

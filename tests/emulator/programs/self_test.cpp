@@ -183,6 +183,37 @@ int main() {
   expect("wgmma without the proxy fence", "without fence.proxy.async", 1, 128, 16384, [=] { product(false, true); });
   expect("accumulator read before the wait", "out of bounds of 'x'", 1, 128, 16384, [=] { product(true, false); });
 
+  // what the driver refuses
+  const auto refused = [&](const char* name, const char* want, const auto& call) {
+    std::string got = "ok";
+    try {
+      call();
+    } catch (const emulator::Error& e) {
+      got = e.what();
+    }
+    checked++;
+    if (matches(got, want)) return;
+    failed++;
+    printf("FAIL %s: expected '%s', got '%s'\n", name, want, got.c_str());
+  };
+  const auto map = [=](const char* name, const char* want, int64_t offset, emulator::ElementStrides strides,
+                       int64_t batch, int64_t length, int64_t rows) {
+    refused(name, want, [=] {
+      emulator::tensor_map(reinterpret_cast<const char*>(px) + offset, strides, batch, 2, length, 64, rows);
+    });
+  };
+  map("a tensor map", "ok", 0, {0, 64, 128}, 1, 5, 64);
+  map("no rows", "sizes from 1 to 2^32, got 0", 0, {0, 64, 128}, 1, 0, 64);
+  map("an address between", "multiple of 16", 2, {0, 64, 128}, 1, 5, 64);
+  map("strides of 8 bytes", "multiples of 16 bytes below 2^40, got 136", 0, {0, 68, 128}, 1, 5, 64);
+  map("a stride of a terabyte", "below 2^40", 0, {int64_t{1} << 39, 64, 128}, 2, 5, 64);
+  map("the stride of one item", "ok", 0, {3, 64, 128}, 1, 5, 64);
+  map("boxes of 257 rows", "boxes from 1 to 256, got 257", 0, {0, 64, 128}, 1, 500, 257);
+  refused("1025 threads", "block or shared memory too large",
+          [] { emulator::launch([] {}, 1, 1025, 0, emulator::Options{}); });
+  refused("228 KB", "block or shared memory too large",
+          [] { emulator::launch([] {}, 1, 32, 228 * 1024, emulator::Options{}); });
+
   printf("%d checked, %d failed\n", checked, failed);
   return failed != 0;
 }
