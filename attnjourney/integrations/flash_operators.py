@@ -83,8 +83,8 @@ def used_keys(
 
 
 def _stats(lse: Tensor) -> Tensor:
-    """(..., 2): what weights are recomputed from, as this package's backward on the CPU takes it (that of CUDA takes
-    lse): a row's reference in log2 units and 1 / the sum of its weights against it, which is 1, or 0 without keys."""
+    """(..., 2): what weights are recomputed from, as this package's backward takes it: a row's reference in log2 units
+    and 1 / the sum of its weights against it, which is 1, or 0 without keys."""
     empty = lse == -math.inf
     return torch.stack([torch.where(empty, 0, lse * math.log2(math.e)), (~empty).to(lse.dtype)], -1)
 
