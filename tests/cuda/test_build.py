@@ -65,6 +65,16 @@ def test_registers_and_spills(kernels):
     assert not cuda_record.ptxas_reports()[1], "warnings of ptxas"
 
 
+def test_every_kernel_has_machine_code_of_each_gpu():
+    """Without it the driver compiles at the first call, up to 10 s a file. Those of inst/sm90 are for Hopper alone."""
+    of = {}
+    for name in cuda_record.recorded()[1]:
+        code, kernel = name.split(" ", 1)
+        of.setdefault(code, set()).add(kernel)
+    assert of.keys() == {"sm_80", "sm_90", "sm_90a", "sm_100", "sm_120"}
+    assert of["sm_80"] == of["sm_90"] == of["sm_100"] == of["sm_120"]
+
+
 def test_stack_frames(kernels):
     assert not cuda_record.stack_frames()
 
