@@ -4,7 +4,6 @@ alone, and refuses that of the CPU. Importing this adds it: attention by a ring 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from ..ops._registry.operator import Signature
+from ..ops._stats import stats_of
 from ._agreement import agree, described
 from ._parts import Layout, Visibility
 from ._rows import KEY, QUERY, VALUE, Scores
@@ -82,9 +82,7 @@ def _forward(operator: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[DTenso
 def _backward(operator: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
     call = _Call(_BACKWARD.named(args, kwargs))
     lse = call.local["logsumexp"]
-    there = lse > -math.inf
-    stats = torch.stack([torch.where(there, lse / math.log(2), 0.0), there.to(lse.dtype)], -1)
-    results = call.local["out"], lse, stats
+    results = call.local["out"], lse, stats_of(lse)
     need = QUERY | KEY | VALUE
     work = Backward(call.stream, need, call.local["grad_out"], None, call.query, call.sent(), None, call.mask, results)
     of_key, of_value = (g[..., : call.key.shape[ROWS], :] for g in work.of_tensors())

@@ -7,12 +7,12 @@ in flash-attn. The functions do not ask where tensors are: tests run them on the
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..ops._stats import stats_of
 from .activity import ran
 from .flash_attn import gather_blocks
 
@@ -82,13 +82,6 @@ def used_keys(
     return key[rows], value[rows], offsets
 
 
-def _stats(lse: Tensor) -> Tensor:
-    """(..., 2): what weights are recomputed from, as this package's backward takes it: a row's reference in log2 units
-    and 1 / the sum of its weights against it, which is 1, or 0 without keys."""
-    empty = lse == -math.inf
-    return torch.stack([torch.where(empty, 0, lse * math.log2(math.e)), (~empty).to(lse.dtype)], -1)
-
-
 def _differentiate(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, cum_seq_q: Tensor | None,
     cum_seq_k: Tensor | None, is_causal: bool, options: dict[str, Any],
@@ -100,12 +93,12 @@ def _differentiate(
     if cum_seq_q is None:
         grad, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
         gradients = _ops.attention_backward.default(
-            grad, None, q, k, v, None, o, lse, _stats(lse), 0.0, is_causal, enable_gqa=True, need=7, **options
+            grad, None, q, k, v, None, o, lse, stats_of(lse), 0.0, is_causal, enable_gqa=True, need=7, **options
         )[:3]
         gradients = [x.transpose(1, 2) for x in gradients]
     else:
         gradients = _ops.varlen_attention_backward.default(
-            grad_out, None, *given, cum_seq_q, cum_seq_k, out, lse, _stats(lse), 0.0, is_causal, need=7, **options
+            grad_out, None, *given, cum_seq_q, cum_seq_k, out, lse, stats_of(lse), 0.0, is_causal, need=7, **options
         )[:3]
     return [_laid_out_as(x, like) for x, like in zip(gradients, given, strict=True)]
 
