@@ -72,9 +72,9 @@ FAULTY_DETERMINISTIC = [("64-deterministic", *fault) for fault in faults.DETERMI
 def programs():
     """Everything built, side by side."""
     requests = [entry[0] for entry in (*FORWARD.values(), *BACKWARD.values())]
-    requests += [(*FORWARD[k][0], build.faulty_sources(*edit)) for k, _, *edit in FAULTY_FORWARD]
-    requests += [(*BACKWARD[k][0], build.faulty_sources(*edit)) for k, _, *edit in FAULTY_BACKWARD]
-    requests += [(*BACKWARD[k][0], build.faulty_sources(*edit)) for k, _, *edit in FAULTY_DETERMINISTIC]
+    requests += [(*FORWARD[k][0], build.Fault(*edit)) for k, _, *edit in FAULTY_FORWARD]
+    requests += [(*BACKWARD[k][0], build.Fault(*edit)) for k, _, *edit in FAULTY_BACKWARD]
+    requests += [(*BACKWARD[k][0], build.Fault(*edit)) for k, _, *edit in FAULTY_DETERMINISTIC]
     build.build_all(requests)
 
 
@@ -144,7 +144,7 @@ def find(check, program, kernel):
 
 @pytest.mark.parametrize("name,what,file,old,new", FAULTY_FORWARD, ids=[f[1] for f in FAULTY_FORWARD])
 def test_faulty_forward_is_found(programs, name, what, file, old, new):
-    program = build.program(*FORWARD[name][0], build.faulty_sources(file, old, new))
+    program = build.program(*FORWARD[name][0], build.Fault(file, old, new))
     assert find(check_forward, program, FORWARD[name]), f"nothing noticed: {what}"
 
 
@@ -153,5 +153,5 @@ FAULTY_BACKWARD += FAULTY_DETERMINISTIC
 
 @pytest.mark.parametrize("name,what,file,old,new", FAULTY_BACKWARD, ids=[f[1] for f in FAULTY_BACKWARD])
 def test_faulty_backward_is_found(programs, name, what, file, old, new):
-    program = build.program(*BACKWARD[name][0], build.faulty_sources(file, old, new))
+    program = build.program(*BACKWARD[name][0], build.Fault(file, old, new))
     assert find(check_backward, program, BACKWARD[name]), f"nothing noticed: {what}"

@@ -259,9 +259,7 @@ CHECKS = (check_dense, check_latents, check_paged, check_gather, check_gather_in
 
 @pytest.fixture(scope="module")
 def programs():
-    build.build_all(
-        [kv_cache.PROGRAM, *((*kv_cache.PROGRAM, build.faulty_sources(*f[1:])) for f in faults_decode.CACHES)]
-    )
+    build.build_all([kv_cache.PROGRAM, *((*kv_cache.PROGRAM, build.Fault(*f[1:])) for f in faults_decode.CACHES)])
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__)
@@ -272,7 +270,7 @@ def test_verbs(programs, check):
 
 @pytest.mark.parametrize("what,file,old,new", faults_decode.CACHES, ids=[f[0] for f in faults_decode.CACHES])
 def test_faulty_kernel_is_found(programs, what, file, old, new):
-    program = build.program(*kv_cache.PROGRAM, build.faulty_sources(file, old, new))
+    program = build.program(*kv_cache.PROGRAM, build.Fault(file, old, new))
     for check in CHECKS:
         for order in ORDERS[:3]:
             try:

@@ -147,7 +147,7 @@ FAULTY = [(kernel, *fault) for kernel, list_ in faults_decode.DECODE.items() for
 def programs():
     """Everything built, side by side."""
     requests = [entry[0] for entry in KERNELS.values()]
-    requests += [(*KERNELS[k][0], build.faulty_sources(*edit)) for k, _, *edit in FAULTY]
+    requests += [(*KERNELS[k][0], build.Fault(*edit)) for k, _, *edit in FAULTY]
     build.build_all(requests)
 
 
@@ -191,5 +191,5 @@ def find(program, name):
 
 @pytest.mark.parametrize("name,what,file,old,new", FAULTY, ids=[f"{f[0]} {f[1]}" for f in FAULTY])
 def test_faulty_kernel_is_found(programs, name, what, file, old, new):
-    program = build.program(*KERNELS[name][0], build.faulty_sources(file, old, new))
+    program = build.program(*KERNELS[name][0], build.Fault(file, old, new))
     assert find(program, name), f"nothing noticed: {what}"

@@ -3,7 +3,9 @@
 import importlib
 import re
 
-from tests.emulator.host import build
+import pytest
+
+from tests.emulator.host import build, planted
 
 KERNELS = build.ROOT / "csrc/cuda/kernels"
 HOLDERS = [f"faults.{path.stem}" for path in (build.ROOT / "tests/emulator/faults").glob("[a-z]*.py")]
@@ -28,10 +30,21 @@ def test_faults_find_their_places():
     wrong = []
     for file, old, new in all_faults():
         try:
-            build._planted((KERNELS / file).read_text(), old, new)
+            planted.switched((KERNELS / file).read_text(), {1: (old, new)})
         except ValueError as error:
             wrong.append(f"{file}: {error}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_one_text_with_several_faults():
+    text = "void f() {\n  if (a) {\n    b();\n  }\n  c();\n}\nstruct S {\n  int x;\n};\n"
+    inner = "if (a) { if (emulator::planted(1)) {\n    \n  } else {\n    b();\n  }}"
+    faulty = "{\n  if (a) {\n    b();\n  }\n  d();\n}"
+    expected = f"void f() {{ if (emulator::planted(2)) {faulty} else {{\n  {inner}\n  c();\n}}}}\nstruct S"
+    both = planted.switched(text, {1: ("b();", ""), 2: ("c();", "d();")})
+    assert both.startswith(expected)
+    with pytest.raises(ValueError, match="not inside of statements: int x;"):
+        planted.switched(text, {1: ("int x;", "")})
 
 
 def test_markers_are_used():
@@ -42,7 +55,11 @@ def test_markers_are_used():
             assert (str(path.relative_to(KERNELS)), marker) in used, f"{path}: no fault names @{marker}"
 
 
+def with_fault(text, old, new):
+    return planted.applied(text, planted.changes(text, old, new))
+
+
 def test_markers_take_the_code_of_their_line():
     text = "  a();\n  f(b,\n    c);  // @both: words\n  d();  // @last\n"
-    assert build._planted(text, "@both", "g();") == "  a();\n  g();  // @both: words\n  d();  // @last\n"
-    assert build._planted(text, "@last", "if (e) {code}").endswith("c);  // @both: words\n  if (e) d();  // @last\n")
+    assert with_fault(text, "@both", "g();") == "  a();\n  g();  // @both: words\n  d();  // @last\n"
+    assert with_fault(text, "@last", "if (e) {code}").endswith("c);  // @both: words\n  if (e) d();  // @last\n")

@@ -21,7 +21,7 @@ def program(size, *edit):
     if not edit:
         return "fp16x2_forward", (f"DIM={size}",)
     alone = () if edit[0] == "fp32/forward.cuh" else ("ALONE",)
-    return "fp16x2_forward", (f"DIM={size}", *alone), build.faulty_sources(*edit)
+    return "fp16x2_forward", (f"DIM={size}", *alone), build.Fault(*edit)
 
 
 def size_of(what):

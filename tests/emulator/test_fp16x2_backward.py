@@ -40,7 +40,7 @@ def program(size, *edit):
     if not edit:
         return "fp16x2_backward", (f"DIM={size}",)
     alone = () if edit[0] == "fp32/backward.cuh" else ("ALONE",)
-    return "fp16x2_backward", (f"DIM={size}", *alone), build.faulty_sources(*edit)
+    return "fp16x2_backward", (f"DIM={size}", *alone), build.Fault(*edit)
 
 
 def call(made, inputs, out, lse, grad_out, grad_lse, ranges, order="forward", rows_first=False, **extra):

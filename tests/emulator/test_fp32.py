@@ -57,8 +57,8 @@ FAULTY_BACKWARD = [("64-fp32", *fault) for fault in faults.FP32_BACKWARD]
 def programs():
     """Everything built, side by side."""
     requests = [entry[0] for entry in (*FORWARD.values(), *BACKWARD.values())]
-    requests += [(*FORWARD[k][0], build.faulty_sources(*edit)) for k, _, *edit in FAULTY_FORWARD]
-    requests += [(*BACKWARD[k][0], build.faulty_sources(*edit)) for k, _, *edit in FAULTY_BACKWARD]
+    requests += [(*FORWARD[k][0], build.Fault(*edit)) for k, _, *edit in FAULTY_FORWARD]
+    requests += [(*BACKWARD[k][0], build.Fault(*edit)) for k, _, *edit in FAULTY_BACKWARD]
     build.build_all(requests)
 
 
@@ -117,13 +117,13 @@ def is_found(program, kernel, check, check_packed, check_nan):
 
 @pytest.mark.parametrize("name,what,file,old,new", FAULTY_FORWARD, ids=[f[1] for f in FAULTY_FORWARD])
 def test_faulty_forward_is_found(programs, name, what, file, old, new):
-    program = build.program(*FORWARD[name][0], build.faulty_sources(file, old, new))
+    program = build.program(*FORWARD[name][0], build.Fault(file, old, new))
     checks = (options.check_forward, options.check_packed_forward, options.check_nan_forward)
     assert is_found(program, FORWARD[name], *checks), f"nothing noticed: {what}"
 
 
 @pytest.mark.parametrize("name,what,file,old,new", FAULTY_BACKWARD, ids=[f[1] for f in FAULTY_BACKWARD])
 def test_faulty_backward_is_found(programs, name, what, file, old, new):
-    program = build.program(*BACKWARD[name][0], build.faulty_sources(file, old, new))
+    program = build.program(*BACKWARD[name][0], build.Fault(file, old, new))
     checks = (options.check_backward, options.check_packed_backward, options.check_nan_backward)
     assert is_found(program, BACKWARD[name], *checks), f"nothing noticed: {what}"

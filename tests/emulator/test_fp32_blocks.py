@@ -18,8 +18,8 @@ FAULTY_BACKWARD = [("64-fp32-deterministic", *fault) for fault in faults.FP32_BA
 def programs():
     """Everything built, side by side."""
     requests = [entry[0] for entry in (*FORWARD.values(), *BACKWARD.values())]
-    requests += [(*FORWARD[k][0], build.faulty_sources(*edit)) for k, _, *edit in FAULTY_FORWARD]
-    requests += [(*BACKWARD[k][0], build.faulty_sources(*edit)) for k, _, *edit in FAULTY_BACKWARD]
+    requests += [(*FORWARD[k][0], build.Fault(*edit)) for k, _, *edit in FAULTY_FORWARD]
+    requests += [(*BACKWARD[k][0], build.Fault(*edit)) for k, _, *edit in FAULTY_BACKWARD]
     build.build_all(requests)
 
 
@@ -54,11 +54,11 @@ def test_blocks_that_hide_everything_are_skipped(programs, name, rows):
 
 @pytest.mark.parametrize("name,what,file,old,new", FAULTY_FORWARD, ids=[f[1] for f in FAULTY_FORWARD])
 def test_faulty_forward_is_found(programs, name, what, file, old, new):
-    program = build.program(*FORWARD[name][0], build.faulty_sources(file, old, new))
+    program = build.program(*FORWARD[name][0], build.Fault(file, old, new))
     assert find(check_forward, program, FORWARD[name]), f"nothing noticed: {what}"
 
 
 @pytest.mark.parametrize("name,what,file,old,new", FAULTY_BACKWARD, ids=[f[1] for f in FAULTY_BACKWARD])
 def test_faulty_backward_is_found(programs, name, what, file, old, new):
-    program = build.program(*BACKWARD[name][0], build.faulty_sources(file, old, new))
+    program = build.program(*BACKWARD[name][0], build.Fault(file, old, new))
     assert find(check_backward, program, BACKWARD[name]), f"nothing noticed: {what}"

@@ -76,7 +76,7 @@ def programs():
     """Everything built, side by side."""
     all_kernels = {**KERNELS, **BIASED}
     requests = [entry[0] for entry in all_kernels.values()]
-    requests += [(*all_kernels[name][0], build.faulty_sources(*edit)) for name, _, *edit in FAULTS]
+    requests += [(*all_kernels[name][0], build.Fault(*edit)) for name, _, *edit in FAULTS]
     build.build_all(requests)
 
 
@@ -169,5 +169,5 @@ def attempts(program, name, file):
 @pytest.mark.parametrize("name,what,file,old,new", FAULTS, ids=[f[1] for f in FAULTS])
 def test_faulty_forward_is_found(programs, name, what, file, old, new):
     entry = {**KERNELS, **BIASED}[name]
-    program = build.program(*entry[0], build.faulty_sources(file, old, new))
+    program = build.program(*entry[0], build.Fault(file, old, new))
     assert run.is_noticed(attempts(program, name, file), what), f"nothing noticed: {what}"

@@ -40,7 +40,7 @@ FAULTY += [("64-deterministic", *fault) for fault in faults_full_backward.DETERM
 def programs():
     """Everything built, side by side."""
     requests = [entry[0] for entry in BACKWARD.values()]
-    requests += [(*BACKWARD[k][0], build.faulty_sources(*edit)) for k, _, *edit in FAULTY]
+    requests += [(*BACKWARD[k][0], build.Fault(*edit)) for k, _, *edit in FAULTY]
     build.build_all(requests)
 
 
@@ -115,5 +115,5 @@ def find(program, kernel):
 
 @pytest.mark.parametrize("name,what,file,old,new", FAULTY, ids=[f[1] for f in FAULTY])
 def test_fault_is_found(programs, name, what, file, old, new):
-    program = build.program(*BACKWARD[name][0], build.faulty_sources(file, old, new))
+    program = build.program(*BACKWARD[name][0], build.Fault(file, old, new))
     assert find(program, BACKWARD[name]), f"nothing noticed: {what}"

@@ -224,7 +224,7 @@ def faulty(family, *edit):
         for source, defines in FAMILIES[family][:2]
     ]
     at = 0 if "forward" in edit[0] else 1
-    made[at] = (*made[at][:2], build.faulty_sources(*edit))
+    made[at] = (*made[at][:2], build.Fault(*edit))
     return made
 
 

@@ -220,7 +220,7 @@ def check(executable, kernel, case, order):
 
 def faulty(fault):
     kernel, file, _, *edit = fault
-    return *program(kernel), build.faulty_sources(file, *edit)
+    return *program(kernel), build.Fault(file, *edit)
 
 
 @pytest.fixture(scope="module")

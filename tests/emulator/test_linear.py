@@ -38,7 +38,7 @@ SMALL = {  # of the shapes that float64's chunks of 32 rows make long
 def programs():
     requests = [linear.request(dtype) for dtype in DTYPES]
     requests += [linear.request(dtype, small=True) for dtype in (torch.bfloat16, torch.float32)]
-    requests += [linear.request(dtype, build.faulty_sources(*edit)) for dtype, _, *edit in faults_linear.LINEAR]
+    requests += [linear.request(dtype, build.Fault(*edit)) for dtype, _, *edit in faults_linear.LINEAR]
     build.build_all(requests)
 
 
@@ -170,7 +170,7 @@ def test_no_keys_and_no_rows(programs):
     "dtype,what,file,old,new", faults_linear.LINEAR, ids=[fault[1] for fault in faults_linear.LINEAR]
 )
 def test_a_fault_is_found(programs, dtype, what, file, old, new):
-    program = build.program(*linear.request(dtype, build.faulty_sources(file, old, new)))
+    program = build.program(*linear.request(dtype, build.Fault(file, old, new)))
     for order in ("forward", "reverse", "random"):
         try:
             for case in FAULT_CASES:

@@ -16,6 +16,13 @@ CASES = [  # offsets, how many rows there are
 ]
 
 
+@pytest.fixture(scope="module")
+def programs():
+    requests = [("offsets",), *(("offsets", (), build.Fault(*fault[1:])) for fault in faults.OFFSETS)]
+    requests += [("clear_tails",), *(("clear_tails", (), build.Fault(*fault[1:])) for fault in faults.TAILS)]
+    build.build_all(requests)
+
+
 def check(program, dtype, case, order):
     given, total = case
     expected = torch.tensor([0, *given[1:]]).clamp(0, total).cummax(0).values.int()
@@ -26,7 +33,7 @@ def check(program, dtype, case, order):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_offsets_fit_the_tensors(dtype):
+def test_offsets_fit_the_tensors(programs, dtype):
     """What falls, is negative or past the end counts as the nearest number that fits."""
     for i, case in enumerate(CASES):
         check(build.program("offsets"), dtype, case, run.ORDER_NAMES[i % len(run.ORDER_NAMES)])
@@ -35,8 +42,8 @@ def test_offsets_fit_the_tensors(dtype):
 
 
 @pytest.mark.parametrize("what,file,old,new", faults.OFFSETS, ids=[f[0] for f in faults.OFFSETS])
-def test_faulty_offsets_are_found(what, file, old, new):
-    program = build.program("offsets", (), build.faulty_sources(file, old, new))
+def test_faulty_offsets_are_found(programs, what, file, old, new):
+    program = build.program("offsets", (), build.Fault(file, old, new))
     for order in run.ORDER_NAMES:
         for case in CASES:
             try:
@@ -58,14 +65,14 @@ def check_tails(program, begin, order):
     assert torch.equal(out, x) and torch.equal(statistic, y)
 
 
-def test_tails_alone_are_cleared():
+def test_tails_alone_are_cleared(programs):
     for begin, order in zip((0, 1, 299, 300), run.ORDER_NAMES):
         check_tails(build.program("clear_tails"), begin, order)
 
 
 @pytest.mark.parametrize("what,file,old,new", faults.TAILS, ids=[f[0] for f in faults.TAILS])
-def test_faulty_tails_are_found(what, file, old, new):
-    program = build.program("clear_tails", (), build.faulty_sources(file, old, new))
+def test_faulty_tails_are_found(programs, what, file, old, new):
+    program = build.program("clear_tails", (), build.Fault(file, old, new))
     with pytest.raises((AssertionError, run.EmulatorError)):
         for begin in (0, 299, 300):
             check_tails(program, begin, "random")

@@ -120,7 +120,7 @@ def check_norm_rows(program, dtypes=DTYPES):
 
 
 def faulty(edit):
-    return "rows", ("FLOAT_ALONE",), build.faulty_sources(*edit)
+    return "rows", ("FLOAT_ALONE",), build.Fault(*edit)
 
 
 @pytest.fixture(scope="module")

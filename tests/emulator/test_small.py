@@ -39,7 +39,7 @@ BLOCKS = [("ragged", 16, (2, 4), ("softcap", "sinks"), 50, 70), ("document", 48,
 @pytest.fixture(scope="module")
 def programs():
     requests = [entry[0] for entry in (*FORWARD.values(), *BACKWARD.values())]
-    requests += [(*BACKWARD[k][0], build.faulty_sources(*edit)) for k, _, *edit in faults.SMALL_BACKWARD]
+    requests += [(*BACKWARD[k][0], build.Fault(*edit)) for k, _, *edit in faults.SMALL_BACKWARD]
     build.build_all(requests)
 
 
@@ -79,5 +79,5 @@ def notices(program, name):
 )
 def test_faulty_backward_is_found(programs, name, what, file, old, new):
     with pytest.raises((AssertionError, run.EmulatorError)) as found:
-        notices(build.program(*BACKWARD[name][0], build.faulty_sources(file, old, new)), name)
+        notices(build.program(*BACKWARD[name][0], build.Fault(file, old, new)), name)
     print(f"{what}: {str(found.value)[:200]}")

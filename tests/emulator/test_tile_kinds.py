@@ -59,14 +59,20 @@ def check(program, case, order):
     assert torch.equal(found, expected.expand(batch, heads))
 
 
-def test_kinds_are_those_of_the_pairs():
+@pytest.fixture(scope="module")
+def programs():
+    edits = [edit for _, *edit in faults_tile_kinds.FAULTS]
+    build.build_all([("tile_kinds",), *(("tile_kinds", (), build.Fault(*edit)) for edit in edits)])
+
+
+def test_kinds_are_those_of_the_pairs(programs):
     for i, case in enumerate(CASES):
         check(build.program("tile_kinds"), case, run.ORDER_NAMES[i % len(run.ORDER_NAMES)])
 
 
 @pytest.mark.parametrize("what,file,old,new", faults_tile_kinds.FAULTS, ids=[f[0] for f in faults_tile_kinds.FAULTS])
-def test_faulty_kinds_are_found(what, file, old, new):
-    program = build.program("tile_kinds", (), build.faulty_sources(file, old, new))
+def test_faulty_kinds_are_found(programs, what, file, old, new):
+    program = build.program("tile_kinds", (), build.Fault(file, old, new))
     for case in CASES:
         try:
             check(program, case, "random")

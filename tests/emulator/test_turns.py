@@ -29,6 +29,11 @@ CASES = [  # (batch, query heads, key heads), rows, keys, ranges
 ]
 
 
+@pytest.fixture(scope="module")
+def programs():
+    build.build_all([("turns",), *(("turns", (), build.Fault(*fault[1:])) for fault in faults.TURNS)])
+
+
 def order_of(program, sizes, rows, keys, ranges):
     """[(tile, turn), ...] of each block."""
     batch, heads, key_heads = sizes
@@ -55,7 +60,7 @@ def check(program, case):
 
 
 @pytest.mark.parametrize("case", CASES, ids=[str(i) for i in range(len(CASES))])
-def test_turns_are_those_of_the_blocks_in_order(case):
+def test_turns_are_those_of_the_blocks_in_order(programs, case):
     check(build.program("turns"), case)
 
 
@@ -71,7 +76,7 @@ def busy_share(blocks, processors):
     return sum(map(len, blocks)) / (processors * max(free))
 
 
-def test_blocks_of_long_sequences_wait_little():
+def test_blocks_of_long_sequences_wait_little(programs):
     """132 multiprocessors, 32 heads of 8,192 tokens."""
     program, sizes = build.program("turns"), (2, 16, 16)
     assert busy_share(order_of(program, sizes, 8192, 8192, {"right": 0}), 132) >= 0.9
@@ -80,8 +85,8 @@ def test_blocks_of_long_sequences_wait_little():
 
 
 @pytest.mark.parametrize("what,file,old,new", faults.TURNS, ids=[f[0] for f in faults.TURNS])
-def test_faulty_turns_are_found(what, file, old, new):
-    program = build.program("turns", (), build.faulty_sources(file, old, new))
+def test_faulty_turns_are_found(programs, what, file, old, new):
+    program = build.program("turns", (), build.Fault(file, old, new))
     for case in CASES:
         try:
             check(program, case)

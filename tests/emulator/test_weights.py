@@ -74,7 +74,7 @@ def programs():
 
 
 def faulty(*edit):
-    return (*PROGRAMS[torch.bfloat16], build.faulty_sources(*edit))
+    return (*PROGRAMS[torch.bfloat16], build.Fault(*edit))
 
 
 @pytest.mark.parametrize("dtype", PROGRAMS)

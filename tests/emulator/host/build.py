@@ -9,11 +9,13 @@ import functools
 import hashlib
 import os
 import platform
-import re
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from tests.emulator.host import planted
+from tests.emulator.host.planted import Fault
 
 ROOT = Path(__file__).parents[3]
 BUILD = ROOT / "build/emulator"
@@ -128,17 +130,10 @@ def _object(file: Path, flags: tuple[str, ...], defines: tuple[str, ...], csrc: 
 
 
 @functools.cache
-def program(source: str, defines: tuple[str, ...] = (), csrc: Path | None = None) -> Path:
-    """programs/<source>.cpp as a program, with the kernels of `csrc` (default: the product's).
-
-    Where there is programs/kernels/<source>.h, it is compiled on its own, checked, and <source>.cpp only calls the
-    instances it names; of a kernel with a fault that alone is compiled, the calls being the product's. A function that
-    both have is taken from the checked object, which is linked first.
-    """
-    product = ROOT / "csrc"
-    csrc = csrc or product
+def _built(source: str, defines: tuple[str, ...], faults: tuple[Fault, ...]) -> Path:
     file, kernels = PROGRAMS / f"{source}.cpp", PROGRAMS / f"kernels/{source}.h"
-    flags = CHECKED if csrc == product else FAULTY
+    product = ROOT / "csrc"
+    csrc, flags = (_sources_with(faults), FAULTY) if faults else (product, CHECKED)
     if kernels.exists():
         instance = "INSTANCE(...)={} decltype(__VA_ARGS__) __VA_ARGS__"
         checked = _object(kernels, flags, (*defines, instance.format("template")), csrc)
@@ -153,53 +148,58 @@ def program(source: str, defines: tuple[str, ...] = (), csrc: Path | None = None
     return _once(BUILD / f"{source}-{_name(*(path.name for path in objects))}", make)
 
 
+_companions: dict[tuple, tuple[Fault, ...]] = {}  # of a program with a fault: all faults that are compiled into it
+
+
+def program(source: str, defines: tuple[str, ...] = (), fault: Fault | None = None) -> tuple[str, ...]:
+    """programs/<source>.cpp, with the product's kernels or with a fault in them: the command that runs it.
+
+    Where there is programs/kernels/<source>.h, it is compiled on its own, checked, and <source>.cpp only calls the
+    instances it names; of a kernel with a fault that alone is compiled, the calls being the product's. A function that
+    both have is taken from the checked object, which is linked first.
+    """
+    if fault is None:
+        return (str(_built(source, defines, ())),)
+    faults = _companions.get((source, defines, fault), (fault,))
+    return str(_built(source, defines, faults)), f"fault={faults.index(fault) + 1}"
+
+
 def build_all(requests: list[tuple]) -> None:
-    """Makes program(*request) for all of them, as many at once as there are cores."""
+    """Makes program(*request) for all of them, as many at once as there are cores, and all faults of a program in one:
+    it is told at run time which of them it has."""
+    together: dict[tuple, list[Fault]] = {}
+    for request in requests:
+        source, defines, fault = (*request, *((), None)[len(request) - 1 :])
+        faults = together.setdefault((source, defines, fault is None), [])
+        faults += [fault] if fault and fault not in faults else []
+    for (source, defines, _), faults in together.items():
+        _companions.update({(source, defines, fault): tuple(faults) for fault in faults})
     emulator_objects()
     for flags in (CHECKED, FAULTY, HOST):
         prefix(flags)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda request: program(*request), requests))
+        list(pool.map(lambda item: _built(*item[0][:2], tuple(item[1])), together.items()))
 
 
-def _marked(text: str, marker: str) -> slice:
-    """Where the code lies whose line has the comment `// @marker`: from where its brackets open."""
-    found = list(re.finditer(rf"^ *(\S.*\S) *// @{marker}\b", text, re.MULTILINE))
-    if len(found) != 1:
-        raise ValueError(f"// @{marker} stands behind {len(found)} lines of code, expected one")
-    begin, end = found[0].span(1)
-    while text.count(")", begin, end) > text.count("(", begin, end):
-        line = text.rindex("\n", 0, text.rindex("\n", 0, begin)) + 1
-        begin = line + len(text[line:]) - len(text[line:].lstrip())
-    return slice(begin, end)
-
-
-def _planted(text: str, old: str, new: str) -> str:
-    """`text` with a fault: `new` instead of `old`. "@name": of the code that has the comment `// @name`, so that the
-    rest of the comment may change; {code} in `new` is that code. "every X": of all X. Else `old` is found once."""
-    if old.startswith("@"):
-        place = _marked(text, old[1:])
-        return text[: place.start] + new.replace("{code}", text[place]) + text[place.stop :]
-    everywhere, old = old.startswith("every "), old.removeprefix("every ")
-    if text.count(old) != 1 and not (everywhere and old in text):
-        raise ValueError(f"found {text.count(old)} times, expected once: {old}")
-    return text.replace(old, new)
-
-
-@functools.cache
-def faulty_sources(file: str, old: str, new: str) -> Path:
-    """A copy of csrc/ with a fault in csrc/cuda/kernels/<file>: see _planted."""
-    text = (ROOT / "csrc/cuda/kernels" / file).read_text()
-    try:
-        faulty = _planted(text, old, new)
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
+def _sources_with(faults: tuple[Fault, ...]) -> Path:
+    """A copy of csrc/ with faults, of which a program is told one: see planted.py."""
+    files: dict[str, dict[int, tuple[str, str]]] = {}
+    for number, (file, old, new) in enumerate(faults, 1):
+        files.setdefault(file, {})[number] = (old, new)
+    texts = {}
+    for file, some in files.items():
+        try:
+            texts[file] = planted.switched((ROOT / "csrc/cuda/kernels" / file).read_text(), some)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from None
 
     def make(out: Path) -> None:
         for source in _kernels(ROOT / "csrc"):
             copy = out / source.relative_to(ROOT / "csrc")
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, copy)
-        (out / "cuda/kernels" / file).write_text(faulty)
+        for file, text in texts.items():
+            (out / "cuda/kernels" / file).write_text(text)
 
-    return _once(BUILD / f"faulty-{_name(_digest(ROOT / 'csrc'), file, old, new)}", make)
+    parts = [part for file, text in sorted(texts.items()) for part in (file, text)]
+    return _once(BUILD / f"faulty-{_name(_digest(ROOT / 'csrc'), *parts)}", make)

@@ -10,10 +10,10 @@ ELEMENTS = {torch.bfloat16: "Bf16", torch.float16: "Half", torch.float32: "float
 ALL = 7  # gradients of query, of key and value, of the state
 
 
-def request(dtype, csrc=None, small=False):
+def request(dtype, fault=None, small=False):
     """What build.program takes; small: for GPUs whose blocks have 99 KB of shared memory, head dimensions over 192."""
     chunk = 32 if small or dtype == torch.float64 else 64
-    return ("linear", (f"ELEMENT={ELEMENTS[dtype]}", f"CHUNK={chunk}"), csrc)
+    return ("linear", (f"ELEMENT={ELEMENTS[dtype]}", f"CHUNK={chunk}"), fault)
 
 
 def call(program, query, key, value, state, grads, *, mask=None, blocks=1, need=ALL, order="forward", rows_first=False,

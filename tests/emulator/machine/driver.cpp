@@ -1,6 +1,12 @@
 // What of driver.h needs no types of a kernel.
 #include "driver.h"
 
+namespace {
+int planted_fault;
+}
+bool emulator::planted(int fault) { return fault == planted_fault; }
+void emulator::plant(int fault) { planted_fault = fault; }
+
 namespace driver {
 
 Arguments::Arguments(int argc, char** argv) {
@@ -26,7 +32,9 @@ emulator::Options Arguments::options() const {
 
 int run(int argc, char** argv, const std::function<void(const Arguments&)>& body) {
   try {
-    body(Arguments(argc, argv));
+    const Arguments arguments(argc, argv);
+    emulator::plant(arguments.values.contains("fault") ? arguments["fault"] : 0);
+    body(arguments);
     const auto& s = emulator::stats();
     fprintf(stderr, "mma=%llu ldmatrix=%llu phases=%llu\n", static_cast<unsigned long long>(s.mma),
             static_cast<unsigned long long>(s.ldmatrix), static_cast<unsigned long long>(s.ldmatrix_phases));

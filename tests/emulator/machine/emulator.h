@@ -61,6 +61,10 @@ struct Buffer {
   ~Buffer() { device_free(data); }
 };
 
+// Of a kernel with several faults (host/planted.py), whether this is the one it has; 0 is none.
+bool planted(int fault);
+void plant(int fault);
+
 void launch_body(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& body, Options);
 
 template <class Kernel, class... Args>
