@@ -6,6 +6,8 @@ the standard deviation of the result. rounding.py does the same for attention al
 elsewhere than the formula's.
 """
 
+import functools
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -67,6 +69,12 @@ class RoundedArithmetic(TorchDispatchMode):
 
 def _chain(n):  # a sum of n terms, one after the other, rounds partial sums too
     return max(1.0, n / 4)
+
+
+def roundings_of(run, exact, dtype):
+    """A function for each result, as assert_close_to_reference takes it; the draws are made once, if one is called."""
+    drawn = functools.cache(lambda: rounding_of(run, exact, dtype))
+    return [functools.partial(lambda i: drawn()[i], i) for i in range(len(exact))]
 
 
 def rounding_of(run, exact, dtype):

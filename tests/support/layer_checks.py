@@ -4,7 +4,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.support.arithmetic import rounding_of
+from tests.support.arithmetic import roundings_of
 from tests.support.plain import is_float
 from tests.support.testing import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
 
@@ -55,7 +55,7 @@ def check_layer(op, reference, tensors, constants, grad_out):
     actual = results(op, tensors, constants, grad_out)
     roundings = [None] * len(exact)
     if grad_out.dtype.itemsize > 2:
-        roundings = rounding_of(in_double, exact, grad_out.dtype)
+        roundings = roundings_of(in_double, exact, grad_out.dtype)
     names = ["out", *(f"gradient of {name}" for name, x in tensors.items() if x is not None)]
     for name, x, same_dtype, wide, rounding in zip(names, actual, plain, exact, roundings, strict=True):
         assert x.dtype == grad_out.dtype, name

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from attnjourney.reference.mha import attention_mask
-from tests.support.arithmetic import rounding_of
+from tests.support.arithmetic import roundings_of
 from tests.support.testing import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference, plain_run, random_tensor
 
 MASKS = ("attn_mask", "key_padding_mask")
@@ -119,10 +119,10 @@ def assert_results(actual, plain, expected, in_double):
     __tracebackhide__ = True
     roundings = [None] * len(actual)
     if actual[0].dtype.itemsize > 2:
-        roundings = rounding_of(in_double, expected, actual[0].dtype)
+        roundings = roundings_of(in_double, expected, actual[0].dtype)
     for i, results in enumerate(zip(actual, plain, expected, roundings, strict=True)):
         got, same_dtype, exact, rounding = results
         factor = GRADIENT_FACTOR if i else OUTPUT_FACTOR
         if rounding is not None and got.dtype.itemsize < actual[0].dtype.itemsize:  # a float32 mask's gradient
-            rounding = rounding + torch.finfo(got.dtype).eps * exact.abs()
+            rounding = rounding() + torch.finfo(got.dtype).eps * exact.abs()
         assert_close_to_reference(got, same_dtype, exact, factor, f"result {i}", rounding)
