@@ -26,7 +26,7 @@ def attention(
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False, causal_alignment: int = 0,
     window_size: Sequence[int] = [-1, -1], prefix_length: int = 0, key_lengths: Tensor | None = None,
     query_lengths: Tensor | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None, dropout_seed: Tensor | None = None
+    alibi_slopes: Tensor | None = None, origin: Sequence[int] = [0, 0, 0, 0], dropout_seed: Tensor | None = None
 ) -> Tensor: ...
 
 @_operator
@@ -35,7 +35,7 @@ def attention_with_lse(
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False, causal_alignment: int = 0,
     window_size: Sequence[int] = [-1, -1], prefix_length: int = 0, key_lengths: Tensor | None = None,
     query_lengths: Tensor | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None, dropout_seed: Tensor | None = None
+    alibi_slopes: Tensor | None = None, origin: Sequence[int] = [0, 0, 0, 0], dropout_seed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """out, lse"""
 
@@ -45,7 +45,8 @@ def block_attention(
     block_elements: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
     enable_gqa: bool = False, causal_alignment: int = 0, window_size: Sequence[int] = [-1, -1], prefix_length: int = 0,
     key_lengths: Tensor | None = None, query_lengths: Tensor | None = None, softcap: float = 0.0,
-    sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, dropout_seed: Tensor | None = None
+    sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, origin: Sequence[int] = [0, 0, 0, 0],
+    dropout_seed: Tensor | None = None
 ) -> Tensor: ...
 
 @_operator
@@ -148,7 +149,7 @@ def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, causal_alignment: int = 0,
     window_size: Sequence[int] = [-1, -1], prefix_length: int = 0, softcap: float = 0.0, sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None, dropout_seed: Tensor | None = None
+    alibi_slopes: Tensor | None = None, origin: Sequence[int] = [0, 0, 0, 0], dropout_seed: Tensor | None = None
 ) -> Tensor: ...
 
 # ---- Private: what the public operators are made of, their forwards and derivatives
@@ -160,7 +161,8 @@ def attention_backward(
     scale: float | None = None, enable_gqa: bool = False, causal_alignment: int = 0,
     window_size: Sequence[int] = [-1, -1], prefix_length: int = 0, key_lengths: Tensor | None = None,
     query_lengths: Tensor | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None, dropout_seed: Tensor | None = None, need: int = 63
+    alibi_slopes: Tensor | None = None, origin: Sequence[int] = [0, 0, 0, 0], dropout_seed: Tensor | None = None,
+    need: int = 63
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """grad_query, grad_key, grad_value, grad_attn_mask, grad_sinks, grad_alibi_slopes"""
 
@@ -174,7 +176,8 @@ def attention_backward_jvp(
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False, causal_alignment: int = 0,
     window_size: Sequence[int] = [-1, -1], prefix_length: int = 0, key_lengths: Tensor | None = None,
     query_lengths: Tensor | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None, dropout_seed: Tensor | None = None, need: int = 63
+    alibi_slopes: Tensor | None = None, origin: Sequence[int] = [0, 0, 0, 0], dropout_seed: Tensor | None = None,
+    need: int = 63
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """grad_query_tangent, grad_key_tangent, grad_value_tangent, grad_attn_mask_tangent, grad_sinks_tangent,
     grad_alibi_slopes_tangent"""
@@ -185,7 +188,7 @@ def attention_forward(
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False, causal_alignment: int = 0,
     window_size: Sequence[int] = [-1, -1], prefix_length: int = 0, key_lengths: Tensor | None = None,
     query_lengths: Tensor | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None, dropout_seed: Tensor | None = None
+    alibi_slopes: Tensor | None = None, origin: Sequence[int] = [0, 0, 0, 0], dropout_seed: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse, stats"""
 
@@ -198,7 +201,7 @@ def attention_jvp(
     scale: float | None = None, enable_gqa: bool = False, causal_alignment: int = 0,
     window_size: Sequence[int] = [-1, -1], prefix_length: int = 0, key_lengths: Tensor | None = None,
     query_lengths: Tensor | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None, dropout_seed: Tensor | None = None
+    alibi_slopes: Tensor | None = None, origin: Sequence[int] = [0, 0, 0, 0], dropout_seed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """out_tangent, lse_tangent"""
 
@@ -209,7 +212,8 @@ def block_attention_backward(
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
     causal_alignment: int = 0, window_size: Sequence[int] = [-1, -1], prefix_length: int = 0,
     key_lengths: Tensor | None = None, query_lengths: Tensor | None = None, softcap: float = 0.0,
-    sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, dropout_seed: Tensor | None = None, need: int = 31
+    sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, origin: Sequence[int] = [0, 0, 0, 0],
+    dropout_seed: Tensor | None = None, need: int = 31
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """grad_query, grad_key, grad_value, grad_sinks, grad_alibi_slopes"""
 
@@ -224,7 +228,8 @@ def block_attention_backward_jvp(
     scale: float | None = None, enable_gqa: bool = False, causal_alignment: int = 0,
     window_size: Sequence[int] = [-1, -1], prefix_length: int = 0, key_lengths: Tensor | None = None,
     query_lengths: Tensor | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None, dropout_seed: Tensor | None = None, need: int = 31
+    alibi_slopes: Tensor | None = None, origin: Sequence[int] = [0, 0, 0, 0], dropout_seed: Tensor | None = None,
+    need: int = 31
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """grad_query_tangent, grad_key_tangent, grad_value_tangent, grad_sinks_tangent, grad_alibi_slopes_tangent"""
 
@@ -234,7 +239,8 @@ def block_attention_forward(
     block_elements: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
     enable_gqa: bool = False, causal_alignment: int = 0, window_size: Sequence[int] = [-1, -1], prefix_length: int = 0,
     key_lengths: Tensor | None = None, query_lengths: Tensor | None = None, softcap: float = 0.0,
-    sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, dropout_seed: Tensor | None = None
+    sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, origin: Sequence[int] = [0, 0, 0, 0],
+    dropout_seed: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse, stats"""
 
@@ -247,7 +253,7 @@ def block_attention_jvp(
     scale: float | None = None, enable_gqa: bool = False, causal_alignment: int = 0,
     window_size: Sequence[int] = [-1, -1], prefix_length: int = 0, key_lengths: Tensor | None = None,
     query_lengths: Tensor | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None, dropout_seed: Tensor | None = None
+    alibi_slopes: Tensor | None = None, origin: Sequence[int] = [0, 0, 0, 0], dropout_seed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """out_tangent, lse_tangent"""
 
@@ -345,7 +351,7 @@ def varlen_attention_backward(
     cu_seqlens_k: Tensor, out: Tensor, lse: Tensor, stats: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *,
     scale: float | None = None, causal_alignment: int = 0, window_size: Sequence[int] = [-1, -1],
     prefix_length: int = 0, softcap: float = 0.0, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
-    dropout_seed: Tensor | None = None, need: int = 31
+    origin: Sequence[int] = [0, 0, 0, 0], dropout_seed: Tensor | None = None, need: int = 31
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """grad_query, grad_key, grad_value, grad_sinks, grad_alibi_slopes"""
 
@@ -358,7 +364,7 @@ def varlen_attention_backward_jvp(
     alibi_slopes_tangent: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
     scale: float | None = None, causal_alignment: int = 0, window_size: Sequence[int] = [-1, -1],
     prefix_length: int = 0, softcap: float = 0.0, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
-    dropout_seed: Tensor | None = None, need: int = 31
+    origin: Sequence[int] = [0, 0, 0, 0], dropout_seed: Tensor | None = None, need: int = 31
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """grad_query_tangent, grad_key_tangent, grad_value_tangent, grad_sinks_tangent, grad_alibi_slopes_tangent"""
 
@@ -367,7 +373,7 @@ def varlen_attention_forward(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, causal_alignment: int = 0,
     window_size: Sequence[int] = [-1, -1], prefix_length: int = 0, softcap: float = 0.0, sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None, dropout_seed: Tensor | None = None
+    alibi_slopes: Tensor | None = None, origin: Sequence[int] = [0, 0, 0, 0], dropout_seed: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse, stats"""
 
@@ -379,7 +385,7 @@ def varlen_attention_jvp(
     alibi_slopes_tangent: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
     scale: float | None = None, causal_alignment: int = 0, window_size: Sequence[int] = [-1, -1],
     prefix_length: int = 0, softcap: float = 0.0, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
-    dropout_seed: Tensor | None = None
+    origin: Sequence[int] = [0, 0, 0, 0], dropout_seed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """out_tangent, lse_tangent"""
 
@@ -391,7 +397,8 @@ def _attention_weights(
     attn_mask: Tensor | None = None, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
     causal_alignment: int = 0, window_size: Sequence[int] = [-1, -1], prefix_length: int = 0,
     key_lengths: Tensor | None = None, query_lengths: Tensor | None = None, softcap: float = 0.0,
-    sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, dropout_seed: Tensor | None = None
+    sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, origin: Sequence[int] = [0, 0, 0, 0],
+    dropout_seed: Tensor | None = None
 ) -> Tensor: ...
 
 @_operator
@@ -401,7 +408,7 @@ def _block_attention_weights(
     scale: float | None = None, enable_gqa: bool = False, causal_alignment: int = 0,
     window_size: Sequence[int] = [-1, -1], prefix_length: int = 0, key_lengths: Tensor | None = None,
     query_lengths: Tensor | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None, dropout_seed: Tensor | None = None
+    alibi_slopes: Tensor | None = None, origin: Sequence[int] = [0, 0, 0, 0], dropout_seed: Tensor | None = None
 ) -> Tensor: ...
 
 @_operator
@@ -417,5 +424,6 @@ def _explain(
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
     causal_alignment: int = 0, window_size: Sequence[int] = [-1, -1], prefix_length: int = 0,
     key_lengths: Tensor | None = None, query_lengths: Tensor | None = None, softcap: float = 0.0,
-    sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, dropout_seed: Tensor | None = None
+    sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, origin: Sequence[int] = [0, 0, 0, 0],
+    dropout_seed: Tensor | None = None
 ) -> Tensor: ...

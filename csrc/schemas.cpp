@@ -57,7 +57,8 @@ Text options(bool packed) {
   return Text(packed ? "float? scale=None, " : "float? scale=None, bool enable_gqa=False, ") +
          "int causal_alignment=0, SymInt[2] window_size=[-1, -1], SymInt prefix_length=0, " +
          (packed ? "" : "Tensor? key_lengths=None, Tensor? query_lengths=None, ") +
-         "float softcap=0.0, Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? dropout_seed=None";
+         "float softcap=0.0, Tensor? sinks=None, Tensor? alibi_slopes=None, int[4] origin=[0, 0, 0, 0], "
+         "Tensor? dropout_seed=None";
 }
 
 void add_attention(Schemas& schemas, const Masks& mask) {

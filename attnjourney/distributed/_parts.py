@@ -1,8 +1,7 @@
-"""What the rows of one rank see of the keys of another, as calls of attention without offsets.
+"""What the rows of one rank see of the keys of another, as calls of attention.
 
-A row at position p of the sequence sees key j if j < prefix or p - left <= j <= p + right. Chunks begin anywhere; what
-their offset makes of the window is expressed by leaving out the rows that see no key and the keys that no row sees:
-then the window's ends are numbers of at least 0 again.
+A row at position p of the sequence sees key j if j < prefix or p - left <= j <= p + right. Each call takes rows and
+keys from some position on: rows that see none of the keys and keys that none of the rows sees are left out.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ class Visibility:
 @dataclass(frozen=True)
 class Layout:
     """Where the rows and the keys of each rank lie: q_lens and kv_lens by rank. documents: where packed sequences begin
-    and end in the whole; rows see keys of their own one, by positions within it. tile: rows of a call that
-    counts from another place than its keys, 0: all."""
+    and end in the whole; rows see keys of their own one, by positions within it. block: parts begin at its
+    multiples."""
 
     order: str
     q_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
     documents: tuple[int, ...] | None = None
-    tile: int = 0
+    block: int = 1
 
     @classmethod
     def even(cls, order: str, size: int, q_len: int, kv_len: int) -> Layout:
@@ -58,20 +57,23 @@ class Layout:
 
 @dataclass(frozen=True)
 class Part:
-    """Rows by keys of two shards, half-open, counted in the shards; window as attention takes it."""
+    """Rows by keys of two shards, half-open, counted in the shards; window and prefix as attention takes them."""
 
     row: int
     row_end: int
     key: int
     key_end: int
     window: tuple[int, int]
+    prefix: int
     first_row: int  # the positions of the first row and key in the whole
     first_key: int
+    document: int = 0  # of packed sequences, and where it begins in the whole
+    begin: int = 0
 
     @property
-    def distance(self) -> int:
-        """Of the first row from the first key."""
-        return self.first_row - self.first_key
+    def origin(self) -> tuple[int, int]:
+        """The positions of the first row and key in their sequence."""
+        return self.first_row - self.begin, self.first_key - self.begin
 
 
 def parts(layout: Layout, rank: int, source: int, seen: Visibility) -> list[Part]:
@@ -81,7 +83,7 @@ def parts(layout: Layout, rank: int, source: int, seen: Visibility) -> list[Part
     for row_start, rows in chunks(layout.order, layout.q_lens, rank):
         key = 0
         for key_start, keys in chunks(layout.order, layout.kv_lens, source):
-            for part in _of_tiles(row_start, rows, key_start, keys, seen, layout):
+            for part in _of_documents(row_start, rows, key_start, keys, seen, layout):
                 by_row, by_key = row + part.first_row - row_start, key + part.first_key - key_start
                 rows_here, keys_here = part.row_end - part.row, part.key_end - part.key
                 found.append(
@@ -92,44 +94,35 @@ def parts(layout: Layout, rank: int, source: int, seen: Visibility) -> list[Part
     return found
 
 
-# These count rows and keys anyhow: positions say which they are.
-def _of_tiles(row_start: int, rows: int, key_start: int, keys: int, seen: Visibility, layout: Layout) -> Iterator[Part]:
-    apart = row_start != key_start or seen.prefix > 0
-    tile = layout.tile if layout.tile and apart else max(rows, 1)
-    for row in range(0, rows, tile):
-        yield from _of_documents(row_start + row, min(tile, rows - row), key_start, keys, seen, layout.documents)
-
-
 def _of_documents(
-    row_start: int, rows: int, key_start: int, keys: int, seen: Visibility, documents: tuple[int, ...] | None
+    row_start: int, rows: int, key_start: int, keys: int, seen: Visibility, layout: Layout
 ) -> Iterator[Part]:
-    if documents is None:
-        yield from _of_chunks(row_start, rows, key_start, keys, seen)
+    """Rows and keys counted anyhow: their positions say which they are."""
+    if layout.documents is None:
+        yield from _of_chunks(row_start, rows, key_start, keys, seen, layout.block)
         return
-    for begin, end in pairwise(documents):
+    for document, (begin, end) in enumerate(pairwise(layout.documents)):
         row, row_end = max(row_start, begin), min(row_start + rows, end)
         key, key_end = max(key_start, begin), min(key_start + keys, end)
         if row >= row_end or key >= key_end:
             continue
         for part in _of_chunks(row - begin, row_end - row, key - begin, key_end - key, seen):
             first_row, first_key = part.first_row + begin, part.first_key + begin
-            yield replace(part, first_row=first_row, first_key=first_key)
+            yield replace(part, first_row=first_row, first_key=first_key, document=document, begin=begin)
 
 
-def _of_chunks(row_start: int, rows: int, key_start: int, keys: int, seen: Visibility) -> list[Part]:
-    found = []
+def _of_chunks(row_start: int, rows: int, key_start: int, keys: int, seen: Visibility, block: int = 1) -> list[Part]:
     prefix = 0 if seen.everything else min(max(seen.prefix - key_start, 0), keys)
-    if prefix and rows:
-        found.append(Part(0, rows, 0, prefix, (-1, -1), row_start, key_start))
-    # from here on row i sees key j if i + low <= j <= i + high, keys counted from behind the prefix
-    keys, distance = keys - prefix, row_start - key_start - prefix
-    low, high = distance - seen.left, distance + seen.right
+    # row i sees key j if i + low <= j <= i + high, or j < prefix
+    low, high = row_start - key_start - seen.left, row_start - key_start + seen.right
     row, row_end = max(0, -high), min(rows, keys - low)
     key, key_end = max(0, low + row), min(keys, row_end + high)
-    if row >= row_end or key >= key_end:
-        return found
-    left, right = key - row - low, high + row - key
-    window = (-1 if left >= row_end - row - 1 else left, -1 if right >= key_end - key - 1 else right)
-    first_row, first_key = row_start + row, key_start + prefix + key
-    found.append(Part(row, row_end, prefix + key, prefix + key_end, window, first_row, first_key))
-    return found
+    if row >= row_end or key >= key_end:  # nothing by the window
+        return [Part(0, rows, 0, prefix, (-1, -1), 0, row_start, key_start)] if prefix and rows else []
+    if prefix:
+        row, row_end, key, key_end = 0, rows, 0, max(prefix, key_end)
+    row, key = row - (row_start + row) % block, key - (key_start + key) % block
+    left = -1 if low + row_end - 1 <= key else seen.left
+    right = -1 if high + row >= key_end - 1 else seen.right
+    prefix = 0 if left == right == -1 else prefix
+    return [Part(row, row_end, key, key_end, (left, right), prefix, row_start + row, key_start + key)]

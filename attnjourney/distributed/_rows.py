@@ -21,17 +21,25 @@ INPUTS = QUERY, KEY, VALUE, MASK, SINKS, SLOPES = tuple(1 << bit for bit in rang
 
 @dataclass(frozen=True)
 class Scores:
-    """The options of attention that do not depend on where a shard lies."""
+    """The options of attention that do not depend on where a shard lies. dropout: (probability, seed), drawn for
+    `heads` heads a sequence, of which this rank has those from first_head on."""
 
     scale: float | None
     enable_gqa: bool
     softcap: float = 0.0
     key_lengths: Tensor | None = None
+    dropout: tuple[float, Tensor | None] = (0.0, None)
+    first_head: int = 0
+    heads: int = 0
+    documents: int = 1  # a batch entry's, each with heads of its own
 
     def of(self, part: Part) -> dict[str, Any]:
-        options: dict[str, Any] = dict(
-            scale=self.scale, enable_gqa=self.enable_gqa, softcap=self.softcap, window_size=part.window
-        )
+        p, seed = self.dropout
+        origin = [*part.origin, self.first_head + part.document * self.heads, self.documents * self.heads]
+        options = dict(
+            dropout_p=p, dropout_seed=seed, scale=self.scale, enable_gqa=self.enable_gqa, softcap=self.softcap,
+            window_size=part.window, prefix_length=part.prefix, origin=origin,
+        )  # fmt: skip
         if self.key_lengths is not None:
             options["key_lengths"] = (self.key_lengths - part.first_key).clamp(0, part.key_end - part.key)
         return options
@@ -108,30 +116,21 @@ class Calls:
             mask = mask[..., part.first_key : part.first_key + part.key_end - part.key]
         return mask
 
-    def _arguments(self, part: Part, query: Tensor, key: Tensor, shape: tuple[int, ...]) -> tuple[str, tuple, dict]:
-        """(what the operator's name begins with, its mask arguments, its options); shape: of lse. ALiBi between chunks
-        is a bias: the operator counts distances from its first row."""
+    def _arguments(self, part: Part, query: Tensor, key: Tensor) -> tuple[str, tuple, dict]:
+        """(what the operator's name begins with, its mask arguments, its options)."""
         options = self.scores.of(part)
+        if self.slopes is not None:
+            options["alibi_slopes"] = self.slopes
         if isinstance(self.mask, BlockMask):
             rows, keys = part.row_end - part.row, part.key_end - part.key
             blocks = self.mask.part(part.first_row, part.first_row + rows, part.first_key, part.first_key + keys)
             return "block_attention", block_tensors(blocks, query, key), options
-        mask = None if self.mask is None else self.of_mask(part, self.mask)
-        if self.slopes is None:
-            return "attention", (mask,), options
-        if part.distance == 0:
-            return "attention", (mask,), {**options, "alibi_slopes": self.slopes}
-        wide = accumulation_dtype(query.dtype)
-        slopes = per_head(self.slopes, shape).to(wide).unsqueeze(-1)
-        bias = -slopes * _distances(part, wide, query.device)
-        if mask is not None:
-            bias = bias.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else bias + mask
-        return "attention", (bias,), options
+        return "attention", (None if self.mask is None else self.of_mask(part, self.mask),), options
 
     def forward(self, rows: Rows, part: Part, query: Tensor, key: Tensor, value: Tensor) -> None:
         at, keys = slice(part.row, part.row_end), slice(part.key, part.key_end)
         query, key, value = query[..., at, :], key[..., keys, :], value[..., keys, :]
-        name, masks, options = self._arguments(part, query, key, rows.shape)
+        name, masks, options = self._arguments(part, query, key)
         out, _, stats = getattr(_ops, f"{name}_forward").default(query, key, value, *masks, **options)
         rows.join(part, out, stats, biased=_is_bias(masks[0]))
 
@@ -142,11 +141,9 @@ class Calls:
         """The gradients of the inputs that `need` asks for, by its bits."""
         rows, keys = slice(part.row, part.row_end), slice(part.key, part.key_end)
         query, key, value = query[..., rows, :], key[..., keys, :], value[..., keys, :]
-        name, masks, options = self._arguments(part, query, key, lse.shape)
+        name, masks, options = self._arguments(part, query, key)
         stats = stats[..., rows, :]
         inputs = [bit for bit in INPUTS if name == "attention" or bit != MASK]
-        by_bias = need & SLOPES and part.distance != 0
-        asked = need & ~SLOPES | MASK if by_bias else need
         grads = getattr(_ops, f"{name}_backward").default(
             grad_out[..., rows, :],
             None if grad_lse is None else grad_lse[..., rows],
@@ -158,20 +155,9 @@ class Calls:
             lse[..., rows],
             natural(stats) if _is_bias(masks[0]) else stats,
             **options,
-            need=sum(1 << i for i, bit in enumerate(inputs) if asked & bit),
+            need=sum(1 << i for i, bit in enumerate(inputs) if need & bit),
         )
-        found = dict(zip(inputs, grads))
-        if by_bias:
-            assert self.slopes is not None
-            of_slopes = -(found[MASK] * _distances(part, found[MASK].dtype, query.device)).sum((-2, -1))
-            of_slopes = of_slopes.reshape(-1, self.slopes.shape[-1])
-            found[SLOPES] = of_slopes.sum(0) if self.slopes.dim() == 1 else of_slopes
-        return found
-
-
-def _distances(part: Part, dtype: torch.dtype, device: torch.device) -> Tensor:
-    rows = torch.arange(part.row_end - part.row, device=device) + part.distance
-    return (rows.unsqueeze(-1) - torch.arange(part.key_end - part.key, device=device)).abs().to(dtype)
+        return {bit: gradient for bit, gradient in zip(inputs, grads) if need & bit}
 
 
 def _is_bias(mask: Tensor | None) -> bool:

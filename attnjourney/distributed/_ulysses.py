@@ -51,12 +51,14 @@ def own_heads(x: Tensor | None, group: dist.ProcessGroup | None) -> Tensor | Non
 
 def ulysses(
     query: Tensor, key: Tensor, value: Tensor, mask: BlockMask | None, layout: Layout, group: dist.ProcessGroup | None,
-    options: dict[str, Any],
+    of_whole: tuple[int, int] | None, options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, lse) of this rank's rows; sinks and slopes of all heads, a mask of the whole. options: of the operator."""
+    """(out, lse) of this rank's rows; sinks and slopes of all heads, a mask of the whole. of_whole: the first of these
+    heads and the number of those that they are part of. options: of the operator."""
     size, rank, heads = layout.size, dist.get_rank(group), query.shape[-3]
+    first, all_heads = of_whole or (0, heads)
     own = {name: own_heads(options[name], group) for name in ("sinks", "alibi_slopes")}
-    options = {**options, **own}
+    options = {**options, **own, "origin": [0, 0, first + rank * heads // size, all_heads]}
     in_order = layout.order == "contiguous" and len({*layout.q_lens}) == len({*layout.kv_lens}) == 1
 
     def whole(x: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -64,12 +66,12 @@ def ulysses(
         return x if in_order else x.index_select(-2, _places(layout.order, lengths).to(x.device))
 
     q, k, v = whole(query, layout.q_lens), whole(key, layout.kv_lens), whole(value, layout.kv_lens)
-    is_causal = options.pop("is_causal")
+    p, is_causal = options.pop("dropout_p"), options.pop("is_causal")
     if mask is not None:
         own_mask = mask.of_heads(rank * heads // size, heads // size)
-        out, lse = block_attention(q, k, v, own_mask, 0.0, is_causal, True, options)
+        out, lse = block_attention(q, k, v, own_mask, p, is_causal, True, options)
     else:
-        out, lse = torch.ops.attnjourney.attention_with_lse(q, k, v, None, 0.0, is_causal, **options)
+        out, lse = torch.ops.attnjourney.attention_with_lse(q, k, v, None, p, is_causal, **options)
     if not in_order:  # back in that of ranks; rows that only fill a shard up are copies of the first one
         places = _padded(layout.order, layout.q_lens).to(query.device)
         out, lse = out.index_select(-2, places), lse.index_select(-1, places)

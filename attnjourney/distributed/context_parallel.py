@@ -54,8 +54,8 @@ def context_parallel(
     Returns: the module.
 
     Raises:
-        ValueError: no such layer, an unknown order, a layer with dropout, cross-attention, or with rotary frequencies
-            that depend on a length it cannot see.
+        ValueError: no such layer, an unknown order, a layer with cross-attention, or with rotary frequencies that
+            depend on a length it cannot see.
         In forward: what the functions raise; TypeError for masks and caches, which these layers take no more.
     """
     check_order(order)
@@ -72,8 +72,6 @@ def context_parallel(
 
 def _check(layer: Any, order: str) -> None:
     name = type(layer).__name__
-    if getattr(layer, "dropout", 0.0) > 0:
-        raise ValueError(f"module: expected a {name} without dropout, got {layer.dropout}")
     if getattr(layer, "kv_dim", None) is not None:
         raise ValueError(f"module: expected a {name} without kv_dim, got {layer.kv_dim}")
     if type(layer) is layers.LinearAttention and order != "contiguous":
@@ -100,9 +98,12 @@ def _like(out: Tensor, query: Tensor) -> Tensor:
 def _attend(context: _Context, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     if isinstance(query, DTensor) and not (isinstance(key, DTensor) and options.get("sinks") is None):
         raise ValueError("module: expected key heads that the ranks of its tensor parallelism divide, and no sinks")
+    first_head, heads = 0, query.shape[1]
+    if isinstance(query, DTensor):
+        first_head = query.device_mesh.get_local_rank() * (heads // query.device_mesh.size())
     out = ring_attention(
         _local(query), _local(key), _local(value), group=context.group, order=context.order, scheme=context.scheme,
-        enable_gqa=True, **options,
+        enable_gqa=True, heads_of_whole=(first_head, heads), **options,
     )  # fmt: skip
     return merge_heads(_like(out, query))
 
@@ -111,13 +112,15 @@ def _grouped(layer: layers.GroupedQueryAttention, context: _Context, x: Tensor) 
     check_sequence("x", x, layer.q_proj.in_features)
     tables = context.tables(layer.rotary, x)
     query, (key, value) = layer._query(x, tables), layer._key_value(x, tables)
-    return layer.o_proj(_attend(context, query, key, value, is_causal=layer.is_causal, **layer._score_options()))
+    options = dict(is_causal=layer.is_causal, dropout_p=layer.dropout if layer.training else 0.0)
+    return layer.o_proj(_attend(context, query, key, value, **options, **layer._score_options()))
 
 
 def _packed(layer: layers.CausalSelfAttention, context: _Context, x: Tensor) -> Tensor:
     check_sequence("x", x, layer.qkv_proj.in_features)
     query, key, value = split_packed(layer.qkv_proj(x), layer.num_heads)
-    return layer.out_proj(_attend(context, query, key, value, is_causal=True))
+    dropout_p = layer.dropout if layer.training else 0.0
+    return layer.out_proj(_attend(context, query, key, value, is_causal=True, dropout_p=dropout_p))
 
 
 def _latent(layer: layers.MultiheadLatentAttention, context: _Context, x: Tensor) -> Tensor:

@@ -116,7 +116,7 @@ class Call:
                         break
                 rules[i] = WHOLE
         shares = Shares(self.mesh, tuple(rules))
-        if self.named.get("dropout_p") and any(rule != WHOLE for rule in rules):
+        if self.named.get("dropout_p") and any(rule != WHOLE for rule in rules) and not self._counts_from_origin():
             raise NotImplementedError(
                 f"dropout_p: expected 0 where {self.op.name} is shared out over ranks, got {self.named['dropout_p']}"
             )
@@ -142,11 +142,11 @@ class Call:
         )
 
     def _rows_alone(self) -> bool:
-        """Whether no option counts rows."""
-        n = self.named
-        unbounded = tuple(n.get("window_size", (-1, -1))) == (-1, -1)
-        counted = n.get("is_causal") or n.get("alibi_slopes") is not None or n.get("query_lengths") is not None
-        return unbounded and not counted
+        """Whether no option counts rows from another one than the first."""
+        return not self.named.get("causal_alignment") and self.named.get("query_lengths") is None
+
+    def _counts_from_origin(self) -> bool:
+        return "origin" in self.named
 
     def _narrows(self, shares: Shares) -> bool:
         """Whether ranks share key heads, of which each has all and takes the one that its query heads read."""
@@ -183,7 +183,25 @@ class Call:
     def _number(self, name: str, x: Any) -> Any:
         if name in ("num_heads", "num_kv_heads"):
             return x // self.shares.ranks("H")
-        return x
+        return self._origin(x) if name == "origin" else x
+
+    def _origin(self, whole: Sequence[int]) -> list[int]:
+        """Where this rank's rows and heads stand in the whole, which may be a part of something itself."""
+        row, key, head, heads = whole
+
+        def first(letter: str) -> int:
+            return self.shares.place(letter) * -(-self.counts[letter] // self.shares.ranks(letter))
+
+        if all(rule == WHOLE for rule in self.shares.rules):
+            return list(whole)
+        heads = heads or self.counts["H"]
+        item = first("B") * self._items() if "B" in self.shares.rules else 0
+        return [row + first("L"), key, head + first("H") + item * heads, heads]
+
+    def _items(self) -> int:
+        """Batch items behind one of the first batch dimension."""
+        shapes = [self.tensors[name].shape[1:-3] for name in ("query", "key", "value") if name in self.tensors]
+        return math.prod(max(sizes) for sizes in zip(*shapes))
 
     def _key_head(self) -> int:
         return self.shares.place("H") * self.counts["K"] // self.shares.ranks("H")

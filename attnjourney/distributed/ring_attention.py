@@ -13,19 +13,19 @@ from torch import Tensor
 from .._options import ScoreOptions
 from ..block_mask import BlockMask
 from ..ops._attention_checks import check
+from ..ops._layer_checks import check_dropout
+from ..ops._registry.operator import seed_for
 from ._agreement import REFUSALS, agree, described
 from ._parts import Layout, Visibility
 from ._rows import Scores
 from ._streams import Stream, StreamedAttention
+from ._transfer import all_gather
 from ._ulysses import heads_for_rows, own_heads, rows_for_heads, ulysses
 from .cost import SCHEMES, choose_scheme
 from .sharding import check_lengths, check_order, chunks, lengthened
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-
-BIAS = 1 << 22  # numbers of ALiBi's bias at a time
 
 
 class RingOptions(ScoreOptions, total=False):
@@ -41,6 +41,8 @@ class RingOptions(ScoreOptions, total=False):
     attn_mask: Tensor | BlockMask | None
     key_lengths: Tensor | None
     cu_seqlens: Tensor | None
+    dropout_seed: Tensor | None
+    heads_of_whole: tuple[int, int] | None
 
 
 @overload
@@ -72,7 +74,9 @@ def ring_attention(
     softcap: float | None = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    dropout_seed: Tensor | None = None,
     return_lse: bool = False,
+    heads_of_whole: tuple[int, int] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """attnjourney.attention over the whole sequence, of which each rank of the group has a shard and gets the rows of
     its shard. Ring Attention (arXiv 2310.01889), or all-gathered keys and values, or DeepSpeed-Ulysses
@@ -92,9 +96,10 @@ def ring_attention(
             the numbers of query and of key heads. "auto": see choose_scheme.
         attn_mask: of this rank's rows and all keys of the whole: broadcasts to (..., Hq, L / ranks, S). bool or
             floating, trained too, as in attnjourney.attention. A rank's gradient is that of its rows. Not with
-            "ulysses" and ulysses_group. Or a BlockMask of the whole, the same on every rank: with "ulysses" any; else
-            one whose blocks begin where shards do, without window, prefix and ALiBi (they go into the mask).
-        dropout_p: 0; other probabilities are refused, whose bits depend on positions in the whole.
+            "ulysses" and ulysses_group. Or a BlockMask of the whole, the same on every rank, whose blocks begin where
+            shards do (with "ulysses": anywhere).
+        dropout_p, dropout_seed: as in attnjourney.attention, with the bits of one rank. The seed is the same on every
+            rank: where none is given, the first rank's, 8 bytes more to each.
         is_causal, scale, enable_gqa, window_size, prefix_length, softcap: as in attnjourney.attention; positions are
             those of the whole sequence.
         key_lengths: (B,), of the whole sequences.
@@ -103,8 +108,9 @@ def ring_attention(
             sequence's own. Shards go to ranks with a part of the same sequence and to no others. As many keys as rows;
             not with key_lengths or "ulysses".
         sinks, alibi_slopes: (Hq,) or (B, Hq), the same on every rank. A rank's gradient is that of its rows (its heads
-            with "ulysses"): the sum over the group is the whole one. ALiBi makes a bias of rows of each pair of
-            different chunks, of at most 2^22 numbers.
+            with "ulysses"): the sum over the group is the whole one.
+        heads_of_whole: (first, number): these are heads of a layer that has so many, of which other ranks have the
+            others; for the bits of dropout.
         return_lse: also return the logarithm of each row's denominator.
 
     Returns: (..., Hq, L / ranks, Ev); with return_lse also (..., Hq, L / ranks), as attnjourney.attention.
@@ -112,7 +118,7 @@ def ring_attention(
     Raises, on every rank and before keys and values are sent:
         ValueError: an argument that does not fit, or differs between ranks; names it, and the two ranks.
         RuntimeError: a dtype that does not fit, or another rank that refused its arguments.
-        NotImplementedError: dropout; differentiated twice, but with "ulysses".
+        NotImplementedError: differentiated twice, but with "ulysses".
     """
     device = query.device.type
     if torch.is_autocast_enabled(device):  # as attention itself: casts, and computes what is then there
@@ -120,6 +126,7 @@ def ring_attention(
     own = dict(locals())
     lead, q_lens, kv_lens = _agreed(own)
     size, inner = len(q_lens), 1 if ulysses_group is None else dist.get_world_size(ulysses_group)
+    own["dropout_seed"] = seed = _seed(query, dropout_p, dropout_seed, group, ulysses_group)
     masks: Any = dict(is_causal=is_causal, window_size=window_size, prefix_length=prefix_length)
     if scheme == "auto":
         shapes = [(*x.shape[:-2], max(n), x.shape[-1]) for x, n in ((query, q_lens), (key, kv_lens), (value, kv_lens))]
@@ -129,21 +136,20 @@ def ring_attention(
     documents = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
     blocks = attn_mask if isinstance(attn_mask, BlockMask) else None
     whole = [tuple(n * inner for n in lengths) for lengths in (q_lens, kv_lens)]
-    tile = 0 if alibi_slopes is None else max(1, BIAS // max(1, math.prod(lead) // inner * max(whole[1])))
-    layout = Layout(order, whole[0], whole[1], documents, tile)
-    if blocks is not None and scheme != "ulysses":
-        _check_blocks(own, blocks, layout)
+    layout = Layout(order, whole[0], whole[1], documents, 1 if blocks is None else blocks.block_size)
     with torch.autocast(device, enabled=False):
         if scheme == "ulysses":
-            out, lse = ulysses(query, key, value, blocks, layout, group, _options(own))
+            out, lse = ulysses(query, key, value, blocks, layout, group, heads_of_whole, _options(own))
         else:
+            first, heads = heads_of_whole or (0, query.shape[-3])
             key, value = (lengthened(x, max(kv_lens)) for x in (key, value))
             if ulysses_group is not None:
                 query, key, value = (heads_for_rows(x, ulysses_group) for x in (query, key, value))
                 sinks, alibi_slopes = (own_heads(x, ulysses_group) for x in (sinks, alibi_slopes))
                 lead[-1] //= inner
-                if blocks is not None:
-                    blocks = blocks.of_heads(dist.get_rank(ulysses_group) * lead[-1], lead[-1])
+                own_first = dist.get_rank(ulysses_group) * lead[-1]
+                blocks = None if blocks is None else blocks.of_heads(own_first, lead[-1])
+                first += own_first
             stream = Stream(
                 group=group,
                 layout=layout,
@@ -153,6 +159,10 @@ def ring_attention(
                     enable_gqa=enable_gqa,
                     softcap=softcap or 0.0,
                     key_lengths=key_lengths,
+                    dropout=(dropout_p, seed),
+                    first_head=first,
+                    heads=heads,
+                    documents=1 if documents is None else len(documents) - 1,
                 ),
                 lead=tuple(lead),
                 gathered=scheme == "all_gather",
@@ -170,11 +180,24 @@ def _autocast(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(x.device.type))
 
 
+def _seed(
+    query: Tensor, dropout_p: float, given: Tensor | None, group: dist.ProcessGroup | None,
+    ulysses_group: dist.ProcessGroup | None,
+) -> Tensor | None:  # fmt: skip
+    """The one given, or what the first rank draws. All draw, so that their generators stay in step."""
+    seed = seed_for(query, dropout_p, given)
+    if seed is None or given is not None:
+        return seed
+    for ranks in (group,) if ulysses_group is None else (group, ulysses_group):
+        seed = all_gather(seed, ranks)[0]
+    return seed
+
+
 def _options(arguments: dict[str, Any]) -> dict[str, Any]:
     """Those of the operator."""
-    names = ("is_causal", "scale", "enable_gqa", "prefix_length", "key_lengths", "sinks", "alibi_slopes")
+    names = ("dropout_p", "is_causal", "scale", "enable_gqa", "prefix_length", "key_lengths", "sinks", "alibi_slopes")
     window, softcap = arguments["window_size"], arguments["softcap"]
-    options = {name: arguments[name] for name in names}
+    options = {name: arguments[name] for name in (*names, "dropout_seed")}
     return options | dict(window_size=(-1, -1) if window is None else window, softcap=softcap or 0.0)
 
 
@@ -205,10 +228,10 @@ def _agreed(arguments: dict[str, Any]) -> tuple[list[int], list[int], list[int]]
 
 def _described(arguments: dict[str, Any]) -> dict[str, str]:
     """What must be the same on every rank, as text."""
-    apart = ("group", "ulysses_group", "device")
+    apart = ("group", "ulysses_group", "device", "heads_of_whole")
     free = ("query", "key", "value", "attn_mask") if arguments["ulysses_group"] is None else ()
     text = described({name: x for name, x in arguments.items() if name not in apart}, free)
-    for name in ("key_lengths", "cu_seqlens"):
+    for name in ("key_lengths", "cu_seqlens", "dropout_seed"):
         x = arguments[name]
         if x is not None and (name == "cu_seqlens" or not x.is_cuda):  # who sends to whom depends on it
             text[name] = f"{x.tolist()}"
@@ -224,8 +247,7 @@ def _checked(arguments: dict[str, Any]) -> list[int]:
             raise ValueError(f"{name}: expected at least 3 dimensions (..., heads, length, head_dim), got {x.dim()}")
         if x.dtype != query.dtype:
             raise RuntimeError(f"{name}: expected dtype {query.dtype}, got {x.dtype}")
-    if arguments["dropout_p"] != 0:
-        raise NotImplementedError(f"dropout_p: expected 0 in ring_attention, got {arguments['dropout_p']}")
+    check_dropout(arguments["dropout_p"])
     if arguments["prefix_length"] < 0:
         raise ValueError(f"prefix_length: expected a number of at least 0, got {arguments['prefix_length']}")
     names = ("key_lengths", "sinks", "alibi_slopes")
@@ -273,27 +295,18 @@ def _check_whole(arguments: dict[str, Any], lead: list[int], q_lens: list[int], 
             raise ValueError(
                 f"attn_mask: expected a BlockMask of the whole, {rows} rows and {keys} keys, got {tuple(mask.shape)}"
             )
+        if arguments["scheme"] != "ulysses":
+            _check_blocks(mask, order, [[n * inner for n in lengths] for lengths in (q_lens, kv_lens)])
 
 
-def _check_blocks(arguments: dict[str, Any], mask: BlockMask, layout: Layout) -> None:
-    """A shard's part of a mask of blocks is one of whole blocks, and nothing else counts from its first row and key."""
-    window, prefix = arguments["window_size"], arguments["prefix_length"]
-    there = {
-        "window_size": window is not None and tuple(window) != (-1, -1),
-        "prefix_length": prefix != 0,
-        "alibi_slopes": arguments["alibi_slopes"] is not None,
-    }
-    for name, given in there.items():
-        if given:
-            got = arguments[name]
-            raise ValueError(f"{name}: expected none beside a BlockMask, but with scheme 'ulysses', got {got}")
-    for of_ranks in (layout.q_lens, layout.kv_lens):
-        for rank in range(layout.size):
-            for start, rows in chunks(layout.order, of_ranks, rank):
+def _check_blocks(mask: BlockMask, order: str, lengths: list[list[int]]) -> None:
+    for of_ranks in lengths:
+        for rank in range(len(of_ranks)):
+            for start, rows in chunks(order, of_ranks, rank):
                 if rows and start % mask.block_size:
                     raise ValueError(
-                        f"attn_mask: expected a BlockMask whose block size divides where shards begin, {start}, got "
-                        f"{mask.block_size} (scheme 'ulysses' takes any)"
+                        f"attn_mask: expected a BlockMask whose block size divides where shards begin, got "
+                        f"{mask.block_size} and {start} (scheme 'ulysses' takes any)"
                     )
 
 

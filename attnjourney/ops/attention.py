@@ -132,8 +132,8 @@ def attention(
 
 def _fake(
     *, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None, enable_gqa: bool,
-    dropout_p: float, is_causal: bool, causal_alignment: int, prefix_length: int, dropout_seed: Tensor | None,
-    **options: Any,
+    dropout_p: float, is_causal: bool, causal_alignment: int, prefix_length: int, origin: list[int],
+    dropout_seed: Tensor | None, **options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     lead = check(query, key, value, attn_mask, scale, enable_gqa, **options)
     return empty_results(query, value, lead)

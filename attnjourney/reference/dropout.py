@@ -8,11 +8,17 @@ import torch
 from torch import Tensor
 
 
-def keep_mask_of(shape: tuple[int, ...], seed: int | Tensor, dropout_p: float) -> Tensor:
-    """dropout_keep_mask of weights of this shape, (..., heads, q_len, kv_len) or (q_len, kv_len)."""
+def keep_mask_of(
+    shape: tuple[int, ...], seed: int | Tensor, dropout_p: float, origin: tuple[int, int, int, int] = (0, 0, 0, 0)
+) -> Tensor:
+    """dropout_keep_mask of weights of this shape, (..., heads, q_len, kv_len) or (q_len, kv_len). origin: where these
+    stand among those of a larger call: the positions of the first row and key, the first head, and the number of heads
+    there (0: these)."""
     *batch, heads = shape[:-2] or (1,)
     q_len, kv_len = shape[-2:]
-    return dropout_keep_mask(seed, math.prod(batch), heads, q_len, kv_len, dropout_p).reshape(shape)
+    row, key, head, whole = origin
+    keep = dropout_keep_mask(seed, math.prod(batch), whole or heads, row + q_len, key + kv_len, dropout_p)
+    return keep[:, head : head + heads, row:, key:].reshape(shape)
 
 
 def dropout_keep_mask(seed: int | Tensor, batch: int, heads: int, q_len: int, kv_len: int, dropout_p: float) -> Tensor:

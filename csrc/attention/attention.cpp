@@ -109,11 +109,28 @@ void check_scores(AttentionCall& c, const AttentionOptions& o, const Tensor& que
   p.keys.right = o.is_causal ? 0 : window_bound(right);
   p.keys.prefix = std::min(o.prefix_length, p.kv_len);
   p.keys.key_length = p.kv_len;
-  if (c.bottom_right) p.keys.offset = p.kv_len - p.q_len;
+  p.keys.offset = c.bottom_right ? p.kv_len - p.q_len : o.origin.row - o.origin.key;
   check_lengths("key_lengths", o.key_lengths, c.batch, query);
   check_lengths("query_lengths", o.query_lengths, c.batch, query);
   p.modifier = check_score_options(o, c.batch, c.q_heads, query);
   p.alibi = o.alibi_slopes.has_value();
+}
+
+void check_origin(const Origin& o, const AttentionCall& c) {
+  const auto is_position = [](int64_t n) { return n >= 0 && n < KeyRanges::unbounded; };
+  check_value(is_position(o.row) && is_position(o.key) && o.head >= 0 && o.heads >= 0,
+              "origin: expected numbers from 0, positions below 2^40, got (", o.row, ", ", o.key, ", ", o.head, ", ",
+              o.heads, ")");
+  const auto most = int64_t{UINT32_MAX} + 1;  // dropout's counter
+  check_value(o.head < most && o.heads < most && o.head + c.batch * std::max(o.heads, c.q_heads) <= most,
+              "origin: expected at most 2^32 heads in the whole, got (", o.row, ", ", o.key, ", ", o.head, ", ",
+              o.heads, ") for ", c.batch, " batch items");
+  check_value(o.heads == 0 || o.heads >= c.q_heads, "origin: expected at least the call's ", c.q_heads,
+              " heads in the whole or 0, got ", o.heads);
+  const bool from_first = !c.bottom_right && !c.packed;
+  check_value(from_first || (o.row == 0 && o.key == 0),
+              "origin: expected positions of 0 beside causal_alignment 1 and packed sequences, got (", o.row, ", ",
+              o.key, ")");
 }
 
 }  // namespace
@@ -184,7 +201,8 @@ AttentionCall check_attention(AttentionArgs args) {
   AttentionCall c{.args = std::move(args)};
   auto& [query, key, value, options] = c.args;
   const auto& [attn_mask, cu_seqlens_q, cu_seqlens_k, blocks, dropout_p, is_causal, scale, enable_gqa, causal_alignment,
-               window, prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes, dropout_seed] = options;
+               window, prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes, origin, dropout_seed] =
+      options;
   c.rank = static_cast<int>(query.dim());
   check_rank("query", query, query);
   check_rank("key", key, query);
@@ -231,6 +249,7 @@ AttentionCall check_attention(AttentionArgs args) {
                   "dropout_seed: expected one torch.int64 number, got ", dtype_text(dtype_of(*dropout_seed)),
                   " of shape ", shape_text(*dropout_seed));
   }
+  check_origin(origin, c);
   if (attn_mask) check_mask(c, *attn_mask, query);
   if (blocks) check_blocks(c, *blocks, query);
 

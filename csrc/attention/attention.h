@@ -41,6 +41,12 @@ struct AttentionCall {
   std::vector<int64_t> leading() const;  // (batch dims..., q_heads) as far as the rank has them
 };
 
+// The head's number in dropout's counter.
+inline uint32_t dropout_head(const AttentionCall& c, int64_t batch, int64_t head) {
+  const Origin& o = c.args.options.origin;
+  return static_cast<uint32_t>(batch * (o.heads ? o.heads : c.q_heads) + o.head + head);
+}
+
 // Checks every argument (shapes, dtypes, devices, numbers) and derives the call. Throws with the argument's name.
 AttentionCall check_attention(AttentionArgs args);
 

@@ -8,6 +8,11 @@ std::array<int64_t, 2> window_of(const std::vector<int64_t>& sizes, const char* 
   return {sizes[0], sizes[1]};
 }
 
+Origin origin_of(const std::vector<int64_t>& numbers) {
+  check_value(numbers.size() == 4, "origin: expected four numbers (row, key, head, heads), got ", numbers.size());
+  return {.row = numbers[0], .key = numbers[1], .head = numbers[2], .heads = numbers[3]};
+}
+
 }  // namespace
 
 void read_mask(Arguments& in, MaskArguments kind, AttentionOptions& options) {
@@ -27,7 +32,8 @@ void read_mask(Arguments& in, MaskArguments kind, AttentionOptions& options) {
 
 void read_options(Arguments& in, MaskArguments kind, AttentionOptions& options, bool with_dropout_p) {
   auto& [attn_mask, cu_seqlens_q, cu_seqlens_k, blocks, dropout_p, is_causal, scale, enable_gqa, causal_alignment,
-         window, prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes, dropout_seed] = options;
+         window, prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes, origin, dropout_seed] =
+      options;
   (void)attn_mask, (void)cu_seqlens_q, (void)cu_seqlens_k, (void)blocks;  // read_mask's
   const bool packed = kind == MaskArguments::packed;
   if (with_dropout_p) dropout_p = in.number();
@@ -44,16 +50,19 @@ void read_options(Arguments& in, MaskArguments kind, AttentionOptions& options, 
   softcap = in.number();
   sinks = in.optional_tensor();
   alibi_slopes = in.optional_tensor();
+  const std::vector<int64_t> place = in.integers();
   dropout_seed = in.optional_tensor();
   window = window_of(window_size, "two numbers (left, right)");
+  origin = origin_of(place);
 }
 
 void read_decode_options(Arguments& in, AttentionOptions& options) {
   auto& [attn_mask, cu_seqlens_q, cu_seqlens_k, blocks, dropout_p, is_causal, scale, enable_gqa, causal_alignment,
-         window, prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes, dropout_seed] = options;
+         window, prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes, origin, dropout_seed] =
+      options;
   // not taken: a cache has lengths of its own, and nothing is dropped
   (void)cu_seqlens_q, (void)cu_seqlens_k, (void)blocks, (void)key_lengths, (void)query_lengths;
-  (void)dropout_p, (void)dropout_seed;
+  (void)dropout_p, (void)dropout_seed, (void)origin;
   enable_gqa = true;
   causal_alignment = 1;
   is_causal = in.flag();

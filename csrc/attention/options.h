@@ -15,6 +15,13 @@ struct BlockTensors {
   Tensor elements;  // (partial blocks, size, size) bool
 };
 
+// Where a call stands that is a part of a larger one: the positions of its first row and key, and its first head among
+// the larger one's `heads` (0: its own). Causality, window, ALiBi and dropout's bits count from there; prefix and
+// lengths do not.
+struct Origin {
+  int64_t row = 0, key = 0, head = 0, heads = 0;
+};
+
 // A field added here does not compile before its reader (read_options), the checks (check_attention, check_decode) and
 // the kernels of each device (HeadInputs, OptionInputs, needs_full_kernels) have named it.
 struct AttentionOptions {
@@ -31,7 +38,8 @@ struct AttentionOptions {
   OptionalTensor key_lengths, query_lengths;  // (batch,) int32 or int64: what lies beyond does not exist
   double softcap = 0;                         // score -> softcap * tanh(score / softcap), before any mask; 0 none
   OptionalTensor sinks, alibi_slopes;         // (heads,) or (batch, heads)
-  OptionalTensor dropout_seed;                // () int64; needed when dropout_p > 0
+  Origin origin;
+  OptionalTensor dropout_seed;  // () int64; needed when dropout_p > 0
 };
 
 // The arguments that say which pairs are seen: attn_mask, the offsets of packed sequences, or a mask of blocks.

@@ -47,7 +47,7 @@ struct AttentionParams {
 
 // One query head of one batch item, with its key/value head.
 struct HeadPointers {
-  uint32_t index = 0;           // batch * q_heads + head: the dropout counter
+  uint32_t index = 0;           // of the head in the whole: the dropout counter
   const void* query = nullptr;  // [q_len, head_dim]
   const void* key = nullptr;    // [kv_len, head_dim]
   const void* value = nullptr;  // [kv_len, v_head_dim]

@@ -1,5 +1,6 @@
 // Counter-based dropout bits (Philox4x32, 7 rounds; Salmon et al., SC'11). The bits of an element depend on
-// (seed, batch * heads + head, row, key) alone: the same on every ISA, tile size, thread count and device.
+// (seed, batch * heads + head, row, key) alone: the same on every ISA, tile size, thread count and device. A call that
+// is a part of a larger one counts as that does (Origin in attention/options.h).
 //
 // One call yields 128 bits: 16 for each of the 8 keys 8c .. 8c+7 of a row. Key 8c + e takes the low (e even) or high
 // (e odd) half of word e / 2. An element is dropped where its 16 bits are below round(dropout_p * 65536).
@@ -41,8 +42,9 @@ struct Philox {
 
 struct Dropout {
   uint64_t seed = 0;
-  uint32_t threshold = 0;  // dropped where bits16 < threshold; 0 keeps all, 65536 drops all
-  double keep_scale = 1;   // 1 / (1 - p), 0 for p = 1
+  uint32_t threshold = 0;                // dropped where bits16 < threshold; 0 keeps all, 65536 drops all
+  double keep_scale = 1;                 // 1 / (1 - p), 0 for p = 1
+  int64_t first_row = 0, first_key = 0;  // where the call's row 0 and key 0 stand in the counter
 
   bool on() const { return threshold != 0; }
   static Dropout from(double p, uint64_t seed) {
@@ -53,6 +55,7 @@ struct Dropout {
     return d;
   }
   ATTNJOURNEY_PHILOX_HD bool keep(uint32_t head, int64_t row, int64_t key) const {
+    row += first_row, key += first_key;
     return Philox(seed, head, static_cast<uint32_t>(row), static_cast<uint32_t>(key >> 3)).bits16(key & 7) >= threshold;
   }
 };

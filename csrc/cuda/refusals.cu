@@ -27,6 +27,7 @@ void copy(const Tensor& to, const Tensor& from) {
 
 bool is_checked_alone(const AttentionOptions& o) { return o.blocks || o.cu_seqlens_q; }
 std::vector<int64_t> window_of(const AttentionOptions& o) { return {o.window[0], o.window[1]}; }
+std::vector<int64_t> numbers_of(const Origin& o) { return {o.row, o.key, o.head, o.heads}; }
 
 void checked_forward(AttentionCall& c, const AttentionResults& to) {
   check_served(c, false);
@@ -35,7 +36,7 @@ void checked_forward(AttentionCall& c, const AttentionResults& to) {
   const auto results =
       cpu_operator("attnjourney::attention_forward", 3, query, key, value, o.attn_mask, o.dropout_p, o.is_causal,
                    o.scale, o.enable_gqa, o.causal_alignment, window_of(o), o.prefix_length, o.key_lengths,
-                   o.query_lengths, o.softcap, o.sinks, o.alibi_slopes, o.dropout_seed);
+                   o.query_lengths, o.softcap, o.sinks, o.alibi_slopes, numbers_of(o.origin), o.dropout_seed);
   copy(to.out, tensor(results[0]));
   copy(to.lse, tensor(results[1]));
   copy(to.stats, tensor(results[2]));
@@ -52,7 +53,7 @@ void checked_backward(AttentionCall& c, const AttentionSaved& saved, const Atten
       cpu_operator("attnjourney::attention_backward", wanted.size(), saved.grad_out, saved.grad_lse, query, key, value,
                    o.attn_mask, saved.out, saved.lse, saved.stats, o.dropout_p, o.is_causal, o.scale, o.enable_gqa,
                    o.causal_alignment, window_of(o), o.prefix_length, o.key_lengths, o.query_lengths, o.softcap,
-                   o.sinks, o.alibi_slopes, o.dropout_seed, need);
+                   o.sinks, o.alibi_slopes, numbers_of(o.origin), o.dropout_seed, need);
   for (size_t i = 0; i < results.size(); i++) {
     const Tensor grad = tensor(results[i]);
     if (!*wanted[i]) continue;

@@ -18,6 +18,10 @@ inline void check_served(const AttentionCall& c, bool backward) {
   const int64_t limit = 1 << 28;
   check_value(c.params.q_len < limit && c.params.kv_len < limit && c.batch * c.q_heads < limit,
               "query: expected fewer than 2^28 rows, keys and heads on CUDA");
+  const Origin& o = c.args.options.origin;
+  check_value(o.row < limit && o.key < limit && o.head < limit && c.batch * o.heads < limit,
+              "origin: expected fewer than 2^28 rows, keys and heads on CUDA, got (", o.row, ", ", o.key, ", ", o.head,
+              ", ", o.heads, ")");
 }
 
 // Lengths are on the device: a mask has as many columns as keys are looked at, and lengths beyond count as that many.

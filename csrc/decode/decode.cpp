@@ -54,7 +54,7 @@ void check_decode_values(const DecodeCall& c, const DecodeInputs& in) {
 DecodeCall check_decode(const DecodeInputs& in) {
   const Tensor &q = in.query, &k = in.key, &v = in.value;
   const auto& [attn_mask, cu_seqlens_q, cu_seqlens_k, blocks, dropout_p, is_causal, scale, enable_gqa, causal_alignment,
-               window, prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes, dropout_seed] =
+               window, prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes, origin, dropout_seed] =
       in.options;
   DecodeCall c{};
   check_dim("query", q, 4);
@@ -98,7 +98,7 @@ DecodeCall check_decode(const DecodeInputs& in) {
   check_scores(c, in);
   // read_decode_options leaves or sets these
   (void)cu_seqlens_q, (void)cu_seqlens_k, (void)blocks, (void)key_lengths, (void)query_lengths;
-  (void)dropout_p, (void)dropout_seed, (void)enable_gqa, (void)causal_alignment;
+  (void)dropout_p, (void)dropout_seed, (void)origin, (void)enable_gqa, (void)causal_alignment;
   return c;
 }
 

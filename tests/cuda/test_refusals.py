@@ -49,6 +49,7 @@ print(json.dumps(messages))
 """
 REFUSED = [
     ({"x": "wide"}, "query: expected head dimensions of at most 256 on CUDA, got 1000 and (value) 1000"),
+    ({"origin": [1 << 28, 0, 0, 0]}, "origin: expected fewer than 2^28 rows, keys and heads on CUDA, got (268435456"),
 ]
 SERVED = [
     {},
@@ -60,6 +61,7 @@ SERVED = [
     {"sinks": "heads", "alibi_slopes": "heads", "scale": -1.0},
     *({"x": x, "sinks": "heads", "is_causal": True} for x in ("fp32", "fp64", "odd")),
     {"x": "fp64", "attn_mask": "fp32_mask"},
+    {"origin": [5, 11, 3, 9], "dropout_p": 0.5, "dropout_seed": "seed"},
 ]
 
 

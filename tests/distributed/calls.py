@@ -1,6 +1,5 @@
 """What ranks do: a call of ring_attention on their shards, put together again; bytes counted; calls that differ."""
 
-import sys
 from unittest import mock
 
 import torch
@@ -72,12 +71,6 @@ def whole_call(rank, size, names, dtype, alone=False, sizes=None, by_heads=False
             dist.all_reduce(total, group=group)
             results[name] = total.to(x.dtype)
     return results, gradients
-
-
-def with_small_bias(rank, size, options):
-    """whole_call where ALiBi's bias is made for three rows at a time."""
-    with mock.patch.object(sys.modules[distributed.ring_attention.__module__], "BIAS", 3 * 2 * 8 * 8):
-        return whole_call(rank, size, options, torch.float64, order="zigzag", scheme="ring")
 
 
 class Counted:

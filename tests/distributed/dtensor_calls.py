@@ -130,7 +130,9 @@ def attention_cases(rules):
 
     causal = partial(call, is_causal=True, window_size=(3, -1), softcap=4.0)
     grouped = partial(call, is_causal=True, enable_gqa=True)
+    dropped = partial(call, dropout_p=0.5, dropout_seed=torch.tensor(5), is_causal=True)
     for rule, out in places(rules, "BHL"):
+        yield f"dropout {rule}", dropped, qkv(), same(rule, **dims), dict(out=out, second=rule != "L")
         yield f"plain {rule}", call, qkv(), same(rule, **dims), dict(out=out, second=rule != "L")
         yield f"mask {rule}", call, dict(**qkv(), attn_mask=mask), same(rule, **dims, attn_mask=".H.."), dict(out=out)
         yield f"plain mask {rule}", call, dict(**qkv(), attn_mask=mask), same(rule, **dims), dict(out=out)
@@ -150,8 +152,12 @@ def attention_cases(rules):
         items = dict(sinks=numbers(7, 4, 4), alibi_slopes=numbers(8, 4, 4).abs())
         yield f"per item {rule}", call, dict(**qkv(), **items), same(rule, **dims), dict(out=out)
         eight = qkv(heads=8, kv_heads=4)
+        bits = partial(dropped, enable_gqa=True)
+        yield f"grouped dropout {rule}", bits, eight, same(rule, **dims), dict(out=out)
         yield f"grouped {rule}", grouped, eight, same(rule, **dims), dict(out=out)
         two = qkv(heads=8, kv_heads=2)
+        placed = same(rule, query="BH..", key="B...", value="B...")
+        yield f"few key heads, dropout {rule}", bits, two, placed, dict(out=out)
         yield f"few key heads {rule}", grouped, two, same(rule, query="BH..", key="B...", value="B..."), dict(out=out)
         yield f"key heads gathered {rule}", grouped, qkv(heads=6, kv_heads=3), same(rule, **dims), {}
         mask = attnjourney.BlockMask.from_function(lambda b, h, i, j: (i + j + h) % 3 > 0, 1, 4, 6, 6, 16)
@@ -163,13 +169,21 @@ def attention_cases(rules):
         yield f"tangent {rule}", jvp, dict(**qkv(), **tangents), placed, dict(out=out)
     if rules != ONE:
         return
-    yield "rows of causal", causal, qkv(), same("L", **dims), dict(out=[Replicate()])
+    for name in ("causal", "ALiBi"):
+        rows = causal if name == "causal" else partial(causal, alibi_slopes=slopes)
+        yield f"rows of {name}", rows, qkv(length=7), same("L", **dims), dict(out=[Shard(2)])
+    last = partial(call, is_causal=True, causal_alignment="bottom_right")
+    yield "rows from the last one", last, qkv(), same("L", **dims), dict(out=[Replicate()])
+    uneven = qkv(batch=3, heads=3, kv_heads=3)
+    for rule, dim in (("B", 0), ("H", 1), ("L", 2)):
+        yield f"dropout on uneven {rule}", dropped, uneven, same(rule, **dims), dict(out=[Shard(dim)])
     yield "uneven batch", causal, qkv(batch=3), same("B", **dims), dict(out=[Shard(0)])
     yield "empty shards", causal, qkv(batch=1), same("B", **dims), {}
     yield "uneven heads", call, qkv(heads=3, kv_heads=3), same("H", **dims), dict(out=[Shard(1)])
     five = {n: x.unflatten(0, (2, 2)) for n, x in qkv().items()}
-    placed = same("H", query="..H..", key="..H..", value="..H..")
-    yield "five dimensions", call, five, placed, dict(out=[Shard(2)])
+    for rule, out in (("H", [Shard(2)]), ("B", [Shard(0)])):
+        placed = same(rule, query="B.H..", key="B.H..", value="B.H..")
+        yield f"five dimensions {rule}", dropped, five, placed, dict(out=out)
 
 
 def tangent(query, key, value, query_tangent, key_tangent, value_tangent, **options):
@@ -188,6 +202,7 @@ def packed_cases(rules):
     placed = same("H", query=".H.", key=".H.", value=".H.")
     yield "packed", call, dict(**tensors, sinks=numbers(3, 4)), placed, dict(out=[Shard(1)])
     tensors["query"] = numbers(0, 10, 8, 8)
+    call = partial(call, dropout_p=0.5, dropout_seed=torch.tensor(5))
     yield "packed grouped", call, tensors, placed, dict(out=[Shard(1)])
 
 

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+import attnjourney
 from attnjourney import attention
 from attnjourney import nn as layers
 from attnjourney.distributed import context_parallel, shard, tensor_parallel_plan, unshard
@@ -27,6 +28,8 @@ MODULES = {
     ),
     "linear": lambda: layers.LinearAttention(16, 4, 4),
     "gpt": lambda: layers.CausalSelfAttention(16, 4),
+    "gqa dropout": lambda: layers.GroupedQueryAttention(16, 8, 4, dropout=0.5),
+    "gpt dropout": lambda: layers.CausalSelfAttention(16, 4, dropout=0.5),
 }
 
 
@@ -71,6 +74,7 @@ def made(name):
 def step(module, x, owner=None):
     """(output, gradients) of x and of every parameter of the module, or of its owner."""
     x = x.clone().requires_grad_()
+    torch.manual_seed(7)  # of dropout
     out = module(x)
     (out * numbers(1, *out.shape)).sum().backward()
     of_owner = {n: p.grad for n, p in (owner or module).named_parameters() if p.grad is not None}
@@ -132,19 +136,20 @@ def refused(rank):
     elsewhere = distribute_tensor(q, other, [Shard(1)], src_data_rank=None)
     lengths = torch.zeros(4, dtype=torch.int64)
     batch = distribute_tensor(q, mesh, [Shard(0)], src_data_rank=None)
+    rows = distribute_tensor(q[0], mesh, [Shard(0)], src_data_rank=None)
+    packed = numbers(1, 24, 8), None, numbers(2, 8, 8), None
 
     def append():
         torch.ops.attnjourney.kv_cache_append(batch.clone(), shared.clone(), lengths, batch, batch)
 
     calls = (
-        lambda: attention(shared, shared, shared, dropout_p=0.5),
+        lambda: attnjourney.mha(rows, rows, rows, 1, *packed, dropout_p=0.5),
         lambda: attention(shared, elsewhere, shared),
         append,
         lambda: tensor_parallel_plan(made("gqa"), 3),
         lambda: tensor_parallel_plan(torch.nn.Linear(2, 2), 2),
         lambda: context_parallel(torch.nn.Linear(2, 2)),
         lambda: context_parallel(made("linear"), order="zigzag"),
-        lambda: context_parallel(layers.CausalSelfAttention(16, 4, dropout=0.5)),
         lambda: tensor_parallel_plan(layers.MultiheadAttention(16, 4, dropout=0.5), 2),
     )
     texts = []

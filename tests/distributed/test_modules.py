@@ -35,14 +35,13 @@ def test_no_call_runs_by_the_rule_of_another(ranks, trained_first):
 
 def test_what_has_no_rule_is_refused_by_name(ranks):
     expected = (
-        "NotImplementedError: dropout_p: expected 0",
+        "NotImplementedError: dropout_p: expected 0 where mha",
         "ValueError: key: expected the device mesh of query",
         "ValueError: value_cache: expected placements",
         "ValueError: ranks: expected a divisor of the 8 heads, got 3",
         "NotImplementedError: module: expected one of GroupedQueryAttention",
         "ValueError: module: expected one with a GroupedQueryAttention",
         "ValueError: order: expected 'contiguous'",
-        "ValueError: module: expected a CausalSelfAttention without dropout",
         "ValueError: module: expected a dropout of 0",
     )
     for texts in ranks.run(calls.refused):

@@ -14,16 +14,18 @@ from tests.support.testing import pairs, row_id
 
 MASKS = [(False, (-1, -1), 0), (True, (-1, -1), 0), (True, (3, -1), 5), (False, (0, 0), 3), (False, (6, 2), 0)]
 CASES = pairs(
-    masks=MASKS, order=("contiguous", "zigzag"), size=(1, 2, 3, 4), rows=(9, 16, 5, 0), keys=(16, 3, 21), tile=(0, 2)
+    masks=MASKS, order=("contiguous", "zigzag"), size=(1, 2, 3, 4), rows=(9, 16, 5, 0), keys=(16, 3, 21), block=(1, 2)
 )
 
 
-def layout_of(order, size, rows, keys, tile, **_):
-    """Lengths that do not divide; of contiguous shards, others than `shard` makes."""
-    lengths = [shares(order, n, size) for n in (rows, keys)]
-    if order == "contiguous":
-        lengths[1] = (0, *lengths[1][:0:-1], lengths[1][0])[-size:]
-    return Layout(order, *lengths, tile=tile)
+def layout_of(order, size, rows, keys, block, **_):
+    """Lengths that do not divide, but where parts begin at multiples of 2; of contiguous shards, others too."""
+    lengths = [shares(order, -(-n // (2 * block * size)) * 2 * block * size, size) for n in (rows, keys)]
+    if block == 1:
+        lengths = [shares(order, n, size) for n in (rows, keys)]
+        if order == "contiguous":
+            lengths[1] = (0, *lengths[1][:0:-1], lengths[1][0])[-size:]
+    return Layout(order, *lengths, block=block)
 
 
 @pytest.mark.parametrize("case", CASES, ids=row_id)
@@ -41,10 +43,10 @@ def test_parts_are_what_is_visible(case):
                 i, j = (torch.arange(n.stop - n.start) for n in at)
                 assert torch.equal(part.first_row + i, rows[at[0], 0])
                 assert torch.equal(part.first_key + j, keys[at[1]])
-                assert case["masks"] is not MASKS[0] or part.distance == 0 or len(i) <= (layout.tile or len(i))
+                assert part.first_row % layout.block == part.first_key % layout.block == 0
                 left, right = (end if end >= 0 else 1 << 40 for end in part.window)
-                away = j - i[:, None]
-                count[at] += ((away >= -left) & (away <= right)).int()
+                away = part.first_key + j - part.first_row - i[:, None]
+                count[at] += ((away >= -left) & (away <= right) | (j < part.prefix)).int()
             assert torch.equal(count, visible.int())
 
 

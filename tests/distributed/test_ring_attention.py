@@ -48,7 +48,25 @@ def test_values_and_gradients(ranks, case):
 @pytest.mark.parametrize(
     "case",
     pairs(
-        options=(("causal", "alibi"), ("left", "sinks"), ("prefix", "key_lengths"), ("window", "mask")),
+        options=(("dropout", "causal", "alibi"), ("dropout", "window", "bool_mask"), ("dropout", "prefix", "sinks")),
+        scheme=("ring", "all_gather", "ulysses", "auto"),
+        order=("contiguous", "zigzag"),
+        dtype=(torch.float64, torch.float32, torch.bfloat16),
+        size=(4, 2),
+        sizes=(dict(), dict(q_len=29, kv_len=29)),
+    ),
+    ids=row_id,
+)
+def test_dropout_has_the_bits_of_one_rank(ranks, case):
+    if case["scheme"] == "ulysses":
+        case = {**case, "options": tuple(n for n in case["options"] if n != "bool_mask")}
+    checked(ranks, **case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    pairs(
+        options=(("causal", "alibi"), ("left", "sinks"), ("prefix", "key_lengths"), ("window", "mask"), ("dropout",)),
         scheme=("ring", "all_gather", "ulysses", "auto"),
         order=("contiguous", "zigzag"),
         dtype=(torch.float64, torch.bfloat16),
@@ -73,8 +91,13 @@ def test_contiguous_shards_of_any_lengths(ranks, scheme, lengths):
 @pytest.mark.parametrize(
     "case",
     pairs(
-        options=(("blocks", "causal"), ("blocks", "sinks", "key_lengths"), ("blocks", "softcap")),
-        scheme=("ring", "all_gather", "auto"),
+        options=(
+            ("blocks", "causal"),
+            ("blocks", "window", "sinks"),
+            ("blocks", "prefix", "dropout"),
+            ("blocks", "alibi"),
+        ),
+        scheme=("ring", "all_gather", "ulysses", "auto"),
         order=("contiguous", "zigzag"),
         dtype=(torch.float64, torch.float32, torch.bfloat16),
         size=(4, 2),
@@ -86,25 +109,6 @@ def test_masks_of_blocks(ranks, case):
     checked(ranks, **case)
 
 
-@pytest.mark.parametrize("options", [("blocks", "window", "sinks"), ("blocks", "prefix", "alibi")], ids=str)
-def test_masks_of_blocks_over_shards_of_heads(ranks, options):
-    sizes = dict(q_len=29, kv_len=29)
-    checked(ranks, 4, options, torch.float32, scheme="ulysses", order="zigzag", sizes=sizes)
-    with pytest.raises(ValueError, match="(window_size|prefix_length): expected none beside a BlockMask"):
-        checked(ranks, 4, options, torch.float32, scheme="ring")
-
-
-def test_blocks_that_begin_elsewhere_are_refused(ranks):
-    with pytest.raises(ValueError, match="attn_mask: expected a BlockMask whose block size divides where shards begin"):
-        checked(ranks, 2, ("blocks",), torch.float64, scheme="ring", sizes=dict(q_len=48, kv_len=48))
-
-
-def test_bias_of_alibi_by_rows(ranks):
-    results = ranks.run(calls.with_small_bias, 2, ("causal", "alibi", "bool_mask"))
-    query, key, value, arguments = calls.make(("causal", "alibi", "bool_mask"), torch.float64)
-    options_cases.compare(*results[0], (query, key, value), arguments)
-
-
 @pytest.mark.parametrize(
     "case",
     pairs(
@@ -112,6 +116,7 @@ def test_bias_of_alibi_by_rows(ranks):
             ("causal", "alibi_per_item", "sinks"),
             ("window", "key_lengths"),
             (),
+            ("dropout", "causal"),
             ("blocks",),
         ),
         scheme=("ring", "all_gather", "auto"),
@@ -153,7 +158,7 @@ def test_masks(ranks, case):
         order=("zigzag", "contiguous"),
         scheme=("ring", "all_gather", "auto"),
         by_heads=(False, True),
-        options=((), ("softcap",), ("alibi",)),
+        options=((), ("softcap",), ("alibi",), ("dropout",)),
         masks=(dict(is_causal=True), {}, dict(is_causal=True, window_size=(2, -1), prefix_length=2)),
     ),
     ids=row_id,
@@ -164,7 +169,7 @@ def test_packed_sequences(ranks, case):
 
 def test_packed_sequences_in_uneven_shards(ranks):
     for order in ("contiguous", "zigzag"):
-        found = ranks.run(calls.packed, 4, order, "ring", False, ("softcap",), dict(is_causal=True), length=31)
+        found = ranks.run(calls.packed, 4, order, "ring", False, ("dropout",), dict(is_causal=True), length=31)
         assert found == [[]] * 4
 
 
@@ -220,8 +225,8 @@ def test_ranks_that_differ_are_told_before_anything_is_sent(ranks, odd, name):
 
 
 def test_one_rank_that_refuses_ends_the_others(ranks):
-    for rank, (text, _, after) in enumerate(ranks.run(calls.differing, 1, dict(dropout_p=0.5))):
-        own = "NotImplementedError: dropout_p: "
+    for rank, (text, _, after) in enumerate(ranks.run(calls.differing, 1, dict(dropout_p=1.5))):
+        own = "ValueError: dropout_p: "
         assert text.startswith(own if rank == 1 else "RuntimeError: ring_attention: rank 1") and "dropout_p" in text
         assert after
 

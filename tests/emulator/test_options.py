@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from attnjourney.reference.dropout import dropout_keep_mask
+from attnjourney.reference.dropout import dropout_keep_mask, keep_mask_of
 from tests.emulator.faults import attention as faults
 from tests.emulator.host import build, run
 from tests.emulator.host.remembered import remembered
@@ -61,6 +61,8 @@ MORE = {
     ),
     "one_number": lambda q, s: dict(attn_mask=torch.full((1, 1, 1, 1), 0.7, dtype=q.dtype)),
     "all_dropped": lambda q, s: dict(dropout_p=1.0, dropout_seed=torch.tensor(SEED)),
+    # the bits of a call of which this is a part: nine heads, rows from 5 on, keys from 11 on
+    "part_of_whole": lambda q, s: dict(origin=(5, 11, 3, 9)),
     "large_cap": lambda q, s: dict(softcap=30.0, scale=2.0),
 }
 CASES = [  # options, q_len, kv_len
@@ -78,7 +80,7 @@ CASES = [  # options, q_len, kv_len
     (("column_mask", "softcap", "query_lengths"), 130, 70),
     (("fp32_mask", "prefix"), 66, 140),
     (("one_number", "scale"), 30, 70),
-    (("dropout",), 75, 150),
+    (("dropout", "part_of_whole"), 75, 150),
     (("dropout", "mask", "prefix"), 70, 72),
     (("all_dropped", "sinks"), 20, 30),
     (("dropout", "softcap", "sinks", "alibi", "documents", "bottom_right", "scale"), 140, 150),
@@ -108,7 +110,7 @@ def as_given(arguments, q_len, kv_len):
     if "query_lengths" in arguments or "key_lengths" in arguments:
         most = torch.tensor([[q_len] * 2, [kv_len] * 2])
         ranges["lengths"] = [arguments.get(n, most[i]).tolist() for i, n in enumerate(("query_lengths", "key_lengths"))]
-    names = ("softcap", "scale", "dropout_p", "sinks", "alibi_slopes", "attn_mask")
+    names = ("softcap", "scale", "dropout_p", "origin", "sinks", "alibi_slopes", "attn_mask")
     return ranges, {"seed": SEED, **{name: arguments[name] for name in names if name in arguments}}
 
 
@@ -119,7 +121,8 @@ def expected_of(tensors, arguments, grad_out, grad_lse):
     seed = exact.pop("dropout_seed", None)
     keep = None
     if seed is not None:
-        keep = dropout_keep_mask(seed, *tensors[0].shape[:3], tensors[1].size(2), arguments["dropout_p"])
+        shape = (*tensors[0].shape[:3], tensors[1].size(2))
+        keep = keep_mask_of(shape, seed, arguments["dropout_p"], exact.pop("origin", (0, 0, 0, 0)))
     values = reference_run((*tensors, exact.pop("attn_mask", None)), grad_out, grad_lse, keep, **exact)
     return plain_attention(tensors, arguments, (grad_out, grad_lse), ULPS), values
 

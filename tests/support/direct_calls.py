@@ -62,9 +62,12 @@ def attention_options(m, batch, heads, packed=False):
         "softcap": m.pick(0.0, 2.0),
         "sinks": m.pick(None, m.normal(heads)),
         "alibi_slopes": m.pick(None, m.positive(batch, heads, dtype=torch.float32) / 8),
+        "origin": m.pick([0, 0, 0, 0], [0, 0, 1, heads + 2]),
         "dropout_p": m.pick(0.0, 0.0, 0.25),
         "dropout_seed": torch.tensor(m.pick(0, 5, -(1 << 62))),
     }
+    if not packed and not options["causal_alignment"]:
+        options["origin"][:2] = m.pick([0, 0], [5, 3])
     return options if packed else {**options, "enable_gqa": True}
 
 

@@ -100,7 +100,8 @@ def plain_attention(tensors, arguments, gradients, ulps):
     arguments = dict(arguments)
     keep, seed = None, arguments.pop("dropout_seed", None)
     if seed is not None:
-        keep = keep_mask_of((*tensors[0].shape[:-1], tensors[1].size(-2)), seed, arguments["dropout_p"])
+        shape = (*tensors[0].shape[:-1], tensors[1].size(-2))
+        keep = keep_mask_of(shape, seed, arguments["dropout_p"], arguments.pop("origin", (0, 0, 0, 0)))
     return plain_run((*tensors, arguments.pop("attn_mask", None)), *gradients, keep, ulps, **arguments)
 
 

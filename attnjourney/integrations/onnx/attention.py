@@ -71,12 +71,15 @@ def _prepared(
     scale: float | None = None, enable_gqa: bool = False, causal_alignment: int = 0,
     window_size: tuple[int, int] = (-1, -1), prefix_length: int = 0, key_lengths: Any = None,
     query_lengths: Any = None, softcap: float = 0.0, sinks: Any = None, alibi_slopes: Any = None,
-    dropout_seed: Any = None, needs_mask: bool = False, key_heads: int | None = None, has_bool_mask: bool | None = None,
+    origin: tuple[int, ...] = (0, 0, 0, 0), dropout_seed: Any = None, needs_mask: bool = False,
+    key_heads: int | None = None, has_bool_mask: bool | None = None,
 ) -> _Call:  # fmt: skip
     """Rank 2 and 3 are made (B, H, L, E). Without dropout. Of a value between nodes only the caller knows key_heads and
     has_bool_mask."""
     if dropout_p > 0:
         raise ValueError(f"dropout_p: expected 0 in an exported program, got {dropout_p}: export the model in eval()")
+    if any(origin):
+        raise ValueError(f"origin: expected zeros in an exported program, got {tuple(origin)}")
     rank = len(query.shape)
     if rank > 4:
         raise ValueError(f"query: expected at most 4 dimensions for ONNX, got {rank}")

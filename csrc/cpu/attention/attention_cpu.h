@@ -5,7 +5,7 @@
 
 namespace attnjourney {
 
-uint64_t seed_of(const AttentionOptions&);
+Dropout dropout_of(const AttentionOptions&);
 
 // zeros in the rows of `t` (..., heads, length, dim) that belong to no query
 void clear_rows(const AttentionCall&, const Sequences&, const HeadWalk&, int64_t heads, const Tensor& t);

@@ -38,7 +38,7 @@ void backward(AttentionCall& c, const AttentionSaved& saved, const AttentionTang
               const AttentionGradients& gradients) {
   const Tensor& query = c.args.query;
   AttentionParams& p = c.params;
-  p.dropout = Dropout::from(c.args.options.dropout_p, seed_of(c.args.options));
+  p.dropout = dropout_of(c.args.options);
   p.out_row = stride_of(saved.out, c.rank - 2);
   p.grad_out_row = stride_of(saved.grad_out, c.rank - 2);
 

@@ -10,10 +10,12 @@
 
 namespace attnjourney {
 
-uint64_t seed_of(const AttentionOptions& options) {
-  return options.dropout_p > 0
-             ? static_cast<uint64_t>(*static_cast<const int64_t*>(options.dropout_seed->const_data_ptr()))
-             : 0;
+Dropout dropout_of(const AttentionOptions& options) {
+  if (options.dropout_p == 0) return {};
+  Dropout d = Dropout::from(
+      options.dropout_p, static_cast<uint64_t>(*static_cast<const int64_t*>(options.dropout_seed->const_data_ptr())));
+  d.first_row = options.origin.row, d.first_key = options.origin.key;
+  return d;
 }
 
 void clear_rows(const AttentionCall& c, const Sequences& sequences, const HeadWalk& walk, int64_t heads,
@@ -40,7 +42,7 @@ void cpu_attention_forward(AttentionCall& c, const AttentionResults& results) {
   const auto& [out, lse, stats] = results;
   AttentionParams& p = c.params;
   if (c.q_heads * p.q_len == 0) return;
-  p.dropout = Dropout::from(c.args.options.dropout_p, seed_of(c.args.options));
+  p.dropout = dropout_of(c.args.options);
   p.out_row = stride_of(out, c.rank - 2);
   const Sequences sequences(c);
   const HeadInputs heads(c, sequences, out, lse, stats);

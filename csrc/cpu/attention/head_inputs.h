@@ -23,7 +23,7 @@ class HeadInputs {
         blocks_(call) {
     const auto& [attn_mask, cu_seqlens_q, cu_seqlens_k, blocks, dropout_p, is_causal, scale, enable_gqa,
                  causal_alignment, window, prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes,
-                 dropout_seed] = call.args.options;
+                 origin, dropout_seed] = call.args.options;
     if (attn_mask) mask_.emplace(call, call.mask_map, *attn_mask);
     sinks_ = per_head(sinks, call.batch, call.q_heads);
     slopes_ = per_head(alibi_slopes, call.batch, call.q_heads);
@@ -31,7 +31,7 @@ class HeadInputs {
     (void)key_lengths, (void)query_lengths, (void)cu_seqlens_q, (void)cu_seqlens_k;  // Sequences
     // AttentionParams
     (void)dropout_p, (void)is_causal, (void)scale, (void)enable_gqa, (void)causal_alignment, (void)window;
-    (void)prefix_length, (void)softcap, (void)dropout_seed;
+    (void)prefix_length, (void)softcap, (void)origin, (void)dropout_seed;
   }
   HeadInputs(const HeadInputs&) = delete;  // out_ refers to out_map_
 
@@ -39,7 +39,7 @@ class HeadInputs {
     const int64_t q_begin = sequences_.q_begin(batch), k_begin = sequences_.k_begin(batch);
     const size_t index = static_cast<size_t>(batch * call_.q_heads + head);
     HeadPointers h;
-    h.index = static_cast<uint32_t>(index);
+    h.index = dropout_head(call_, batch, head);
     h.query = query_.at(batch, head, q_begin);
     h.key = key_.at(batch, head, k_begin);
     h.value = value_.at(batch, head, k_begin);

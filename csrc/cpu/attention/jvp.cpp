@@ -12,7 +12,7 @@ namespace attnjourney {
 void cpu_attention_jvp(AttentionCall& c, const AttentionResults& results, const AttentionTangents& tangents) {
   AttentionParams& p = c.params;
   if (c.q_heads * p.q_len == 0) return;
-  p.dropout = Dropout::from(c.args.options.dropout_p, seed_of(c.args.options));
+  p.dropout = dropout_of(c.args.options);
   p.out_row = stride_of(results.out, c.rank - 2);
   const Sequences sequences(c);
   const HeadInputs heads(c, sequences, results.out, results.lse, results.stats);

@@ -19,10 +19,10 @@ inline ScoreUnit score_unit(const AttentionCall& c) {
 // Does the call need the kernels with options? Those without scale scores by a positive number and hide ranges of keys.
 inline bool needs_full_kernels(const AttentionCall& c) {
   const auto& [attn_mask, cu_seqlens_q, cu_seqlens_k, blocks, dropout_p, is_causal, scale, enable_gqa, causal_alignment,
-               window, prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes, dropout_seed] =
+               window, prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes, origin, dropout_seed] =
       c.args.options;
   (void)is_causal, (void)causal_alignment, (void)window, (void)prefix_length;  // ranges of keys
-  (void)key_lengths, (void)query_lengths, (void)enable_gqa, (void)dropout_seed, (void)scale;
+  (void)key_lengths, (void)query_lengths, (void)enable_gqa, (void)origin, (void)dropout_seed, (void)scale;
   return attn_mask || blocks || dropout_p > 0 || softcap > 0 || sinks || alibi_slopes || cu_seqlens_q || cu_seqlens_k ||
          !(c.params.scale > 0);
 }
@@ -39,7 +39,7 @@ class OptionInputs {
     const Tensor& query = c.args.query;
     const auto& [attn_mask, cu_seqlens_q, cu_seqlens_k, blocks, dropout_p, is_causal, scale, enable_gqa,
                  causal_alignment, window, prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes,
-                 dropout_seed] = c.args.options;
+                 origin, dropout_seed] = c.args.options;
     (void)is_causal, (void)causal_alignment, (void)window, (void)prefix_length;      // describe
     (void)cu_seqlens_q, (void)cu_seqlens_k, (void)key_lengths, (void)query_lengths;  // Indices
     (void)scale, (void)enable_gqa;                                                   // describe
@@ -76,6 +76,9 @@ class OptionInputs {
       const Dropout d = Dropout::from(dropout_p, 0);
       scores_.seed = static_cast<const uint64_t*>(seed_->data_ptr());
       scores_.threshold = d.threshold, scores_.keep_scale = static_cast<Real>(d.keep_scale);
+      scores_.first_row = static_cast<int>(origin.row), scores_.first_key = static_cast<int>(origin.key);
+      scores_.first_head = static_cast<int>(origin.head), scores_.heads = static_cast<int>(c.q_heads);
+      if (origin.heads) scores_.heads_between = static_cast<int>(origin.heads - c.q_heads);
     }
   }
   const ScoresOf<Real>& scores() const { return scores_; }

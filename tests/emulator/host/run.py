@@ -102,13 +102,15 @@ def _statistics(query):
 
 
 def _options(query, options, batch, statistics=None):
-    """Arguments and tensors for what attention's options do to scores: softcap, scale, dropout_p and seed, sinks and
-    alibi_slopes (heads,) or (batch, heads), both as `statistics`, attn_mask of four dimensions, read through its
+    """Arguments and tensors for what attention's options do to scores: softcap, scale, dropout_p, seed and origin, sinks
+    and alibi_slopes (heads,) or (batch, heads), both as `statistics`, attn_mask of four dimensions, read through its
     strides, or a BlockMask."""
     heads = query.shape[1]
     arguments = {name: round(1000 * options.get(name, 0)) for name in ("softcap", "scale")}
     arguments |= {"dropout": round(1000 * options.get("dropout_p", 0)), "per_item": 0, "mask": 0, "mask_count": 0}
     arguments |= {"seed": options.get("seed", 3)}
+    names = ("first_row", "first_key", "first_head", "heads_of_whole")
+    arguments |= dict(zip(names, options.get("origin", (0, 0, 0, 0))))
     tensors = []
     for name, argument in (("sinks", "sinks"), ("alibi_slopes", "slopes")):
         given = options.get(name)

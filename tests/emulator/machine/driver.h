@@ -127,6 +127,8 @@ struct Options {
     s.seed = seed.data;
     s.threshold = static_cast<uint32_t>(thousandth("dropout") * 65536 + .5);
     s.keep_scale = a["dropout"] < 1000 ? static_cast<Real>(1 / (1 - thousandth("dropout"))) : 0;
+    s.first_row = a["first_row"], s.first_key = a["first_key"], s.first_head = a["first_head"], s.heads = p.q_heads;
+    s.heads_between = a["heads_of_whole"] ? a["heads_of_whole"] - p.q_heads : 0;
   }
 };
 

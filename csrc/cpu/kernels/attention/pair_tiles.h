@@ -107,7 +107,7 @@ struct PairTiles {
     for (int64_t octet = seen.begin & ~int64_t(7); octet < seen.end; octet += 8)
       for (int64_t i = 0; i < rows.count; i += width) {
         Lanes word[4];
-        philox_lanes(dropout.seed, head, uint32_t(rows.first + i), uint32_t((k0 + octet) >> 3), word);
+        dropout_words(dropout, head, rows.first + i, k0 + octet, word);
         ATTN_UNROLL for (int e = 0; e < 4; e++) {
           const int64_t k = octet + 2 * e;
           if (k < seen.begin || k >= seen.end) continue;

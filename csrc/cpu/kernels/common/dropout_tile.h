@@ -24,6 +24,34 @@ ATTN_INLINE void philox_lanes(uint64_t seed, uint32_t head, uint32_t first_row, 
   word[0] = c0, word[1] = c1, word[2] = c2, word[3] = c3;
 }
 
+// The same for the eight keys from `key` on, which is no multiple of 8 in the counter: parts of two octets.
+ATTN_NOINLINE void unaligned_words(uint64_t seed, uint32_t head, uint32_t first_row, int64_t key, Lanes (&word)[4]) {
+  Lanes next[4];
+  philox_lanes(seed, head, first_row, uint32_t(key >> 3), word);
+  philox_lanes(seed, head, first_row, uint32_t((key >> 3) + 1), next);
+  const int shift = int(key & 7), words = shift / 2;
+  Lanes all[8] = {word[0], word[1], word[2], word[3], next[0], next[1], next[2], next[3]};
+  for (int e = 0; e < 4; e++) {
+    word[e] = all[e + words];
+    if (shift % 2 == 0) continue;
+    Lanes upper, lower, other;  // halves moved by 16 bits
+    multiply_wide(all[e + words], 1u << 16, upper, other);
+    multiply_wide(all[e + words + 1], 1u << 16, other, lower);
+    word[e] = upper ^ lower;
+  }
+}
+
+// The bits of the eight keys from `key` of the call on, a multiple of 8 there; rows first_row + lane.
+ATTN_INLINE void dropout_words(const Dropout& dropout, uint32_t head, int64_t first_row, int64_t key,
+                               Lanes (&word)[4]) {
+  const uint32_t row = uint32_t(dropout.first_row + first_row);
+  key += dropout.first_key;
+  if (key % 8 == 0)
+    philox_lanes(dropout.seed, head, row, uint32_t(key >> 3), word);
+  else
+    unaligned_words(dropout.seed, head, row, key, word);
+}
+
 // P[key][lane], keys k0 + begin .. k0 + end - 1 (k0 a multiple of 8), rows first_row + lane. Where dropped, 0 is
 // written, or with `mark` the value's sign is set instead (P itself is never negative).
 template <class Real>
@@ -33,7 +61,7 @@ ATTN_NOINLINE void drop_tile(const Dropout& dropout, uint32_t head, int64_t firs
     for (int64_t k8 = begin & ~int64_t(7); k8 < end; k8 += 8)
       for (int64_t i = 0; i < rows; i += Vf::width) {
         Lanes word[4];
-        philox_lanes(dropout.seed, head, uint32_t(first_row + i), uint32_t((k0 + k8) >> 3), word);
+        dropout_words(dropout, head, first_row + i, k0 + k8, word);
         ATTN_UNROLL for (int e = 0; e < 8; e++) {
           const int64_t k = k8 + e;
           if (k < begin || k >= end) continue;

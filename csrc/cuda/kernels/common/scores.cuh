@@ -172,11 +172,19 @@ __device__ __forceinline__ WeightedScore<Real> weighted(const ScoresOf<Real>& s,
 // Bits of eight keys of a row: kept or dropped.
 template <class Real>
 __device__ __forceinline__ uint32_t kept_octet(const ScoresOf<Real>& s, uint32_t head, int row, int octet) {
-  const Philox bits(*s.seed, head, static_cast<uint32_t>(row), static_cast<uint32_t>(octet));
+  if (s.heads_between) head += head / s.heads * s.heads_between;
+  const int parts = s.first_key % 8 ? 2 : 1;  // octets of the counter that have a part of it
   uint32_t kept = 0;
+#pragma unroll 1
+  for (int part = 0; part < parts; part++) {
+    const Philox bits(*s.seed, head + s.first_head, static_cast<uint32_t>(row + s.first_row),
+                      static_cast<uint32_t>(octet + s.first_key / 8 + part));
+    uint32_t these = 0;
 #pragma unroll
-  for (int e = 0; e < 8; e++) kept |= (bits.bits16(e) >= s.threshold ? 1u : 0u) << e;
-  return kept;
+    for (int e = 0; e < 8; e++) these |= (bits.bits16(e) >= s.threshold ? 1u : 0u) << e;
+    kept |= these << (8 * part);
+  }
+  return kept >> s.first_key % 8 & 0xff;
 }
 
 // Dropout of a fragment with rows down: the four threads of a row draw a quarter of its octets each. row, key: of

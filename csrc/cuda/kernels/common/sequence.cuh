@@ -39,6 +39,9 @@ struct ScoresOf {
   const uint64_t* seed;  // of dropout; null: none
   uint32_t threshold;    // dropped where 16 bits are below
   Real keep_scale;       // 1 / (1 - p)
+  // Where dropout's counter has row 0, key 0 and head 0 of the call. Its items have `heads` heads, and so many lie
+  // between the last of one item and the first of the next.
+  int first_row, first_key, first_head, heads, heads_between;
 
   ATTNJOURNEY_HD bool modified() const { return cap > 0; }
   ATTNJOURNEY_HD void leave_unmodified() { cap = 0; }
