@@ -9,6 +9,7 @@ from .estimate import Bandwidths as Bandwidths
 from .estimate import Estimate as Estimate
 from .estimate import estimate as estimate
 from .ring_attention import ring_attention as ring_attention
+from .ring_infini_attention import ring_infini_attention as ring_infini_attention
 from .ring_linear_attention import ring_linear_attention as ring_linear_attention
 from .ring_mla import ring_mla as ring_mla
 from .sharded_cache import ShardedKVCache as ShardedKVCache

@@ -68,6 +68,9 @@ class LocalHeads(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         own = copy.copy(module)
         own.__dict__ |= {name: OrderedDict() for name in own.__dict__ if "hooks" in name}  # those of the module itself
+        forward = own.__dict__.get("forward")
+        if isinstance(forward, partial) and forward.args and forward.args[0] is module:  # as context_parallel leaves it
+            own.__dict__["forward"] = partial(forward.func, own, *forward.args[1:])
         place = Place(device_mesh, device_mesh.size(), device_mesh.get_local_rank())
         for name, number in self.numbers(place.ranks, place.rank).items():
             if name == "key_rows":
@@ -95,6 +98,13 @@ class LocalHeads(ParallelStyle):
         own.train(module.training)
         call = partial(torch.func.functional_call, own, parameters)
         return self.run(call, place, args, kwargs)  # type: ignore[arg-type]
+
+
+def local_layer(module: Any) -> Any:
+    """The layer of this rank's heads where LocalHeads has made one, else the module."""
+    forward = module.__dict__.get("forward")
+    ours = isinstance(forward, partial) and getattr(forward.func, "__func__", None) is LocalHeads._forward
+    return forward.args[1] if ours else module
 
 
 def multihead(module: Any) -> LocalHeads:

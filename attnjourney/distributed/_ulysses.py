@@ -49,12 +49,29 @@ def own_heads(x: Tensor | None, group: dist.ProcessGroup | None) -> Tensor | Non
     return None if x is None else x.chunk(dist.get_world_size(group), -1)[dist.get_rank(group)]
 
 
+def mask_for_heads(mask: Tensor, rows: int, dims: int, group: dist.ProcessGroup | None) -> Tensor:
+    """A mask of this rank's rows as `dims` dimensions that heads_for_rows takes: all rows, and heads for every rank."""
+    mask = mask.reshape((1,) * (dims - mask.dim()) + mask.shape)
+    heads = mask.shape[-3] if mask.shape[-3] > 1 else dist.get_world_size(group)
+    return mask.expand(*mask.shape[:-3], heads, rows, mask.shape[-1])
+
+
+def mask_of_heads(mask: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """This rank's heads of a mask of one row for all rows."""
+    return (
+        mask
+        if mask.dim() < 3 or mask.shape[-3] == 1
+        else mask.chunk(dist.get_world_size(group), -3)[dist.get_rank(group)]
+    )
+
+
 def ulysses(
-    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask | None, layout: Layout, group: dist.ProcessGroup | None,
-    of_whole: tuple[int, int] | None, options: dict[str, Any],
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask | None, one_row: bool, layout: Layout,
+    group: dist.ProcessGroup | None, of_whole: tuple[int, int] | None, options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, lse) of this rank's rows; sinks and slopes of all heads, a mask of the whole. of_whole: the first of these
-    heads and the number of those that they are part of. options: of the operator."""
+    """(out, lse) of this rank's rows; sinks and slopes of all heads, a BlockMask of the whole, or a mask of this rank's
+    rows (one_row: of one for all). of_whole: the first of these heads and the number of those that they are part of.
+    options: of the operator."""
     size, rank, heads = layout.size, dist.get_rank(group), query.shape[-3]
     first, all_heads = of_whole or (0, heads)
     own = {name: own_heads(options[name], group) for name in ("sinks", "alibi_slopes")}
@@ -67,11 +84,15 @@ def ulysses(
 
     q, k, v = whole(query, layout.q_lens), whole(key, layout.kv_lens), whole(value, layout.kv_lens)
     p, is_causal = options.pop("dropout_p"), options.pop("is_causal")
-    if mask is not None:
+    if isinstance(mask, BlockMask):
         own_mask = mask.of_heads(rank * heads // size, heads // size)
         out, lse = block_attention(q, k, v, own_mask, p, is_causal, True, options)
     else:
-        out, lse = torch.ops.attnjourney.attention_with_lse(q, k, v, None, p, is_causal, **options)
+        if mask is not None and one_row:
+            mask = mask_of_heads(mask, group)
+        elif mask is not None:
+            mask = whole(mask_for_heads(mask, query.shape[-2], query.dim(), group), layout.q_lens)
+        out, lse = torch.ops.attnjourney.attention_with_lse(q, k, v, mask, p, is_causal, **options)
     if not in_order:  # back in that of ranks; rows that only fill a shard up are copies of the first one
         places = _padded(layout.order, layout.q_lens).to(query.device)
         out, lse = out.index_select(-2, places), lse.index_select(-1, places)

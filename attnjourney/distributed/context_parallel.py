@@ -15,7 +15,9 @@ from .. import nn as layers
 from ..nn._parts import check_sequence, merge_heads, split_heads, split_packed
 from ..nn.rotary import Rotary, Tables
 from ._agreement import agree, described
+from ._local_heads import local_layer
 from .ring_attention import ring_attention
+from .ring_infini_attention import ring_infini_attention
 from .ring_linear_attention import ring_linear_attention
 from .ring_mla import stream_latents
 from .sharding import check_lengths, check_order, gathered_lengths, positions
@@ -41,15 +43,17 @@ def context_parallel(
     module: nn.Module, group: dist.ProcessGroup | None = None, *, order: str = "contiguous", scheme: str = "ring"
 ) -> nn.Module:
     """Makes the attention layers in a module take this rank's shard of the sequence, (batch, seq / ranks, embed), and
-    attend to the whole: `ring_attention`, `ring_linear_attention`, and `ring_mla`'s latents. Everything else in a model
-    that looks at one token alone needs nothing; positions that a model adds itself are `shard`ed as its tokens are.
+    attend to the whole: `ring_attention`, `ring_linear_attention`, `ring_infini_attention`, and `ring_mla`'s latents.
+    Everything else in a model that looks at one token alone needs nothing; positions that a model adds itself are
+    `shard`ed as its tokens are.
 
     Args:
         module: a model, or one layer; changed in place. Its GroupedQueryAttention, MultiheadLatentAttention,
-            CausalSelfAttention and LinearAttention are found. Before or after parallelize_module by
+            CausalSelfAttention, LinearAttention and InfiniAttention are found. Before or after parallelize_module by
             `tensor_parallel_plan`, over another dimension of the mesh.
         group: the ranks that share the sequence out, the default group by default.
-        order, scheme: as in ring_attention. Latents go by "ring" or "all_gather". LinearAttention takes "contiguous".
+        order, scheme: as in ring_attention. Latents go by "ring" or "all_gather". LinearAttention and
+            InfiniAttention take "contiguous".
 
     Returns: the module.
 
@@ -65,7 +69,8 @@ def context_parallel(
         raise ValueError(f"module: expected one with a {known}, got {type(module).__name__}")
     for layer, _ in found:
         _check(layer, order)
-    for layer, run in found:
+    for whole, run in found:
+        layer = local_layer(whole)
         layer.forward = partial(run, layer, _Context(group, order, scheme))
     return module
 
@@ -74,8 +79,8 @@ def _check(layer: Any, order: str) -> None:
     name = type(layer).__name__
     if getattr(layer, "kv_dim", None) is not None:
         raise ValueError(f"module: expected a {name} without kv_dim, got {layer.kv_dim}")
-    if type(layer) is layers.LinearAttention and order != "contiguous":
-        raise ValueError(f"order: expected 'contiguous' beside a LinearAttention, got {order!r}")
+    if type(layer) in (layers.LinearAttention, layers.InfiniAttention) and order != "contiguous":
+        raise ValueError(f"order: expected 'contiguous' beside a {name}, got {order!r}")
     rotary = getattr(layer, "rotary", None)
     if rotary is not None:
         rotary.check_cache()  # frequencies that change with the length
@@ -149,9 +154,21 @@ def _linear(layer: layers.LinearAttention, context: _Context, x: Tensor) -> Tens
     return layer.o_proj(merge_heads(_like(out, query)))
 
 
+def _infini(layer: layers.InfiniAttention, context: _Context, x: Tensor) -> Tensor:
+    check_sequence("x", x, layer.q_proj.in_features)
+    query, key, value = layer.heads_of(x)
+    cos, sin = layer.tables(x)  # a shard begins with a segment
+    out = ring_infini_attention(
+        query, key, value, layer.beta, group=context.group, segment_length=layer.segment_length, update=layer.update,
+        cos=cos, sin=sin, truncate=layer.truncate,
+    )  # fmt: skip
+    return layer.o_proj(merge_heads(out))
+
+
 _RUNS: dict[type, Callable[..., Tensor]] = {
     layers.GroupedQueryAttention: _grouped,
     layers.CausalSelfAttention: _packed,
     layers.MultiheadLatentAttention: _latent,
     layers.LinearAttention: _linear,
+    layers.InfiniAttention: _infini,
 }

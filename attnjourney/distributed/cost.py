@@ -31,7 +31,8 @@ def bytes_sent(
     backward: bool = False,
 ) -> int:
     """The bytes that one rank sends to others in a call of ring_attention, without the 24 to each by which the ranks
-    agree on the call, and 8 more where a seed of dropout is drawn. Nothing is sent here.
+    agree on the call, 8 more where there is a mask tensor and where a seed of dropout is drawn, and without the rows of
+    a mask that "ulysses" sends. Nothing is sent here.
 
     Args:
         scheme: "ring", "all_gather" or "ulysses".

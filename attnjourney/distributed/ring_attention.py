@@ -20,7 +20,7 @@ from ._parts import Layout, Visibility
 from ._rows import Scores
 from ._streams import Stream, StreamedAttention
 from ._transfer import all_gather
-from ._ulysses import heads_for_rows, own_heads, rows_for_heads, ulysses
+from ._ulysses import heads_for_rows, mask_for_heads, mask_of_heads, own_heads, rows_for_heads, ulysses
 from .cost import SCHEMES, choose_scheme
 from .sharding import check_lengths, check_order, chunks, lengthened
 
@@ -95,9 +95,10 @@ def ring_attention(
             them. "all_gather": all of them at once. "ulysses": heads are shared out in place of rows; the ranks divide
             the numbers of query and of key heads. "auto": see choose_scheme.
         attn_mask: of this rank's rows and all keys of the whole: broadcasts to (..., Hq, L / ranks, S). bool or
-            floating, trained too, as in attnjourney.attention. A rank's gradient is that of its rows. Not with
-            "ulysses" and ulysses_group. Or a BlockMask of the whole, the same on every rank, whose blocks begin where
-            shards do (with "ulysses": anywhere).
+            floating, trained too, as in attnjourney.attention. A rank's gradient is that of its rows; where it is one
+            row for all, and heads are shared out, that of its heads. With "ulysses" and ulysses_group its rows are sent
+            as those of query are. Or a BlockMask of the whole, the same on every rank, whose blocks begin where shards
+            do (with "ulysses": anywhere).
         dropout_p, dropout_seed: as in attnjourney.attention, with the bits of one rank. The seed is the same on every
             rank: where none is given, the first rank's, 8 bytes more to each.
         is_causal, scale, enable_gqa, window_size, prefix_length, softcap: as in attnjourney.attention; positions are
@@ -124,7 +125,7 @@ def ring_attention(
     if torch.is_autocast_enabled(device):  # as attention itself: casts, and computes what is then there
         query, key, value = (_autocast(x) for x in (query, key, value))
     own = dict(locals())
-    lead, q_lens, kv_lens = _agreed(own)
+    lead, q_lens, kv_lens, one_row = _agreed(own)
     size, inner = len(q_lens), 1 if ulysses_group is None else dist.get_world_size(ulysses_group)
     own["dropout_seed"] = seed = _seed(query, dropout_p, dropout_seed, group, ulysses_group)
     masks: Any = dict(is_causal=is_causal, window_size=window_size, prefix_length=prefix_length)
@@ -139,11 +140,17 @@ def ring_attention(
     layout = Layout(order, whole[0], whole[1], documents, 1 if blocks is None else blocks.block_size)
     with torch.autocast(device, enabled=False):
         if scheme == "ulysses":
-            out, lse = ulysses(query, key, value, blocks, layout, group, heads_of_whole, _options(own))
+            out, lse = ulysses(query, key, value, attn_mask, one_row, layout, group, heads_of_whole, _options(own))
         else:
             first, heads = heads_of_whole or (0, query.shape[-3])
             key, value = (lengthened(x, max(kv_lens)) for x in (key, value))
+            mask = attn_mask if isinstance(attn_mask, Tensor) else None
             if ulysses_group is not None:
+                if mask is not None and one_row:
+                    mask = mask_of_heads(mask, ulysses_group)
+                elif mask is not None:
+                    rows = mask_for_heads(mask, query.shape[-2], query.dim(), ulysses_group)
+                    mask = heads_for_rows(rows, ulysses_group)
                 query, key, value = (heads_for_rows(x, ulysses_group) for x in (query, key, value))
                 sinks, alibi_slopes = (own_heads(x, ulysses_group) for x in (sinks, alibi_slopes))
                 lead[-1] //= inner
@@ -169,7 +176,6 @@ def ring_attention(
                 v_dim=value.shape[-1],
                 blocks=blocks,
             )
-            mask = attn_mask if blocks is None else None
             out, lse = StreamedAttention.apply(stream, query, sinks, alibi_slopes, mask, key, value)
             if ulysses_group is not None:
                 out, lse = rows_for_heads(out, lse, ulysses_group)
@@ -201,9 +207,9 @@ def _options(arguments: dict[str, Any]) -> dict[str, Any]:
     return options | dict(window_size=(-1, -1) if window is None else window, softcap=softcap or 0.0)
 
 
-def _agreed(arguments: dict[str, Any]) -> tuple[list[int], list[int], list[int]]:
-    """(leading dimensions of the result, lengths of the queries and of the keys by rank): all ranks make the same call,
-    and it fits."""
+def _agreed(arguments: dict[str, Any]) -> tuple[list[int], list[int], list[int], bool]:
+    """(leading dimensions of the result, lengths of the queries and of the keys by rank, whether a mask is one row for
+    all): all ranks make the same call, and it fits."""
     query, key, heads = (arguments[name] for name in ("query", "key", "ulysses_group"))
     lead: list[int] = []
     call: dict[str, str] = {}
@@ -214,6 +220,8 @@ def _agreed(arguments: dict[str, Any]) -> tuple[list[int], list[int], list[int]]
     except REFUSALS as refused:
         error = refused
     own = [x.shape[-2] if x.dim() > 1 else 0 for x in (query, key)]
+    if isinstance(arguments["attn_mask"], Tensor):
+        own.append(_rows_of_mask(arguments["attn_mask"], own[0]))
     for ranks in (arguments["group"],) if heads is None else (arguments["group"], heads):
         try:
             found.append(agree("ring_attention", call, error, ranks, query.device, own))
@@ -221,9 +229,19 @@ def _agreed(arguments: dict[str, Any]) -> tuple[list[int], list[int], list[int]]
             error = refused  # the ranks of the second group learn of it
     if error is not None:
         raise error
-    q_lens, kv_lens = found[0]
+    q_lens, kv_lens, *_ = found[0]
     _check_whole(arguments, lead, q_lens, kv_lens)
-    return lead, q_lens, kv_lens
+    masks = found[-1][2:]
+    return lead, q_lens, kv_lens, any(ROW_FOR_ALL in m and ROWS not in m for m in masks)
+
+
+UNKNOWN, ROW_FOR_ALL, ROWS = range(3)  # what a rank's mask has for its rows; unknown of a rank with one row
+
+
+def _rows_of_mask(mask: Tensor, rows: int) -> int:
+    if rows < 2 or mask.dim() < 2:
+        return UNKNOWN
+    return ROW_FOR_ALL if mask.shape[-2] == 1 else ROWS
 
 
 def _described(arguments: dict[str, Any]) -> dict[str, str]:
@@ -348,8 +366,4 @@ def _check_mask(arguments: dict[str, Any], lead: list[int]) -> None:
         raise ValueError(
             f"attn_mask: expected a shape of 2 dimensions or more that broadcasts to {tuple(want)} and all keys, "
             f"this rank's rows, got {tuple(mask.shape)}"
-        )
-    if arguments["scheme"] == "ulysses" or arguments["ulysses_group"] is not None:
-        raise ValueError(
-            "attn_mask: expected None or a BlockMask beside scheme 'ulysses' or ulysses_group, got a tensor"
         )

@@ -79,9 +79,9 @@ def ring_linear_attention(
     matrix, normalizer = state
     first: list[Tensor | None]
     if normalizer is None:
-        first = [_OfOthers.apply(matrix, group, is_causal), None]
+        first = [OfOthers.apply(matrix, group, is_causal), None]
     else:
-        before = _OfOthers.apply(torch.cat([matrix, normalizer.unsqueeze(-1)], -1), group, is_causal)
+        before = OfOthers.apply(torch.cat([matrix, normalizer.unsqueeze(-1)], -1), group, is_causal)
         first = [before[..., :-1], before[..., -1]]
     if initial_state is not None:
         first = [x if x is None or y is None else x + y for x, y in zip(first, initial_state)]
@@ -89,7 +89,7 @@ def ring_linear_attention(
     return linear_attention(query, key, value, key_padding_mask=key_padding_mask, initial_state=whole, **options)
 
 
-class _OfOthers(Function):
+class OfOthers(Function):
     """The sum of the states of the ranks before this one, or of all others."""
 
     @staticmethod

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..ops.infini_attention import Memory, infini_attention
 from ._parts import check_divides, check_positive, check_sequence, leaf, merge_heads, split_heads
-from .rotary import Rotary
+from .rotary import Rotary, Tables
 
 
 class InfiniAttention(nn.Module):
@@ -79,13 +79,9 @@ class InfiniAttention(nn.Module):
         """x (batch, seq, embed), beginning with a segment; memory (M, z) as in attnjourney.infini_attention: given back
         it continues the sequence after whole segments."""
         check_sequence("x", x, self.q_proj.in_features)
-        # positions in the segment: attention inside it depends on distances alone, and pieces get the same numbers
-        positions = torch.arange(x.shape[1], device=x.device) % self.segment_length
-        cos, sin = self.rotary.tables(x, positions)
+        cos, sin = self.tables(x)
         out: Any = infini_attention(
-            split_heads(self.q_proj(x), self.num_heads),  # (batch, H, seq, D)
-            split_heads(self.k_proj(x), self.num_kv_heads),  # (batch, Hkv, seq, D)
-            split_heads(self.v_proj(x), self.num_kv_heads),
+            *self.heads_of(x),
             self.beta,
             segment_length=self.segment_length,
             memory=memory,
@@ -99,6 +95,16 @@ class InfiniAttention(nn.Module):
             return self.o_proj(merge_heads(out))
         out, memory = out
         return self.o_proj(merge_heads(out)), memory
+
+    def heads_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """query (batch, H, seq, D), key and value (batch, Hkv, seq, D)."""
+        key, value = (split_heads(p(x), self.num_kv_heads) for p in (self.k_proj, self.v_proj))
+        return split_heads(self.q_proj(x), self.num_heads), key, value
+
+    def tables(self, x: Tensor) -> Tables:
+        """By positions in the segment: attention inside it depends on distances alone, and pieces get the same
+        numbers."""
+        return self.rotary.tables(x, torch.arange(x.shape[1], device=x.device) % self.segment_length)
 
     def extra_repr(self) -> str:
         heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"

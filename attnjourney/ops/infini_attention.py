@@ -77,17 +77,27 @@ def infini_attention(
     Raises:
         ValueError: a shape or a number that does not fit. RuntimeError: a dtype that does not fit.
     """
-    _check(query, key, value, beta, segment_length, memory, update, truncate)
-    length = query.shape[2]
-    turned_query, turned_key = query, key
-    tables: Any = (cos, sin)
-    if cos is not None or sin is not None:
-        turned_query, turned_key = rope_with_tables(query, *tables), rope_with_tables(key, *tables)
-    local = _local(turned_query, turned_key, value, segment_length)
+    check_segments(query, key, value, beta, segment_length, memory, update, truncate)
+    local = local_attention(query, key, value, segment_length, cos, sin)
+    recalled, memory = recall(query, key, value, segment_length, memory, update, truncate, return_memory)
+    out = gated(local, recalled, beta)
+    return (out, memory) if return_memory and memory is not None else out
 
-    parts = []
-    for index, first in enumerate(range(0, length, segment_length)):
-        rows = slice(first, min(first + segment_length, length))
+
+def gated(local: Tensor, recalled: Tensor, beta: Tensor) -> Tensor:
+    gate = torch.sigmoid(beta.float() if beta.dtype.itemsize == 2 else beta).to(local.dtype)[:, None, None]
+    return torch.lerp(local, recalled, gate)
+
+
+def recall(
+    query: Tensor, key: Tensor, value: Tensor, segment: int, memory: Memory | None, update: str, truncate: int | None,
+    return_memory: bool, first_segment: int = 0,
+) -> tuple[Tensor, Memory | None]:  # fmt: skip
+    """(what the rows read in the memory of the segments before theirs, with return_memory that after the last one).
+    first_segment: the number of the first one in the whole, for `truncate`."""
+    length, parts = query.shape[2], []
+    for index, first in enumerate(range(0, length, segment), first_segment):
+        rows = slice(first, min(first + segment, length))
         q, k, v = query[:, :, rows], key[:, :, rows], value[:, :, rows]
         if memory is None:
             parts.append(q.new_zeros((*q.shape[:3], value.shape[3])))
@@ -101,14 +111,19 @@ def infini_attention(
             memory = write_memory(k, v, memory)
     if return_memory and memory is None:  # no rows at all
         memory = write_memory(key, value, None)
-    recalled = torch.cat(parts, 2) if parts else local
-    gate = torch.sigmoid(beta.float() if beta.dtype.itemsize == 2 else beta).to(local.dtype)[:, None, None]
-    out = torch.lerp(local, recalled, gate)
-    return (out, memory) if return_memory and memory is not None else out
+    if not parts:  # no rows
+        nothing = query.new_zeros((*query.shape[:3], value.shape[3]))
+        parts.append(nothing if memory is None else read_memory(query, memory))
+    return torch.cat(parts, 2), memory
 
 
-def _local(query: Tensor, key: Tensor, value: Tensor, segment: int) -> Tensor:
-    """Causal attention inside every segment: one call for the whole ones, one for the rest."""
+def local_attention(
+    query: Tensor, key: Tensor, value: Tensor, segment: int, cos: Tensor | None, sin: Tensor | None
+) -> Tensor:
+    """Causal attention inside every segment, turned by the tables: one call for the whole ones, one for the rest."""
+    if cos is not None or sin is not None:
+        tables: Any = (cos, sin)
+        query, key = rope_with_tables(query, *tables), rope_with_tables(key, *tables)
     length = query.shape[2]
     whole = length // segment * segment
     outs = []
@@ -139,7 +154,7 @@ def write_memory(key: Tensor, value: Tensor, memory: Memory | None) -> Memory:
     return matrix, normalizer
 
 
-def _check(
+def check_segments(
     query: Tensor,
     key: Tensor,
     value: Tensor,

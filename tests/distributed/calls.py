@@ -45,17 +45,18 @@ def whole_call(rank, size, names, dtype, alone=False, sizes=None, by_heads=False
     rows, heads = (groups["across"], groups[2]) if by_heads else (group, None)
     more = dict(ulysses_group=heads) if by_heads else {}
     tensors, arguments = (lambda q, k, v, a: ((q, k, v), a))(*make(names, dtype, **(sizes or {})))
-    order = call.get("order", "contiguous")
+    order, place = call.get("order", "contiguous"), dist.get_rank(rows)
 
     def ours(*tensors, **arguments):
         shards = [distributed.shard(x, rows, order) for x in tensors]
         if lengths is not None:
-            shards = [x.split(lengths, -2)[dist.get_rank(rows)] for x in tensors]
+            shards = [x.split(lengths, -2)[place] for x in tensors]
         if by_heads:
             shards = [distributed.shard(x, heads) for x in shards]
         mask = arguments.get("attn_mask")
         if isinstance(mask, torch.Tensor) and mask.shape[-2] != 1:
-            arguments["attn_mask"] = distributed.shard(mask, rows, order)
+            mask = distributed.shard(mask, rows, order) if lengths is None else mask.split(lengths, -2)[place]
+            arguments["attn_mask"] = distributed.shard(mask, heads) if by_heads else mask
         if alone:
             out, lse = attnjourney.attention(*shards, **arguments)
         else:

@@ -1,4 +1,5 @@
-"""What ranks do with ring_mla and ring_linear_attention: their shards against the whole in float64."""
+"""What ranks do with ring_mla, ring_linear_attention and ring_infini_attention: their shards against the whole in
+float64."""
 
 import torch
 import torch.distributed as dist
@@ -77,11 +78,72 @@ def mla_bytes(rank, size, scheme):
     return (forward.bytes - 16 * (size - 1), expected[0]), (backward.bytes, expected[1])
 
 
+def rows_of(lengths, place):
+    first = sum(lengths[:place])
+    return slice(first, first + lengths[place])
+
+
+def infini(rank, size, lengths, update, truncate, with_memory, with_rope):
+    """lengths: of the shards, in the order of ranks; segments of 2 rows."""
+    group = groups[size]
+    mine, total = rows_of(lengths, dist.get_rank(group)), sum(lengths)
+    tensors = dict(query=numbers(0, 2, 4, total, 8), key=numbers(1, 2, 2, total, 8), value=numbers(2, 2, 2, total, 5))
+    tensors["beta"] = numbers(5, 4)
+    if with_memory:
+        tensors |= dict(matrix=numbers(3, 2, 2, 8, 5), normalizer=numbers(4, 2, 2, 8).abs())
+    angles = numbers(9, total, 4) if with_rope else None
+    options = dict(segment_length=2, update=update, truncate=truncate)
+
+    def call(function, rows, query, key, value, beta, matrix=None, normalizer=None, **more):
+        memory = None if matrix is None else (matrix, normalizer)
+        tables = {} if angles is None else dict(cos=angles.cos()[rows], sin=angles.sin()[rows])
+        parts = (x[:, :, rows] for x in (query, key, value))
+        return function(*parts, beta, memory=memory, **tables, **options, **more)
+
+    whole = gradients(lambda **t: call(attnjourney.infini_attention, slice(None), **t), tensors)
+    found = gradients(
+        lambda **t: in_place(call(distributed.ring_infini_attention, mine, **t, group=group), mine, whole[0]), tensors
+    )
+    out = found[0].detach().clone()
+    dist.all_reduce(out, group=group)
+    return off((out, found[1]), whole, group)
+
+
+def in_place(out, mine, whole):
+    """This rank's rows in zeros: the rows of the others get no gradient here."""
+    rows = torch.zeros_like(whole)
+    rows[:, :, mine] = out
+    return rows
+
+
+def infini_bytes(rank, size, update):
+    """(bytes sent, those of memories), forward and backward, whatever the length."""
+    group, place = groups[size], dist.get_rank(groups[size])
+    q, k, v = (numbers(i, 2, 2, 32, 8).float().requires_grad_() for i in range(3))
+    with Counted() as sent:
+        out = distributed.ring_infini_attention(
+            q, k, v, numbers(5, 2).float(), group=group, segment_length=8, update=update
+        )
+        out.sum().backward()
+    memory = 4 * 2 * 2 * 8 * 9
+    of_ring = (size - 1) * 2 if update == "linear" else (place < size - 1) + (place > 0)
+    return sent.bytes, (size - 1) * 16 + of_ring * memory
+
+
+def infini_in_part(rank):
+    """The error of shards that end inside a segment."""
+    q = numbers(0, 1, 2, 3, 8)
+    try:
+        distributed.ring_infini_attention(q, q, q, numbers(5, 2), segment_length=2)
+        return ""
+    except ValueError as error:
+        return str(error)
+
+
 def linear(rank, size, lengths, is_causal, feature_map, normalize, with_state, padded):
     """lengths: of the shards, in the order of ranks."""
-    group, place = groups[size], dist.get_rank(groups[size])
-    first = sum(lengths[:place])
-    mine, total = slice(first, first + lengths[place]), sum(lengths)
+    group = groups[size]
+    mine, total = rows_of(lengths, dist.get_rank(group)), sum(lengths)
     tensors = dict(query=numbers(0, 2, 4, total, 8), key=numbers(1, 2, 2, total, 8), value=numbers(2, 2, 2, total, 5))
     if with_state:
         tensors["matrix"] = numbers(3, 2, 2, 8, 5)
@@ -98,13 +160,9 @@ def linear(rank, size, lengths, is_causal, feature_map, normalize, with_state, p
 
     whole = gradients(lambda **t: call(attnjourney.linear_attention, slice(None), **t), tensors)
 
-    def ours(**t):
-        out = call(distributed.ring_linear_attention, mine, **t, group=group)
-        rows = torch.zeros_like(whole[0])
-        rows[:, :, mine] = out  # the rows of the others get no gradient here
-        return rows
-
-    found = gradients(ours, tensors)
+    found = gradients(
+        lambda **t: in_place(call(distributed.ring_linear_attention, mine, **t, group=group), mine, whole[0]), tensors
+    )
     out = found[0].detach().clone()
     dist.all_reduce(out, group=group)
     return off((out, found[1]), whole, group)

@@ -4,6 +4,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.distributed.pipelining as pipelining
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -128,6 +129,37 @@ def wrapped(rank, how):
     return {how: f"gradients of {off}"} if off else {}
 
 
+class Residual(torch.nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.layer = made(name)
+
+    def forward(self, x):
+        return x + self.layer(x)
+
+
+def in_pipeline(rank, schedule):
+    """{parameter: what is wrong} of layers that two ranks have one after the other, microbatches going through both."""
+    if idle(rank, 2):
+        return {}
+    stages = [torch.nn.Sequential(*map(Residual, names)) for names in (("gqa", "linear"), ("mla", "gpt"))]
+    x, weights = numbers(2, 4, 6, 16), numbers(1, 1, 6, 16)
+    out = stages[1](stages[0](x))
+    (out * weights).sum().backward()
+    expected = [{n: p.grad for n, p in stage.named_parameters()} for stage in stages]
+    for stage in stages:
+        stage.zero_grad()
+
+    stage = pipelining.PipelineStage(stages[rank], rank, 2, torch.device("cpu"), group=groups[2])
+    run = getattr(pipelining, schedule)(stage, 2, loss_fn=lambda y, t: (y * weights).sum(), scale_grads=False)
+    found = run.step(x) if rank == 0 else run.step(target=torch.zeros_like(x))
+    wrong = {} if rank == 0 or torch.allclose(found, out, rtol=1e-9, atol=1e-11) else {"output": "differs"}
+    for name, p in stages[rank].named_parameters():
+        if not torch.allclose(p.grad, expected[rank][name], rtol=1e-9, atol=1e-11):
+            wrong[name] = f"off by {(p.grad - expected[rank][name]).abs().max()}"
+    return wrong
+
+
 def refused(rank):
     """The errors of calls that DTensor has no rule for, as text."""
     q = numbers(0, 4, 4, 6, 8)
@@ -191,16 +223,19 @@ def in_context(rank, size, order, scheme, in_heads):
     """{module: what is wrong} of modules over shards of the sequence; in_heads: and of heads, on 2 x 2 ranks."""
     wrong = {}
     rows, heads = (groups["across"], 2) if in_heads else (groups[size], 1)
-    for name in () if idle(rank, size) else MODULES:
+    for name in () if idle(rank, size) else (*MODULES, "infini"):
         module, x = made(name), numbers(2, 2, 15, 16)
-        if (name == "linear" and order != "contiguous") or (in_heads and name == "gqa options"):
+        if (name in ("linear", "infini") and order != "contiguous") or (in_heads and name == "gqa options"):
             continue
         try:
             expected = step(module, x)
             module.zero_grad()
-            if in_heads:
-                parallelize_module(module, mesh_of(2), tensor_parallel_plan(module, heads))
+            plan = tensor_parallel_plan(module, heads) if in_heads else None
+            if plan is not None and scheme != "ring":  # either may come first
+                parallelize_module(module, mesh_of(2), plan)
             context_parallel(module, rows, order=order, scheme=scheme)
+            if plan is not None and scheme == "ring":
+                parallelize_module(module, mesh_of(2), plan)
             out, gradients = step(partial(through_shards, module, rows, order), x, module)
             total = {n: whole(g).clone() for n, g in gradients.items()}
             for g in total.values():

@@ -17,7 +17,12 @@ def test_plans_share_heads_out(ranks, size):
 
 @pytest.mark.parametrize(
     "size, order, scheme, in_heads",
-    [(4, "zigzag", "ring", False), (2, "contiguous", "all_gather", False), (4, "contiguous", "ring", True)],
+    [
+        (4, "zigzag", "ring", False),
+        (2, "contiguous", "all_gather", False),
+        (4, "contiguous", "ring", True),
+        (4, "contiguous", "all_gather", True),
+    ],
 )
 def test_modules_over_shards_of_the_sequence(ranks, size, order, scheme, in_heads):
     check(ranks.run(calls.in_context, size, order, scheme, in_heads))
@@ -26,6 +31,11 @@ def test_modules_over_shards_of_the_sequence(ranks, size, order, scheme, in_head
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_data_parallel_wrappers(ranks, how):
     check(ranks.run(calls.wrapped, how))
+
+
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
+def test_stages_of_a_pipeline(ranks, schedule):
+    check(ranks.run(calls.in_pipeline, schedule))
 
 
 @pytest.mark.parametrize("trained_first", [False, True])

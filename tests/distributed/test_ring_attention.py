@@ -58,8 +58,6 @@ def test_values_and_gradients(ranks, case):
     ids=row_id,
 )
 def test_dropout_has_the_bits_of_one_rank(ranks, case):
-    if case["scheme"] == "ulysses":
-        case = {**case, "options": tuple(n for n in case["options"] if n != "bool_mask")}
     checked(ranks, **case)
 
 
@@ -76,16 +74,15 @@ def test_dropout_has_the_bits_of_one_rank(ranks, case):
     ids=row_id,
 )
 def test_uneven_and_empty_shards(ranks, case):
-    if case["scheme"] == "ulysses":
-        case = {**case, "options": tuple(n for n in case["options"] if n != "mask")}
     checked(ranks, **case)
 
 
 @pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
 @pytest.mark.parametrize("lengths", [(0, 5, 1, 7), (4, 0, 9, 0)], ids=str)
 def test_contiguous_shards_of_any_lengths(ranks, scheme, lengths):
-    options, sizes = ("causal", "alibi", "sinks"), dict(q_len=13, kv_len=13)
-    checked(ranks, 4, options, torch.float64, scheme=scheme, lengths=lengths, sizes=sizes)
+    for options in (("causal", "alibi", "sinks"), ("mask",)):
+        sizes = dict(q_len=13, kv_len=13)
+        checked(ranks, 4, options, torch.float64, scheme=scheme, lengths=lengths, sizes=sizes)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +115,8 @@ def test_masks_of_blocks(ranks, case):
             (),
             ("dropout", "causal"),
             ("blocks",),
+            ("mask", "causal"),
+            ("row_mask",),
         ),
         scheme=("ring", "all_gather", "auto"),
         order=("zigzag", "contiguous"),
@@ -140,7 +139,7 @@ def test_rings_of_ranks_that_share_heads(ranks, case):
             ("bool_mask", "alibi_per_item", "softcap"),
             ("bool_mask", "key_lengths"),
         ),
-        scheme=("ring", "all_gather", "auto"),
+        scheme=("ring", "all_gather", "ulysses", "auto"),
         order=("zigzag", "contiguous"),
         dtype=(torch.float64, torch.float32, torch.bfloat16),
         size=(4, 2),

@@ -1,4 +1,4 @@
-"""ring_mla and ring_linear_attention on two and four ranks against the whole in float64; what they send."""
+"""The rings of layers on two and four ranks against the whole in float64; what they send."""
 
 import pytest
 
@@ -21,6 +21,15 @@ LINEAR = pairs(
     with_state=(True, False),
     padded=(True, False),
     lengths=((4, 4, 4, 4), (5, 0, 1, 3)),
+)
+
+
+INFINI = pairs(
+    update=("linear", "delta"),
+    truncate=(None, 1, 3),
+    with_memory=(True, False),
+    with_rope=(True, False),
+    lengths=((4, 4, 4, 4), (6, 0, 2, 1), (2, 3, 0, 0)),
 )
 
 
@@ -51,3 +60,19 @@ def test_linear_attention_sends_states(ranks):
 def test_linear_attention_names_what_differs(ranks):
     for text in ranks.run(calls.linear_differs):
         assert text.startswith("ValueError: query: expected the same on every rank"), text
+
+
+@pytest.mark.parametrize("case", INFINI, ids=row_id)
+def test_infini_attention(ranks, case):
+    assert ranks.run(calls.infini, 4, **case) == [[]] * 4
+
+
+@pytest.mark.parametrize("update", ["linear", "delta"])
+def test_infini_attention_sends_memories(ranks, update):
+    for sent, expected in ranks.run(calls.infini_bytes, 4, update):
+        assert sent == expected
+
+
+def test_infini_attention_wants_whole_segments(ranks):
+    for text in ranks.run(calls.infini_in_part):
+        assert "whole segments of 2 rows" in text, text

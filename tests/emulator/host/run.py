@@ -102,8 +102,8 @@ def _statistics(query):
 
 
 def _options(query, options, batch, statistics=None):
-    """Arguments and tensors for what attention's options do to scores: softcap, scale, dropout_p, seed and origin, sinks
-    and alibi_slopes (heads,) or (batch, heads), both as `statistics`, attn_mask of four dimensions, read through its
+    """Arguments and tensors for what attention's options do to scores: softcap, scale, dropout_p, seed, origin, sinks,
+    alibi_slopes (heads,) or (batch, heads), both as `statistics`, attn_mask of four dimensions, read through its
     strides, or a BlockMask."""
     heads = query.shape[1]
     arguments = {name: round(1000 * options.get(name, 0)) for name in ("softcap", "scale")}
