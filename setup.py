@@ -100,6 +100,8 @@ CXX_FLAGS += ["-ffp-contract=off"]  # fused products are written as such; a*b + 
 CXX_FLAGS += ["-Wall", "-Wextra"]
 if "clang" in Path(CXX[0]).name:
     CXX_FLAGS += ["-Wno-unknown-warning-option"]  # of g++ alone
+else:  # a sixth of the time that kernels are compiled in, and nothing of the time that they take
+    RELEASE += [f"-fno-{x}" for x in ("thread-jumps", "ipa-cp", "ipa-icf", "ipa-sra", "ipa-vrp")]
 # ptxas reports registers and spills of each kernel; tests/cuda/test_build.py reads them from the .log files
 NVCC_FLAGS = [*COMMON, "-O3", "-DNDEBUG", "-DUSE_CUDA", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v"]
 
@@ -173,8 +175,9 @@ def cuda_archs(nvcc: str) -> dict[str, str]:
     }
 
 
-def check_toolkit(nvcc: str, torch: Path) -> None:
-    """The library holds the toolkit's runtime, which may ask for a newer driver than torch's own does."""
+def check_toolkit(nvcc: str, torch: Path) -> tuple[int, ...]:
+    """The release of nvcc. The library holds the toolkit's runtime, which may ask for a newer driver than torch's own
+    does."""
     printed = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
     found = re.search(r"release (\d+)\.(\d+)", printed)
     if found is None:
@@ -188,6 +191,12 @@ def check_toolkit(nvcc: str, torch: Path) -> None:
             f"attnjourney: nvcc {dotted(release)} is of a later CUDA than torch's {of_torch[1]}: with a driver as old "
             "as torch allows, calls on a GPU fail with 'driver version is insufficient'"
         )
+    return release
+
+
+def nvcc_flags(release: tuple[int, ...]) -> list[str]:
+    """Machine code compressed for size, a third of what it takes: by the drivers of CUDA 13, as in torch itself."""
+    return [*NVCC_FLAGS, *["--compress-mode=size"] * (release >= (13, 0))]
 
 
 def isa_of(source: Path) -> str:
@@ -331,7 +340,7 @@ class BuildLibraries(build_ext):
         fcntl.flock(lock, fcntl.LOCK_EX)  # a second build in the same tree waits
         nvcc = find_nvcc()
         if nvcc and any(extension.name.endswith("_cuda") for extension in self.extensions):
-            check_toolkit(nvcc, find_torch())
+            self.nvcc_flags = nvcc_flags(check_toolkit(nvcc, find_torch()))
             self.cuda_archs = cuda_archs(nvcc)
         self.prefix = self.compile_prefix()
         steps = {extension.name: self.compile_steps(extension) for extension in self.extensions}
@@ -395,7 +404,7 @@ class BuildLibraries(build_ext):
                 write_if_new(source, "".join(f'#include "{file.relative_to("csrc")}"\n' for file in files))
             if source.suffix == ".cu":
                 arch = next(arch for folder, arch in self.cuda_archs.items() if source.is_relative_to(folder))
-                command = [find_nvcc(), "-ccbin", CXX[0], *NVCC_FLAGS, "-gencode", arch, *headers]
+                command = [find_nvcc(), "-ccbin", CXX[0], *self.nvcc_flags, "-gencode", arch, *headers]
                 if not source.is_relative_to("csrc/cuda/inst"):  # these know no torch
                     command += [f"-Xcompiler={flag}" for flag in without_paths(include)]
             elif of_isa is None:

@@ -39,7 +39,8 @@ def test_toolkits(functions, tmp_path, capsys, release, cuda, expected):
     (tmp_path / "version.py").write_text(f"__version__ = '2.13.0'\ncuda: Optional[str] = {cuda}\n")
     said = ""
     try:
-        functions["check_toolkit"](nvcc, tmp_path)
+        found = functions["check_toolkit"](nvcc, tmp_path)
+        assert ("--compress-mode=size" in functions["nvcc_flags"](found)) == (release >= "13")
     except PlatformError as error:
         said = str(error)
     said += capsys.readouterr().out
