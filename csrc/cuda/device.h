@@ -61,17 +61,23 @@ inline bool deterministic_algorithms() {
 // Two zeros for the persistent forward, which leaves them so: one pair for each stream; under graph capture one for
 // each call, since graphs may run side by side. Holds the memory in `keep` where it is this call's own.
 inline uint32_t* tile_counter(const Tensor& like, int device, cudaStream_t stream, OptionalTensor& keep) {
-  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  cuda_check(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
-  if (capture != cudaStreamCaptureStatusNone) {
+  const auto own = [&] {
     keep = aten::empty(like, {2}, ScalarType::Int);
     cuda_check(cudaMemsetAsync(keep->data_ptr(), 0, 8, stream), "cudaMemsetAsync");
     return static_cast<uint32_t*>(keep->data_ptr());
-  }
+  };
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  cuda_check(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
+  if (capture != cudaStreamCaptureStatusNone) return own();
+  // not the handle: a stream may get that of one that was destroyed and still runs
+  unsigned long long id = 0;
+  cuda_check(cudaStreamGetId(stream, &id), "cudaStreamGetId");
+  constexpr size_t most = 1024;  // of a program that makes streams again and again
   static std::mutex mutex;
-  static std::map<std::pair<int, cudaStream_t>, uint32_t*> counters;
+  static std::map<std::pair<int, unsigned long long>, uint32_t*> counters;
   const std::lock_guard lock(mutex);
-  uint32_t*& counter = counters[{device, stream}];
+  if (counters.size() >= most && !counters.contains({device, id})) return own();
+  uint32_t*& counter = counters[{device, id}];
   if (!counter) {
     // allowed, though another thread may be capturing a graph: it is not part of that
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
