@@ -1,13 +1,16 @@
 """CUDA kernels, run on the CPU by tests/emulator: values against fp64, and faults that must be found."""
 
+import itertools
 import math
 import subprocess
+from functools import partial
 
 import pytest
 import torch
 
 from tests.emulator.faults import attention as faults
 from tests.emulator.host import build, run
+from tests.emulator.host.noticed import is_noticed
 from tests.emulator.host.remembered import remembered
 from tests.support.testing import GRADIENT_FACTOR, assert_close_to_reference, plain_run, random_tensor, reference_run
 
@@ -226,14 +229,8 @@ def test_tiles_that_no_row_sees_are_skipped(programs, kernel):
 @pytest.mark.parametrize("kernel,what,file,old,new", FAULTY_FORWARD, ids=[f"{f[0]}-{f[1]}" for f in FAULTY_FORWARD])
 def test_faulty_forward_is_found(programs, kernel, what, file, old, new):
     program = build.program(*faulty(FORWARD[kernel][0], file, old, new))
-    for shape in FAULT_SHAPES:
-        for order in run.ORDER_NAMES:
-            try:
-                check_forward(program, kernel, shape, order, counter=1, grid=2)
-            except (AssertionError, run.EmulatorError) as found:
-                print(f"{what}: {order}: {str(found)[:200]}")
-                return
-    pytest.fail(f"nothing noticed: {what}")
+    calls = itertools.product(FAULT_SHAPES, run.ORDER_NAMES)
+    assert is_noticed([partial(check_forward, program, kernel, *call, counter=1, grid=2) for call in calls], what)
 
 
 def check_backward(program, kernel, shape, order, rows_first=False, finish=False):
@@ -266,13 +263,6 @@ def test_backward(programs, kernel):
 @pytest.mark.parametrize("kernel,what,file,old,new", FAULTY_BACKWARD, ids=[f"{f[0]}-{f[1]}" for f in FAULTY_BACKWARD])
 def test_faulty_backward_is_found(programs, kernel, what, file, old, new):
     program = build.program(*faulty(BACKWARD[kernel][0], file, old, new))
-    # the last one first where it is made for that
-    shapes = BACKWARD_FAULT_SHAPES[:: -1 if file.endswith("backward_finish.cuh") else 1]
-    for shape in shapes:
-        for i, order in enumerate(run.ORDER_NAMES):
-            try:
-                check_backward(program, kernel, shape, order, finish=i % 2 == 0)
-            except (AssertionError, run.EmulatorError) as found:
-                print(f"{what}: {order}: {str(found)[:200]}")
-                return
-    pytest.fail(f"nothing noticed: {what}")
+    calls = itertools.product(BACKWARD_FAULT_SHAPES, enumerate(run.ORDER_NAMES))
+    checks = [partial(check_backward, program, kernel, shape, order, finish=i % 2 == 0) for shape, (i, order) in calls]
+    assert is_noticed(checks, what)

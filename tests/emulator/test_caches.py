@@ -1,11 +1,14 @@
 """The caches' operators on CUDA, run on the CPU by tests/emulator, against plain lists of tokens: what fits, and what
 becomes of what does not."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from tests.emulator.faults import decode as faults_decode
 from tests.emulator.host import build, kv_cache, run
+from tests.emulator.host.noticed import is_noticed
 from tests.support.testing import random_tensor
 
 HEADS = 2
@@ -271,10 +274,4 @@ def test_verbs(programs, check):
 @pytest.mark.parametrize("what,file,old,new", faults_decode.CACHES, ids=[f[0] for f in faults_decode.CACHES])
 def test_faulty_kernel_is_found(programs, what, file, old, new):
     program = build.program(*kv_cache.PROGRAM, build.Fault(file, old, new))
-    for check in CHECKS:
-        for order in ORDERS[:3]:
-            try:
-                check(program, order)
-            except (AssertionError, run.EmulatorError):
-                return
-    raise AssertionError(f"nothing noticed: {what}")
+    assert is_noticed([partial(check, program, order) for check in CHECKS for order in ORDERS[:3]], what)

@@ -1,11 +1,12 @@
 """Every planted fault finds its place in the kernels: seconds after an edit, before any of them is built and run."""
 
+import functools
 import importlib
 import re
 
 import pytest
 
-from tests.emulator.host import build, planted
+from tests.emulator.host import build, noticed, planted
 
 KERNELS = build.ROOT / "csrc/cuda/kernels"
 HOLDERS = [f"faults.{path.stem}" for path in (build.ROOT / "tests/emulator/faults").glob("[a-z]*.py")]
@@ -45,6 +46,21 @@ def test_one_text_with_several_faults():
     assert both.startswith(expected)
     with pytest.raises(ValueError, match="not inside of statements: int x;"):
         planted.switched(text, {1: ("int x;", "")})
+
+
+@pytest.mark.parametrize("line, order", [("2", [2]), ("", [0, 1, 2]), ("9", [0, 1, 2]), ("3", [3, 0, 1, 2])])
+def test_the_check_that_noticed_comes_first(monkeypatch, tmp_path, line, order):
+    found_by, called = tmp_path / "found_by.txt", []
+    found_by.write_text(f"{line} {noticed._test()}\n" if line else "")
+    monkeypatch.setattr(noticed, "_found_by", lambda: noticed.read(found_by))
+
+    def check(number):
+        called.append(number)
+        assert number != 2
+
+    assert noticed.is_noticed([functools.partial(check, number) for number in range(4)], "a fault")
+    assert called == order
+    assert not noticed.is_noticed([lambda: None], "nothing")
 
 
 def test_markers_are_used():

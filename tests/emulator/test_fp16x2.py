@@ -9,6 +9,7 @@ import torch
 
 from tests.emulator.faults import fp16x2 as faults_fp16x2
 from tests.emulator.host import build, run
+from tests.emulator.host.noticed import is_noticed
 from tests.emulator.test_attention import FAULT_SHAPES, WITH_KEYS, causal, inputs_of, with_nan
 from tests.support.testing import assert_close_to_reference, plain_run, random_tensor, reference_run
 
@@ -183,4 +184,4 @@ def attempts(made, size, alone):
 @pytest.mark.parametrize("what,file,old,new", FAULTS, ids=[f[0] for f in FAULTS])
 def test_faulty_forward_is_found(programs, what, file, old, new):
     made = build.program(*program(size_of(what), file, old, new))
-    assert run.is_noticed(attempts(made, size_of(what), file != "fp32/forward.cuh"), what), f"nothing noticed: {what}"
+    assert is_noticed(attempts(made, size_of(what), file != "fp32/forward.cuh"), what)

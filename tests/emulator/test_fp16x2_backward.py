@@ -10,6 +10,7 @@ import torch
 from tests.emulator import test_fp16x2
 from tests.emulator.faults import fp16x2_backward as faults_fp16x2_backward
 from tests.emulator.host import build, run
+from tests.emulator.host.noticed import is_noticed
 from tests.emulator.test_attention import causal, inputs_of, with_nan
 from tests.support.testing import GRADIENT_FACTOR, assert_close_to_reference, plain_run, random_tensor, reference_run
 
@@ -255,6 +256,5 @@ def attempts(made, passes, alone):
 )
 def test_faulty_backward_is_found(programs, what, file, old, new):
     made = build.program(*program(64, file, old, new))
-    assert run.is_noticed(attempts(made, file == faults_fp16x2_backward.PASSES, file != "fp32/backward.cuh"), what), (
-        f"nothing noticed: {what}"
-    )
+    passes, alone = file == faults_fp16x2_backward.PASSES, file != "fp32/backward.cuh"
+    assert is_noticed(attempts(made, passes, alone), what)

@@ -1,11 +1,14 @@
 """The kernels for float32 and float64, run on the CPU by tests/emulator: as tests/emulator/test_options.py."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from tests.emulator import test_options as options
 from tests.emulator.faults import attention as faults
 from tests.emulator.host import build, run
+from tests.emulator.host.noticed import is_noticed
 from tests.emulator.test_attention import causal
 from tests.support.testing import random_tensor
 
@@ -104,26 +107,23 @@ def test_tiles_that_no_row_sees_are_skipped(programs):
     assert window * 72 == full * 22
 
 
-def is_found(program, kernel, check, check_packed, check_nan):
-    """Does any case notice a fault? The quick ones first."""
+def attempts(program, kernel, check, check_packed, check_nan):
+    """What may notice a fault, the quick ones first."""
     for order in ("random", "forward", "reverse", "starve"):
-        try:
-            check_nan(program, kernel, order)
-            check(program, kernel, (("mask", "left", "sinks"), 90, 100), order)
-        except (AssertionError, run.EmulatorError):
-            return True
-    return options.find(check, check_packed, check_nan, program, kernel) is not None
+        yield partial(check_nan, program, kernel, order)
+        yield partial(check, program, kernel, (("mask", "left", "sinks"), 90, 100), order)
+    yield from options.attempts(check, check_packed, check_nan, program, kernel)
 
 
 @pytest.mark.parametrize("name,what,file,old,new", FAULTY_FORWARD, ids=[f[1] for f in FAULTY_FORWARD])
 def test_faulty_forward_is_found(programs, name, what, file, old, new):
     program = build.program(*FORWARD[name][0], build.Fault(file, old, new))
     checks = (options.check_forward, options.check_packed_forward, options.check_nan_forward)
-    assert is_found(program, FORWARD[name], *checks), f"nothing noticed: {what}"
+    assert is_noticed(attempts(program, FORWARD[name], *checks), what)
 
 
 @pytest.mark.parametrize("name,what,file,old,new", FAULTY_BACKWARD, ids=[f[1] for f in FAULTY_BACKWARD])
 def test_faulty_backward_is_found(programs, name, what, file, old, new):
     program = build.program(*BACKWARD[name][0], build.Fault(file, old, new))
     checks = (options.check_backward, options.check_packed_backward, options.check_nan_backward)
-    assert is_found(program, BACKWARD[name], *checks), f"nothing noticed: {what}"
+    assert is_noticed(attempts(program, BACKWARD[name], *checks), what)

@@ -6,7 +6,8 @@ import pytest
 from attnjourney import BlockMask
 from tests.emulator.faults import attention as faults
 from tests.emulator.host import build, run
-from tests.emulator.test_blocks import CASES, FAR, check_backward, check_forward, find
+from tests.emulator.host.noticed import is_noticed
+from tests.emulator.test_blocks import CASES, FAR, attempts, check_backward, check_forward
 from tests.emulator.test_fp32 import BACKWARD, FORWARD, part_of
 from tests.emulator.test_options import call, check_all
 
@@ -55,10 +56,10 @@ def test_blocks_that_hide_everything_are_skipped(programs, name, rows):
 @pytest.mark.parametrize("name,what,file,old,new", FAULTY_FORWARD, ids=[f[1] for f in FAULTY_FORWARD])
 def test_faulty_forward_is_found(programs, name, what, file, old, new):
     program = build.program(*FORWARD[name][0], build.Fault(file, old, new))
-    assert find(check_forward, program, FORWARD[name]), f"nothing noticed: {what}"
+    assert is_noticed(attempts(check_forward, program, FORWARD[name]), what)
 
 
 @pytest.mark.parametrize("name,what,file,old,new", FAULTY_BACKWARD, ids=[f[1] for f in FAULTY_BACKWARD])
 def test_faulty_backward_is_found(programs, name, what, file, old, new):
     program = build.program(*BACKWARD[name][0], build.Fault(file, old, new))
-    assert find(check_backward, program, BACKWARD[name]), f"nothing noticed: {what}"
+    assert is_noticed(attempts(check_backward, program, BACKWARD[name]), what)

@@ -12,6 +12,7 @@ from tests.emulator import test_blocks as blocks
 from tests.emulator import test_options as options
 from tests.emulator.faults import full_forward as faults_full_forward
 from tests.emulator.host import build, run
+from tests.emulator.host.noticed import is_noticed
 
 
 def kernel(dtype, dqk, dv, query_stages, bias):
@@ -170,4 +171,4 @@ def attempts(program, name, file):
 def test_faulty_forward_is_found(programs, name, what, file, old, new):
     entry = {**KERNELS, **BIASED}[name]
     program = build.program(*entry[0], build.Fault(file, old, new))
-    assert run.is_noticed(attempts(program, name, file), what), f"nothing noticed: {what}"
+    assert is_noticed(attempts(program, name, file), what)

@@ -21,6 +21,7 @@ from tests.emulator import (
 )
 from tests.emulator.faults import attention as faults
 from tests.emulator.host import build, run
+from tests.emulator.host.noticed import is_noticed
 from tests.support.testing import FLOOR_ULPS, GRADIENT_FACTOR, assert_close_to_reference, random_tensor
 
 SCORES = (
@@ -237,4 +238,4 @@ def test_a_fault_is_found(programs, family, what, file, old, new):
     attempts = [partial(check, *made, dtype, name, options) for name in names]
     if family in LARGE_VALUES:
         attempts.append(partial(check_values, family, build.program(*made[0])))
-    assert run.is_noticed(attempts, what), f"nothing noticed: {what}"
+    assert is_noticed(attempts, what)

@@ -1,11 +1,14 @@
 """Linear attention's CUDA kernels, run on the CPU by tests/emulator: as tests/emulator/test_attention.py."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from attnjourney import reference
 from tests.emulator.faults import linear as faults_linear
 from tests.emulator.host import build, linear, run
+from tests.emulator.host.noticed import is_noticed
 from tests.linear.test_linear_attention import NAMES, dense, inputs, padding
 from tests.linear.test_linear_attention import run as differentiate
 from tests.support.testing import DTYPES, GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference, random_tensor
@@ -171,12 +174,6 @@ def test_no_keys_and_no_rows(programs):
 )
 def test_a_fault_is_found(programs, dtype, what, file, old, new):
     program = build.program(*linear.request(dtype, build.Fault(file, old, new)))
-    for order in ("forward", "reverse", "random"):
-        try:
-            for case in FAULT_CASES:
-                check(program, dtype, case, order)
-            check_nan(program, dtype)
-        except (AssertionError, run.EmulatorError) as found:
-            print(f"{what}: {order}: {str(found)[:200]}")
-            return
-    pytest.fail(f"nothing noticed: {what}")
+    calls = [(case, order) for order in ("forward", "reverse", "random") for case in FAULT_CASES]
+    checks = [partial(check, program, dtype, *call) for call in calls]
+    assert is_noticed([*checks, partial(check_nan, program, dtype)], what)

@@ -1,6 +1,7 @@
 """attention's options in the kernels on mma.sync, run on the CPU by tests/emulator: as test_attention.py."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from attnjourney.reference.dropout import dropout_keep_mask, keep_mask_of
 from tests.emulator.faults import attention as faults
 from tests.emulator.host import build, run
+from tests.emulator.host.noticed import is_noticed
 from tests.emulator.host.remembered import remembered
 from tests.support.options_cases import OPTIONS, SEED, plain_attention
 from tests.support.testing import (
@@ -353,35 +355,25 @@ def test_nan_backward(programs, name):
     check_nan_backward(build.program(*BACKWARD[name][0]), BACKWARD[name], "random")
 
 
-def find(check, check_packed, check_nan, program, kernel):
-    """What the first case that notices a fault says, or None."""
+def attempts(check, check_packed, check_nan, program, kernel):
+    """What may notice a fault."""
     for i, case in enumerate((*PACKED, *CASES)):
-        try:
-            (check_packed if case in PACKED else check)(
-                program, kernel, case, run.ORDER_NAMES[i % len(run.ORDER_NAMES)]
-            )
-        except (AssertionError, run.EmulatorError) as found:
-            return f"{case}: {str(found)[:200]}"
+        order = run.ORDER_NAMES[i % len(run.ORDER_NAMES)]
+        yield partial(check_packed if case in PACKED else check, program, kernel, case, order)
     for order in run.ORDER_NAMES:
-        try:
-            check_nan(program, kernel, order)
-            for case in CASES[6:8]:
-                check(program, kernel, case, order)
-        except (AssertionError, run.EmulatorError) as found:
-            return f"{order}: {str(found)[:200]}"
+        yield partial(check_nan, program, kernel, order)
+        yield from [partial(check, program, kernel, case, order) for case in CASES[6:8]]
 
 
 @pytest.mark.parametrize("name,what,file,old,new", FAULTY_FORWARD, ids=[f[1] for f in FAULTY_FORWARD])
 def test_faulty_forward_is_found(programs, name, what, file, old, new):
     program = build.program(*FORWARD[name][0], build.Fault(file, old, new))
-    assert find(check_forward, check_packed_forward, check_nan_forward, program, FORWARD[name]), (
-        f"nothing noticed: {what}"
-    )
+    checks = attempts(check_forward, check_packed_forward, check_nan_forward, program, FORWARD[name])
+    assert is_noticed(checks, what)
 
 
 @pytest.mark.parametrize("name,what,file,old,new", FAULTY_BACKWARD, ids=[f[1] for f in FAULTY_BACKWARD])
 def test_faulty_backward_is_found(programs, name, what, file, old, new):
     program = build.program(*BACKWARD[name][0], build.Fault(file, old, new))
-    assert find(check_backward, check_packed_backward, check_nan_backward, program, BACKWARD[name]), (
-        f"nothing noticed: {what}"
-    )
+    checks = attempts(check_backward, check_packed_backward, check_nan_backward, program, BACKWARD[name])
+    assert is_noticed(checks, what)

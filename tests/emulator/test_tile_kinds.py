@@ -1,11 +1,14 @@
 """What masks do to tiles of rows and keys (csrc/cuda/kernels/common/tile_kinds.cuh), on the CPU by tests/emulator."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from attnjourney import BlockMask
 from tests.emulator.faults import tile_kinds as faults_tile_kinds
 from tests.emulator.host import build, run
+from tests.emulator.host.noticed import is_noticed
 from tests.support.block_patterns import PATTERNS, dense
 
 
@@ -73,10 +76,4 @@ def test_kinds_are_those_of_the_pairs(programs):
 @pytest.mark.parametrize("what,file,old,new", faults_tile_kinds.FAULTS, ids=[f[0] for f in faults_tile_kinds.FAULTS])
 def test_faulty_kinds_are_found(programs, what, file, old, new):
     program = build.program("tile_kinds", (), build.Fault(file, old, new))
-    for case in CASES:
-        try:
-            check(program, case, "random")
-        except (AssertionError, run.EmulatorError) as found:
-            print(f"{what}: {str(found)[:200]}")
-            return
-    pytest.fail(f"nothing noticed: {what}")
+    assert is_noticed([partial(check, program, case, "random") for case in CASES], what)

@@ -3,12 +3,14 @@
 
 import heapq
 from collections import defaultdict
+from functools import partial
 
 import pytest
 import torch
 
 from tests.emulator.faults import attention as faults
 from tests.emulator.host import build, run
+from tests.emulator.host.noticed import is_noticed
 
 ROWS, KEYS = 64, 128  # of the program's tiles
 LENGTHS = ([0, 1, 64, 300], [700, 13, 0, 128])
@@ -87,9 +89,4 @@ def test_blocks_of_long_sequences_wait_little(programs):
 @pytest.mark.parametrize("what,file,old,new", faults.TURNS, ids=[f[0] for f in faults.TURNS])
 def test_faulty_turns_are_found(programs, what, file, old, new):
     program = build.program("turns", (), build.Fault(file, old, new))
-    for case in CASES:
-        try:
-            check(program, case)
-        except AssertionError:
-            return
-    pytest.fail(f"nothing noticed: {what}")
+    assert is_noticed([partial(check, program, case) for case in CASES], what)

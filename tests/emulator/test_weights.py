@@ -1,7 +1,9 @@
 """The kernel behind attention_weights on CUDA, run on the CPU by tests/emulator: against float64, in several orders of
 threads, and faults that must be found."""
 
+import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from attnjourney import BlockMask, reference
 from tests.emulator.faults import attention as faults
 from tests.emulator.host import build, run
+from tests.emulator.host.noticed import is_noticed
 from tests.emulator.test_options import as_given, call
 from tests.support.block_patterns import PATTERNS, dense
 from tests.support.testing import reference_run
@@ -112,11 +115,5 @@ def test_what_is_hidden_does_not_leak(programs):
 @pytest.mark.parametrize("what,file,old,new", faults.WEIGHTS, ids=[f[0] for f in faults.WEIGHTS])
 def test_faulty_weights_are_found(programs, what, file, old, new):
     program = build.program(*faulty(file, old, new))
-    for i, case in enumerate(CASES * 2):
-        order = run.ORDER_NAMES[i % len(run.ORDER_NAMES)]
-        try:
-            check(program, torch.bfloat16, case, order)
-        except (AssertionError, run.EmulatorError) as found:
-            print(f"{case}: {order}: {str(found)[:200]}")
-            return
-    pytest.fail(f"nothing noticed: {what}")
+    calls = zip(CASES * 2, itertools.cycle(run.ORDER_NAMES))
+    assert is_noticed([partial(check, program, torch.bfloat16, *call) for call in calls], what)

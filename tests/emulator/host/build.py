@@ -27,8 +27,6 @@ COMMON = ("-std=c++20", "-Wall", "-Wextra", "-Wno-terminate", "-Wno-unknown-prag
 CHECKS = ("-g1", "-fsanitize=thread,bounds,alignment", "-fno-sanitize-recover=bounds,alignment")
 CHECKS += ("--param", "tsan-instrument-func-entry-exit=0", "-ftrivial-auto-var-init=pattern")
 CHECKED = ("-O1", *CHECKS)
-# A kernel with a fault runs for less time than its compilation takes.
-FAULTY = ("-O0", *CHECKS)
 # What calls the kernels: arguments, tensors, plans.
 HOST = ("-O0",)
 PARTS = ["scheduler", "memory", "warp", "fp32", "tma", "wgmma", "driver"]
@@ -133,13 +131,13 @@ def _object(file: Path, flags: tuple[str, ...], defines: tuple[str, ...], csrc: 
 def _built(source: str, defines: tuple[str, ...], faults: tuple[Fault, ...]) -> Path:
     file, kernels = PROGRAMS / f"{source}.cpp", PROGRAMS / f"kernels/{source}.h"
     product = ROOT / "csrc"
-    csrc, flags = (_sources_with(faults), FAULTY) if faults else (product, CHECKED)
+    csrc = _sources_with(faults) if faults else product
     if kernels.exists():
         instance = "INSTANCE(...)={} decltype(__VA_ARGS__) __VA_ARGS__"
-        checked = _object(kernels, flags, (*defines, instance.format("template")), csrc)
+        checked = _object(kernels, CHECKED, (*defines, instance.format("template")), csrc)
         objects = [checked, _object(file, HOST, (*defines, instance.format("extern template")), product)]
     else:
-        objects = [_object(file, flags, defines, csrc)]
+        objects = [_object(file, CHECKED, defines, csrc)]
     objects += emulator_objects()
 
     def make(out: Path) -> None:
@@ -175,7 +173,7 @@ def build_all(requests: list[tuple]) -> None:
     for (source, defines, _), faults in together.items():
         _companions.update({(source, defines, fault): tuple(faults) for fault in faults})
     emulator_objects()
-    for flags in (CHECKED, FAULTY, HOST):
+    for flags in (CHECKED, HOST):
         prefix(flags)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda item: _built(*item[0][:2], tuple(item[1])), together.items()))

@@ -25,17 +25,6 @@ def named(case: str):
         raise AssertionError(f"{case}: {error}") from None
 
 
-def is_noticed(attempts, what: str) -> bool:
-    """Does one of the calls fail? For faults that are planted."""
-    for attempt in attempts:
-        try:
-            attempt()
-        except (AssertionError, EmulatorError) as found:
-            print(f"{what}: {str(found)[:200]}")
-            return True
-    return False
-
-
 def order_arguments(name: str) -> dict[str, int]:
     if name.startswith("starve"):
         return {"order": ORDERS["starve"], "shuffle": int(name[len("starve") :] or 2), "eager": 0}
