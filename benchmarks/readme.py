@@ -1,7 +1,7 @@
 """python -m benchmarks.readme [--check]: the tables of the documents from the files in benchmarks/results/.
 
-README.md has some rows of the newest, docs/performance.md all rows of every machine. Tables stand between
-<!-- benchmark:start --> and <!-- benchmark:end -->.
+README.md has some rows, of all machines side by side, docs/performance.md all rows of each machine. Tables stand
+between <!-- benchmark:start --> and <!-- benchmark:end -->.
 """
 
 from __future__ import annotations
@@ -77,48 +77,57 @@ def _rows(header: list[str], rows: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(cells) + " |" for cells in (header, right, *rows)]
 
 
-def render(document: dict, short: bool = False) -> str:
-    """Markdown: machine and command, the table of calls, the table of layers, the memory line; short: some calls."""
-    records = {(record["name"], record["pass"]): record for record in document["cases"]}
+OF_PEAK = (
+    "Of peak: useful FLOP over the multiply-add peak of the best instruction set for the dtype, measured beside it "
+    "in the same process. SDPA: F.scaled_dot_product_attention's time over ours."
+)
 
-    def ours(record: dict | None) -> dict:
-        return record["results"].get("ours", {}) if record else {}
 
-    def cell(record: dict | None) -> list[str]:
-        mine = ours(record)
-        if "seconds" not in mine:
-            return ["", "", ""]
-        return [duration(mine["seconds"]), f"{mine['fraction']:.0%}", _ratio(record, "sdpa")]
+def _records(document: dict) -> dict[tuple[str, str], dict]:
+    return {(record["name"], record["pass"]): record for record in document["cases"]}
+
+
+def _ours(record: dict | None) -> dict:
+    return record["results"].get("ours", {}) if record else {}
+
+
+def _cell(record: dict | None) -> list[str]:
+    mine = _ours(record)
+    if "seconds" not in mine:
+        return ["", "", ""]
+    return [duration(mine["seconds"]), f"{mine['fraction']:.0%}", _ratio(record, "sdpa")]
+
+
+def _machine(document: dict) -> str:
+    device = document["gpu"] or f"{document['cpu']}, {document['isa']}, {document['threads']} thread(s)"
+    commit = f", commit {document['commit'][:10]}" if document["commit"] else ""
+    return f"{device}; torch {document['torch']}; {document['date'][:10]}{commit}; `{document['command']}`."
+
+
+def render(document: dict) -> str:
+    """Markdown: machine and command, the table of calls, the table of layers, the memory line."""
+    records = _records(document)
 
     def passes(name: str) -> list[dict | None]:
         return [records.get((name, which)) for which in PASSES]
 
     calls, layers = [], []
     for label, name in CALLS.items():
-        if short and label not in SHORT:
-            continue
         forward, backward, _ = passes(name)
-        if any("seconds" in ours(record) for record in (forward, backward)):
-            scaling = ours(forward).get("scaling")
+        if any("seconds" in _ours(record) for record in (forward, backward)):
+            scaling = _ours(forward).get("scaling")
             label += f" ({scaling:.2f}x one thread)" if scaling else ""
-            calls.append([label, *cell(forward), *cell(backward)])
+            calls.append([label, *_cell(forward), *_cell(backward)])
     for label, name in LAYERS.items():
         forward, _, both = passes(name)
-        if any("seconds" in ours(record) for record in (forward, both)):
-            row = [(cell(record)[0], _ratio(record, "sdpa"), _ratio(record, "mha")) for record in (forward, both)]
+        if any("seconds" in _ours(record) for record in (forward, both)):
+            row = [(_cell(record)[0], _ratio(record, "sdpa"), _ratio(record, "mha")) for record in (forward, both)]
             layers.append([label, *row[0], *row[1]])
 
-    device = document["gpu"] or f"{document['cpu']}, {document['isa']}, {document['threads']} thread(s)"
-    commit = f", commit {document['commit'][:10]}" if document["commit"] else ""
-    lines = [
-        f"{device}; torch {document['torch']}; {document['date'][:10]}{commit}; `{document['command']}`.",
-        "Of peak: useful FLOP over the multiply-add peak of the best instruction set for the dtype, measured beside it "
-        "in the same process. SDPA: F.scaled_dot_product_attention's time over ours.",
-        "",
-    ]
+    lines = [_machine(document), OF_PEAK, ""]
     if calls:
         lines += _rows(["", "forward", "of peak", "SDPA", "backward", "of peak", "SDPA"], calls) + [""]
-    if layers and not short:
+    if layers:
         times = ["SDPA composed", "nn.MultiheadAttention"]
         lines += _rows(["layer", "forward", *times, "forward + backward", *times], layers) + [""]
     memory = []
@@ -136,9 +145,24 @@ def render(document: dict, short: bool = False) -> str:
             heads = f"the {case.layer} layer" if case.layer else f"{case.dtype}, one head"
             what = f"{heads}, N {case.q_len}" + (", causal" if case.causal else "")
             memory.append(f"- {what}: {'; '.join(parts)}")
-    if memory and not short:
+    if memory:
         lines += ["Peak memory beyond inputs and outputs, in MiB:", "", *memory]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def together(documents: list[dict]) -> str:
+    """Markdown: some calls, of each machine time, share of the peak and how many times SDPA takes."""
+    letters = [chr(ord("A") + i) for i in range(len(documents))]
+    found = [_records(document) for document in documents]
+    rows = []
+    for label in SHORT:
+        records = [of_machine.get((CALLS[label], which)) for of_machine in found for which in PASSES[:2]]
+        if any("seconds" in _ours(record) for record in records):
+            rows.append([label, *(", ".join(part for part in _cell(record) if part) for record in records)])
+    machines = [f"- {letter}: {_machine(document)}" for letter, document in zip(letters, documents)]
+    header = ["", *(f"{letter}: {which}" for letter in letters for which in PASSES[:2])]
+    lines = [f"In a cell: time, of peak, SDPA. {OF_PEAK}", "", *(_rows(header, rows) + [""] if rows else []), *machines]
+    return "\n".join(lines) + "\n"
 
 
 def every(documents: list[dict]) -> str:
@@ -163,7 +187,7 @@ def main(argv: list[str] | None = None) -> int:
     args = p.parse_args(argv)
     try:
         documents = machines(args.results)
-        tables = {args.readme: render(documents[0], short=True), args.page: every(documents)}
+        tables = {args.readme: together(documents), args.page: every(documents)}
         old = {page: page.read_text() for page in tables}
         new = {page: replace(old[page], table) for page, table in tables.items()}
     except (OSError, ValueError) as error:

@@ -338,7 +338,8 @@ def test_a_run_is_compared_and_what_seems_slower_is_measured_again(document, tmp
     assert "measuring 1 case(s) again" in shown and "3 compared with" in shown and "1 slower by more than 5%" in shown
 
 
-def test_the_tables_of_the_documents_come_from_the_results(document, tmp_path, capsys):
+def test_the_tables_of_the_documents_come_from_the_results(document, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(readme, "SHORT", ("fp32, (1, 8, 16, 64)",))
     results, short, page = tmp_path / "results", tmp_path / "README.md", tmp_path / "performance.md"
     results.mkdir()
     arguments = ["--readme", str(short), "--page", str(page), "--results", str(results)]
@@ -353,8 +354,9 @@ def test_the_tables_of_the_documents_come_from_the_results(document, tmp_path, c
     assert "not up to date" in capsys.readouterr().err
     assert readme.main(arguments) == 0 and readme.main([*arguments, "--check"]) == 0
     text = short.read_text()
-    assert text.startswith(f"before\n{readme.START}\n{document['cpu']}") and text.endswith(f"{readme.END}\nafter\n")
-    assert document["command"] in text and "an older machine" not in text and "Peak memory beyond" not in text
+    assert text.startswith(f"before\n{readme.START}\nIn a cell: ") and text.endswith(f"{readme.END}\nafter\n")
+    assert f"- A: {document['cpu']}" in text and "- B: an older machine" in text and "Peak memory beyond" not in text
+    assert "| A: forward | A: backward | B: forward | B: backward |" in text and document["command"] in text
     text = page.read_text()
     assert "| fp32, (1, 8, 16, 64) |" in text and document["command"] in text and "Peak memory beyond" in text
     assert text.index(f"### {document['cpu']}") < text.index("### an older machine")
