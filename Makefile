@@ -43,6 +43,8 @@ test: $(VENV)/.torch-$(TORCH)  ## build, then all tests; where nvcc is, the CUDA
 
 test-clients: build  ## install what attnjourney.integrations is for, then the tests with it
 	$(call install,test-clients)
+	@$(PY) -c "import torchvision" 2>/dev/null || { $(PY) -m pip uninstall -q -y torchvision; \
+		echo "no torchvision here that loads beside this torch: its tests are skipped"; }
 	$(RUN_TESTS) -m clients $(PYTEST_ARGS)
 
 demo: build  ## build, then the demo, in two minutes; longer with FULL=1: make demo TEXT=book.txt

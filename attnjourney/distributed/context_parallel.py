@@ -45,7 +45,7 @@ def context_parallel(
     """Makes the attention layers in a module take this rank's shard of the sequence, (batch, seq / ranks, embed), and
     attend to the whole: `ring_attention`, `ring_linear_attention`, `ring_infini_attention`, and `ring_mla`'s latents.
     Everything else in a model that looks at one token alone needs nothing; positions that a model adds itself are
-    `shard`ed as its tokens are.
+    shared out by `shard` as its tokens are.
 
     Args:
         module: a model, or one layer; changed in place. Its GroupedQueryAttention, MultiheadLatentAttention,

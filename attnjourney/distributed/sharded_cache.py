@@ -84,8 +84,8 @@ class ShardedKVCache:
         """Adds one token to every sequence, on the rank that has fewest of it, and attends with its query: `attend`.
 
         Args:
-            query (batch, num_heads, 1, head_dim), key (batch, num_kv_heads, 1, head_dim), value: the same on every
-                rank.
+            query: (batch, num_heads, 1, head_dim), the same on every rank, as the others.
+            key: (batch, num_kv_heads, 1, head_dim). value: (batch, num_kv_heads, 1, v_head_dim).
 
         Raises ValueError for more than one token, or where the cache is full.
         """
