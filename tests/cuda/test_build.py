@@ -109,3 +109,9 @@ torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_package_imports_beside_it(built):
+    """As with a torch that has CUDA, where the library is loaded before operators are listed."""
+    code = f"import torch; torch.ops.load_library('{LIBRARIES}/_C_cuda.so'); import attnjourney"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
