@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -40,9 +40,9 @@ def step(call: Callable[..., Tensor], tensors: list[Tensor]) -> None:
     call(*tensors).sum().backward()
 
 
-def measure(rank: int, args: argparse.Namespace, port: int) -> None:
+def measure(rank: int, args: argparse.Namespace, meeting: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=args.ranks)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=args.ranks)
     batch, heads, kv_heads, tokens, dim = map(int, args.shape.split(","))
     dtype = getattr(torch, args.dtype)
     torch.manual_seed(0)
@@ -91,10 +91,8 @@ def show(args: argparse.Namespace, best: dict[str, float], sent: dict[str, int])
 
 def main() -> None:
     args = parse()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    spawn(measure, (args, port), args.ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(measure, (args, f"file://{folder}/ranks"), args.ranks)
 
 
 if __name__ == "__main__":

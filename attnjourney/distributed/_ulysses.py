@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,20 +49,16 @@ def own_heads(x: Tensor | None, group: dist.ProcessGroup | None) -> Tensor | Non
     return None if x is None else x.chunk(dist.get_world_size(group), -1)[dist.get_rank(group)]
 
 
-def mask_for_heads(mask: Tensor, rows: int, dims: int, group: dist.ProcessGroup | None) -> Tensor:
-    """A mask of this rank's rows as `dims` dimensions that heads_for_rows takes: all rows, and heads for every rank."""
-    mask = mask.reshape((1,) * (dims - mask.dim()) + mask.shape)
-    heads = mask.shape[-3] if mask.shape[-3] > 1 else dist.get_world_size(group)
-    return mask.expand(*mask.shape[:-3], heads, rows, mask.shape[-1])
-
-
-def mask_of_heads(mask: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """This rank's heads of a mask of one row for all rows."""
-    return (
-        mask
-        if mask.dim() < 3 or mask.shape[-3] == 1
-        else mask.chunk(dist.get_world_size(group), -3)[dist.get_rank(group)]
-    )
+def mask_by_heads(
+    mask: Tensor, one_row: bool, query: Tensor, group: dist.ProcessGroup | None, swapped: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """A mask of this rank's rows of query and all heads as one of all rows and this rank's heads. one_row: of one row
+    for all, which is there already. swapped: what makes heads of some rows all rows of some heads."""
+    mask = mask.reshape((1,) * (query.dim() - mask.dim()) + mask.shape)
+    heads, ranks = mask.shape[-3], dist.get_world_size(group)
+    if one_row:
+        return mask if heads == 1 else mask.chunk(ranks, -3)[dist.get_rank(group)]
+    return swapped(mask.expand(*mask.shape[:-3], heads if heads > 1 else ranks, query.shape[-2], mask.shape[-1]))
 
 
 def ulysses(
@@ -88,10 +84,8 @@ def ulysses(
         own_mask = mask.of_heads(rank * heads // size, heads // size)
         out, lse = block_attention(q, k, v, own_mask, p, is_causal, True, options)
     else:
-        if mask is not None and one_row:
-            mask = mask_of_heads(mask, group)
-        elif mask is not None:
-            mask = whole(mask_for_heads(mask, query.shape[-2], query.dim(), group), layout.q_lens)
+        if mask is not None:
+            mask = mask_by_heads(mask, one_row, query, group, lambda rows: whole(rows, layout.q_lens))
         out, lse = torch.ops.attnjourney.attention_with_lse(q, k, v, mask, p, is_causal, **options)
     if not in_order:  # back in that of ranks; rows that only fill a shard up are copies of the first one
         places = _padded(layout.order, layout.q_lens).to(query.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -20,7 +21,7 @@ from ._parts import Layout, Visibility
 from ._rows import Scores
 from ._streams import Stream, StreamedAttention
 from ._transfer import all_gather
-from ._ulysses import heads_for_rows, mask_for_heads, mask_of_heads, own_heads, rows_for_heads, ulysses
+from ._ulysses import heads_for_rows, mask_by_heads, own_heads, rows_for_heads, ulysses
 from .cost import SCHEMES, choose_scheme
 from .sharding import check_lengths, check_order, chunks, lengthened
 
@@ -146,12 +147,10 @@ def ring_attention(
             key, value = (lengthened(x, max(kv_lens)) for x in (key, value))
             mask = attn_mask if isinstance(attn_mask, Tensor) else None
             if ulysses_group is not None:
-                if mask is not None and one_row:
-                    mask = mask_of_heads(mask, ulysses_group)
-                elif mask is not None:
-                    rows = mask_for_heads(mask, query.shape[-2], query.dim(), ulysses_group)
-                    mask = heads_for_rows(rows, ulysses_group)
-                query, key, value = (heads_for_rows(x, ulysses_group) for x in (query, key, value))
+                swapped = partial(heads_for_rows, group=ulysses_group)
+                if mask is not None:
+                    mask = mask_by_heads(mask, one_row, query, ulysses_group, swapped)
+                query, key, value = (swapped(x) for x in (query, key, value))
                 sinks, alibi_slopes = (own_heads(x, ulysses_group) for x in (sinks, alibi_slopes))
                 lead[-1] //= inner
                 own_first = dist.get_rank(ulysses_group) * lead[-1]

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from ..ops.infini_attention import Memory, check_segments, gated, local_attention, recall, write_memory
 from ._agreement import REFUSALS, agree, described
 from ._transfer import Exchange
-from .ring_linear_attention import OfOthers
+from .ring_linear_attention import OfOthers, packed, unpacked
 
 
 def ring_infini_attention(
@@ -66,15 +66,15 @@ def ring_infini_attention(
     rank = dist.get_rank(group)
     first = sum(lengths[:rank]) // segment_length
     if update == "linear" and truncate is None:
-        before = OfOthers.apply(_packed(write_memory(key, value, None)), group, True) + _packed(start)
-        recalled, _ = recall(query, key, value, segment_length, _unpacked(before), update, None, False)
+        before = OfOthers.apply(packed(*write_memory(key, value, None)), group, True) + packed(*start)
+        recalled, _ = recall(query, key, value, segment_length, unpacked(before), update, None, False)
     else:
         last = rank == len(lengths) - 1
-        begin, token = (_packed(start), None) if rank == 0 else _OfRankBefore.apply(_packed(start), key, value, group)
+        begin, token = (packed(*start), None) if rank == 0 else _OfRankBefore.apply(packed(*start), key, value, group)
         recalled, end = recall(
-            query, key, value, segment_length, _unpacked(begin), update, truncate, not last, first
+            query, key, value, segment_length, unpacked(begin), update, truncate, not last, first
         )  # fmt: skip
-        recalled = _ForRankBehind.apply(recalled, None if last or end is None else _packed(end), token, group)
+        recalled = _ForRankBehind.apply(recalled, None if last or end is None else packed(*end), token, group)
     return gated(local_attention(query, key, value, segment_length, cos, sin), recalled, beta)
 
 
@@ -82,15 +82,6 @@ def _check_lengths(lengths: list[int], segment: int) -> None:
     with_rows = [rank for rank, n in enumerate(lengths) if n]
     if any(lengths[rank] % segment for rank in with_rows[:-1]):
         raise ValueError(f"query: expected shards of whole segments of {segment} rows but for the last, got {lengths}")
-
-
-def _packed(memory: Memory) -> Tensor:
-    """(B, Hk, D, Dv + 1)"""
-    return torch.cat([memory[0], memory[1].unsqueeze(-1)], -1)
-
-
-def _unpacked(memory: Tensor) -> Memory:
-    return memory[..., :-1].contiguous(), memory[..., -1].contiguous()
 
 
 class _OfRankBefore(Function):

@@ -81,12 +81,20 @@ def ring_linear_attention(
     if normalizer is None:
         first = [OfOthers.apply(matrix, group, is_causal), None]
     else:
-        before = OfOthers.apply(torch.cat([matrix, normalizer.unsqueeze(-1)], -1), group, is_causal)
-        first = [before[..., :-1], before[..., -1]]
+        first = list(unpacked(OfOthers.apply(packed(matrix, normalizer), group, is_causal)))
     if initial_state is not None:
         first = [x if x is None or y is None else x + y for x, y in zip(first, initial_state)]
-    whole: Any = tuple(x if x is None else x.contiguous() for x in first)
+    whole: Any = tuple(first)
     return linear_attention(query, key, value, key_padding_mask=key_padding_mask, initial_state=whole, **options)
+
+
+def packed(matrix: Tensor, normalizer: Tensor) -> Tensor:
+    """(B, Hk, D, Dv) and (B, Hk, D) as (B, Hk, D, Dv + 1)."""
+    return torch.cat([matrix, normalizer.unsqueeze(-1)], -1)
+
+
+def unpacked(state: Tensor) -> tuple[Tensor, Tensor]:
+    return state[..., :-1].contiguous(), state[..., -1].contiguous()
 
 
 class OfOthers(Function):

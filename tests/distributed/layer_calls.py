@@ -100,20 +100,24 @@ def infini(rank, size, lengths, update, truncate, with_memory, with_rope):
         parts = (x[:, :, rows] for x in (query, key, value))
         return function(*parts, beta, memory=memory, **tables, **options, **more)
 
-    whole = gradients(lambda **t: call(attnjourney.infini_attention, slice(None), **t), tensors)
-    found = gradients(
-        lambda **t: in_place(call(distributed.ring_infini_attention, mine, **t, group=group), mine, whole[0]), tensors
-    )
+    functions = attnjourney.infini_attention, distributed.ring_infini_attention
+    return rows_off(call, functions, tensors, mine, group)
+
+
+def rows_off(call, functions, tensors, mine, group):
+    """`off` of call(function, rows, **tensors): that of one rank for all rows, that of ranks for this rank's."""
+    of_one, of_ranks = functions
+    whole = gradients(lambda **t: call(of_one, slice(None), **t), tensors)
+
+    def in_place(**t):
+        rows = torch.zeros_like(whole[0])
+        rows[:, :, mine] = call(of_ranks, mine, **t, group=group)  # the rows of the others get no gradient here
+        return rows
+
+    found = gradients(in_place, tensors)
     out = found[0].detach().clone()
     dist.all_reduce(out, group=group)
     return off((out, found[1]), whole, group)
-
-
-def in_place(out, mine, whole):
-    """This rank's rows in zeros: the rows of the others get no gradient here."""
-    rows = torch.zeros_like(whole)
-    rows[:, :, mine] = out
-    return rows
 
 
 def infini_bytes(rank, size, update):
@@ -158,14 +162,8 @@ def linear(rank, size, lengths, is_causal, feature_map, normalize, with_state, p
         parts = (x[:, :, rows] for x in (query, key, value))
         return function(*parts, key_padding_mask=own, initial_state=state, **options, **more)
 
-    whole = gradients(lambda **t: call(attnjourney.linear_attention, slice(None), **t), tensors)
-
-    found = gradients(
-        lambda **t: in_place(call(distributed.ring_linear_attention, mine, **t, group=group), mine, whole[0]), tensors
-    )
-    out = found[0].detach().clone()
-    dist.all_reduce(out, group=group)
-    return off((out, found[1]), whole, group)
+    functions = attnjourney.linear_attention, distributed.ring_linear_attention
+    return rows_off(call, functions, tensors, mine, group)
 
 
 def linear_bytes(rank, size):
