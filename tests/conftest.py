@@ -45,6 +45,7 @@ SLOW = [  # longest first
 ORDER = ["kernels/test_kernels.py", *SLOW, "attention/test_derivatives.py", "cache/test_cached_layers.py"]
 ORDER += [f"attention/test_{name}.py" for name in ("block_mask", "attention_forward", "torch_integration")]
 SEEN, RAN, QUICK_ITEMS = pytest.StashKey[set](), pytest.StashKey[int](), pytest.StashKey[list]()
+LACKING = pytest.StashKey[list]()
 
 
 def _file(path) -> str:
@@ -53,6 +54,7 @@ def _file(path) -> str:
 
 def pytest_configure(config):
     config.stash[SEEN], config.stash[RAN], config.stash[QUICK_ITEMS] = set(), 0, []
+    config.stash[LACKING] = []
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -113,8 +115,12 @@ def pytest_sessionfinish(session, exitstatus):
     whole = {item.split("::")[0].removeprefix("tests/") for item in stash[QUICK_ITEMS]} >= set(quick.QUICK)
     if not whole or stash[RAN] < len(stash[QUICK_ITEMS]):
         return
-    lacking = quick.missing(stash[SEEN])
-    if lacking:
-        print(f"\nthe quick tests (tests/support/quick.py) do not call: {', '.join(lacking)}")
-        if exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    stash[LACKING] = quick.missing(stash[SEEN])
+    if stash[LACKING] and exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.stash[LACKING]:
+        names = ", ".join(config.stash[LACKING])
+        terminalreporter.write_line(f"FAILED: the quick tests (tests/support/quick.py) do not call: {names}", red=True)

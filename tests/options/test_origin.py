@@ -27,6 +27,34 @@ def test_dropout_has_the_bits_of_the_whole(dtype, first_key):
     assert torch.equal(part != 0, whole[:, 1:3, row:, first_key:])
 
 
+def test_heads_of_packed_sequences():
+    lengths, n = torch.tensor([0, 7, 7, 24], dtype=torch.int32), 24
+    q = torch.zeros(n, 4, 8, dtype=torch.float64)
+    value = torch.eye(n, dtype=torch.float64)[:, None].expand(-1, 4, -1)
+    options = dict(dropout_p=0.5, dropout_seed=SEED)
+    whole = ops.varlen_attention(q, q, value, lengths, lengths, **options) != 0
+    part = ops.varlen_attention(q[:, 1:3], q[:, 1:3], value[:, 1:3], lengths, lengths, origin=[0, 0, 1, 4], **options)
+    assert torch.equal(part != 0, whole[:, 1:3])
+    assert whole[:7, :, 7:].sum() == 0 and not whole[:7, :, :7].all()
+
+
+def test_blocks_of_the_whole():
+    """Eight blocks of rows and of keys; the part begins at the third of the ones and the second of the others."""
+    block, n, row, first_key = 16, 128, 32, 16
+    unit = torch.eye(n, dtype=torch.float64)
+    mask = attnjourney.BlockMask.from_dense(random_tensor((n, n), torch.float64) > 0, block)
+    part_mask = mask.part(row, n, first_key, n)
+    options = dict(dropout_p=0.5, dropout_seed=SEED)
+    q = torch.zeros(2, 4, n, 8, dtype=torch.float64)
+    whole = ops.block_attention(q, q, unit.expand(2, 4, -1, -1), *mask.tensors, **options) != 0
+    part = ops.block_attention(
+        q[:, 1:3, row:], q[:, 1:3, first_key:], unit[first_key:, first_key:].expand(2, 2, -1, -1),
+        *part_mask.tensors, origin=[row, first_key, 1, 4], **options,
+    )  # fmt: skip
+    assert torch.equal(part != 0, whole[:, 1:3, row:, first_key:])
+    assert whole.any() and not whole[..., ~mask.to_dense()[0, 0]].any()
+
+
 @pytest.mark.parametrize("first_key", [0, 5])
 @pytest.mark.parametrize("q_len", [2, 23])  # few rows, and tiles of them
 @pytest.mark.parametrize(

@@ -14,6 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 # file: {test: how many of its cases, spread evenly over them; None: all}
 QUICK: dict[str, dict[str, int | None]] = {
     "options/test_options.py": {"test_values_and_gradients": None, "test_values_and_gradients_of_pairs": 24},
+    "options/test_origin.py": {
+        "test_positions_count_from_there": 2,
+        "test_heads_of_packed_sequences": None,
+        "test_blocks_of_the_whole": None,
+    },
     "attention/test_attention_forward.py": {"test_values_and_gradients": 40, "test_longer_than_a_tile": 8},
     "attention/test_derivatives.py": {"test_values": 8, "test_values_at_lengths": 2, "test_gradcheck": 4},
     "attention/test_derivative_transforms.py": {"test_equals_the_reference": 9, "test_varlen": None},
