@@ -50,8 +50,8 @@ test-clients: build  ## install what attnjourney.integrations is for, then the t
 demo: build  ## build, then the demo, in two minutes; longer with FULL=1: make demo TEXT=book.txt
 	$(PY) -m examples.demo $(if $(FULL),--full) $(if $(TEXT),--text "$(TEXT)") $(if $(OUT),--out "$(OUT)")
 
-bench: build  ## build, then the benchmarks: make bench ARGS="..."
-	$(PY) -m benchmarks.run $(ARGS)
+bench: build  ## build, then the benchmarks: make bench ARGS="..."; a dozen cases in two minutes: make bench QUICK=1
+	$(PY) -m benchmarks.run $(if $(QUICK),--quick) $(ARGS)
 
 # torch's own libraries are those of the installed torch, never copies.
 wheel: OUT := $(or $(OUT),dist)

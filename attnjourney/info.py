@@ -77,8 +77,10 @@ def explain(
     """Tells how `attention` would run with these arguments, without running it.
 
     Returns a dict: `isa`, `group` (query heads per key/value head), and for `forward` and `backward` the threads, tile
-    sizes (query rows, keys), work items and scratch bytes per thread; the `kernel` of `forward`, "decode" for few query
-    rows (each item then has a chunk of keys, `key_block`), else "tiled"; and `sdpa`: whether `activate` is on
+    sizes (query rows, keys), work items and scratch bytes per thread; what is cut smaller so that all threads end at
+    about one time (the items of the forward after `uncut_items`, the parts of each head in the backward's
+    `parts_of_cut_heads`); the `kernel` of `forward`, "decode" for few query rows (each item then has a chunk of keys,
+    `key_block`), else "tiled"; and `sdpa`: whether `activate` is on
     (`active`), and why F.scaled_dot_product_attention would still run torch's own function (`refusal`), or None.
     Raises what `attention` would raise.
     """

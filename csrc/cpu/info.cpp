@@ -47,10 +47,11 @@ std::string forward_text(const AttentionCall& c, const Sequences& sequences) {
                 ", \"scratch_bytes_per_thread\": ", p.space, "}");
   }
   const ForwardPlan f = plan_forward(c, sequences);
-  return text(
-      "{\"kernel\": \"tiled\", \"threads\": ", f.threads, ", \"query_tile\": ", f.kernel->forward_tile,
-      ", \"key_block\": ", f.kernel->forward_key_block, ", \"rows_per_item\": ", f.rows, ", \"items\": ", f.items,
-      ", \"scratch_bytes_per_thread\": ", f.kernel->forward_space(c.params, std::min(f.rows, c.params.q_len)), "}");
+  return text("{\"kernel\": \"tiled\", \"threads\": ", f.threads, ", \"query_tile\": ", f.kernel->forward_tile,
+              ", \"key_block\": ", f.kernel->forward_key_block, ", \"rows_per_item\": ", f.rows,
+              ", \"items\": ", f.items, ", \"uncut_items\": ", f.uncut, ", \"rows_per_cut_item\": ", f.cut_rows,
+              ", \"scratch_bytes_per_thread\": ", f.kernel->forward_space(c.params, std::min(f.rows, c.params.q_len)),
+              "}");
 }
 
 void explain(StableIValue* stack, uint64_t arguments, uint64_t) try {
@@ -70,13 +71,14 @@ void explain(StableIValue* stack, uint64_t arguments, uint64_t) try {
   std::vector<int64_t> heads(static_cast<size_t>(c.batch * c.kv_heads));
   std::iota(heads.begin(), heads.end(), 0);
   const BackwardPlan b = plan_backward(c, sequences, heads);
-  const int64_t whole = static_cast<int64_t>(heads.size()) - b.split;
-  const Tensor json = json_tensor(
-      text("{\"isa\": ", quoted(kernels().isa), ", \"group\": ", c.params.group,
-           ", \"forward\": ", forward_text(c, sequences), ", \"backward\": {\"threads\": ", b.threads,
-           ", \"query_tile\": ", b.kernel->backward_tile, ", \"key_block\": ", b.kernel->backward_key_block,
-           ", \"heads_whole\": ", whole, ", \"heads_split\": ", b.split, ", \"parts_per_split_head\": ", b.parts,
-           ", \"scratch_bytes_per_thread\": ", b.kernel->backward_space(c.params), "}}"));
+  std::string parts;  // of each head that is cut
+  for (const BackwardPlan::Cut& cut : b.cuts) parts += (parts.empty() ? "" : ", ") + std::to_string(cut.parts);
+  const Tensor json =
+      json_tensor(text("{\"isa\": ", quoted(kernels().isa), ", \"group\": ", c.params.group,
+                       ", \"forward\": ", forward_text(c, sequences), ", \"backward\": {\"threads\": ", b.threads,
+                       ", \"query_tile\": ", b.kernel->backward_tile, ", \"key_block\": ", b.kernel->backward_key_block,
+                       ", \"heads_whole\": ", heads.size() - b.cuts.size(), ", \"parts_of_cut_heads\": [", parts, "]",
+                       ", \"scratch_bytes_per_thread\": ", b.kernel->backward_space(c.params), "}}"));
   write_results(stack, json);
 } catch (...) {
   remember_and_rethrow();

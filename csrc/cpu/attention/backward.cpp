@@ -73,7 +73,7 @@ void backward(AttentionCall& c, const AttentionSaved& saved, const AttentionTang
   int64_t most_parts = 1;
   for (const std::vector<int64_t>& items : mask_gradient.rounds()) {
     plans.push_back(plan_backward(c, sequences, items));
-    most_parts = std::max(most_parts, plans.back().parts);
+    most_parts = std::max(most_parts, plans.back().most_parts);
   }
   mask_gradient.allocate(most_parts);
   const size_t sums = static_cast<size_t>(c.batch * c.q_heads * most_parts);
@@ -104,41 +104,34 @@ void backward(AttentionCall& c, const AttentionSaved& saved, const AttentionTang
   const int64_t ld = (p.head_dim + 64 / compute_item - 1) / (64 / compute_item) * (64 / compute_item);
   const int64_t part_numbers = p.group * largest.q_len * ld;
   for (const BackwardPlan& plan : plans) {
-    const int64_t split = plan.split, parts = plan.parts, whole = static_cast<int64_t>(plan.items.size()) - split;
-    const auto run = [&](int64_t item, int64_t part, int64_t n_parts, void* partial, void* scratch) {
+    Tensor partials = aten::empty(query, {gradients.query ? plan.partials * part_numbers : 0}, c.lse_dtype);
+    char* const partial = static_cast<char*>(partials.mutable_data_ptr());
+    run_queue(static_cast<int64_t>(plan.pieces.size()), plan.threads, space, [&](int64_t i, void* scratch) {
+      const auto [item, part, parts, index] = plan.pieces[static_cast<size_t>(i)];
       std::vector<HeadPointers> h(static_cast<size_t>(p.group));
       std::vector<HeadGradients> g(static_cast<size_t>(p.group));
       group_of(item, part, h.data(), g.data());
       const AttentionParams own = sequences.params(item / c.kv_heads);
-      if (!tangents) return kernel.backward(own, h.data(), g.data(), part, n_parts, partial, scratch);
+      void* const own_dq = parts > 1 && gradients.query ? partial + index * part_numbers * compute_item : nullptr;
+      if (!tangents) return kernel.backward(own, h.data(), g.data(), part, parts, own_dq, scratch);
       std::vector<HeadTangents> d;
       for (int64_t i = 0; i < p.group; i++)
         d.push_back(directions.at(sequences, item / c.kv_heads, item % c.kv_heads * p.group + i));
-      kernel.backward_jvp(own, h.data(), d.data(), g.data(), part, n_parts, partial, scratch);
-    };
-    if (split) {
-      Tensor partials = aten::empty(query, {gradients.query ? split * parts * part_numbers : 0}, c.lse_dtype);
-      char* partial = static_cast<char*>(partials.mutable_data_ptr());
-      run_queue(split * parts, plan.threads, space, [&](int64_t i, void* scratch) {
-        run(plan.items[static_cast<size_t>(i / parts)], i % parts, parts,
-            gradients.query ? partial + i * part_numbers * compute_item : nullptr, scratch);
-      });
-      constexpr int64_t rows = 256;
-      const int64_t blocks = gradients.query ? (largest.q_len + rows - 1) / rows : 0;
-      run_queue(split * p.group * blocks, plan.threads, 0, [&](int64_t i, void*) {
-        const int64_t index = i / (p.group * blocks), member = i / blocks % p.group, first = i % blocks * rows;
-        const int64_t item = plan.items[static_cast<size_t>(index)], b = item / c.kv_heads, kv = item % c.kv_heads;
-        const int64_t q_len = sequences.q_len(b);
-        if (first >= q_len) return;
-        HeadGradients g;
-        g.query = gq.at(b, kv * p.group + member, sequences.q_begin(b));
-        g.query_row = stride_of(*gradients.query, c.rank - 2);
-        kernel.sum_parts(p, partial + (index * parts * part_numbers + member * q_len * ld) * compute_item, part_numbers,
-                         parts, first, std::min(rows, q_len - first), g);
-      });
-    }
-    run_queue(whole, plan.threads, space, [&](int64_t i, void* scratch) {
-      run(plan.items[static_cast<size_t>(split + i)], 0, 1, nullptr, scratch);
+      kernel.backward_jvp(own, h.data(), d.data(), g.data(), part, parts, own_dq, scratch);
+    });
+    if (!gradients.query) continue;
+    constexpr int64_t rows = 256;
+    const int64_t blocks = (largest.q_len + rows - 1) / rows, units = p.group * blocks;
+    run_queue(static_cast<int64_t>(plan.cuts.size()) * units, plan.threads, 0, [&](int64_t i, void*) {
+      const auto [item, parts, first_partial] = plan.cuts[static_cast<size_t>(i / units)];
+      const int64_t member = i / blocks % p.group, first = i % blocks * rows;
+      const int64_t b = item / c.kv_heads, kv = item % c.kv_heads, q_len = sequences.q_len(b);
+      if (first >= q_len) return;
+      HeadGradients g;
+      g.query = gq.at(b, kv * p.group + member, sequences.q_begin(b));
+      g.query_row = stride_of(*gradients.query, c.rank - 2);
+      kernel.sum_parts(p, partial + (first_partial * part_numbers + member * q_len * ld) * compute_item, part_numbers,
+                       parts, first, std::min(rows, q_len - first), g);
     });
   }
   mask_gradient.finish();

@@ -65,10 +65,8 @@ void cpu_attention_forward(AttentionCall& c, const AttentionResults& results) {
   const ForwardPlan plan = plan_forward(c, sequences);
   const int64_t space = plan.kernel->forward_space(p, std::min(plan.rows, p.q_len));
   run_queue(plan.items, plan.threads, space, [&](int64_t item, void* scratch) {
-    const auto [b, head, block] = plan.at(item, sequences);
-    const AttentionParams own = sequences.params(b);
-    const int64_t first = block * plan.rows;
-    plan.kernel->forward(own, heads.at(b, head), first, std::min(plan.rows, own.q_len - first), scratch);
+    const auto [b, head, first, rows] = plan.at(item, sequences);
+    if (rows) plan.kernel->forward(sequences.params(b), heads.at(b, head), first, rows, scratch);
   });
 }
 

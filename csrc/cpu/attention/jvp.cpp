@@ -26,11 +26,10 @@ void cpu_attention_jvp(AttentionCall& c, const AttentionResults& results, const 
   const ForwardPlan plan = plan_forward(c, sequences);
   run_queue(plan.items, plan.threads, plan.kernel->jvp_space(p, std::min(plan.rows, p.q_len)),
             [&](int64_t item, void* scratch) {
-              const auto [b, head, block] = plan.at(item, sequences);
-              const AttentionParams own = sequences.params(b);
-              const int64_t first = block * plan.rows;
-              plan.kernel->jvp(own, heads.at(b, head), directions.at(sequences, b, head), first,
-                               std::min(plan.rows, own.q_len - first), scratch);
+              const auto [b, head, first, rows] = plan.at(item, sequences);
+              if (!rows) return;
+              plan.kernel->jvp(sequences.params(b), heads.at(b, head), directions.at(sequences, b, head), first, rows,
+                               scratch);
             });
 }
 

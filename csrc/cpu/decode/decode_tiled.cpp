@@ -103,8 +103,9 @@ void decode_tiled(const DecodeCall& c, const DecodeInputs& in, const Tensor& que
       in.options.attn_mask ? static_cast<const char*>(in.options.attn_mask->const_data_ptr()) : nullptr;
   const int64_t mask_item = mask ? item_size(in.options.attn_mask->scalar_type()) : 0;
   run_queue(plan.items, plan.threads, space, [&](int64_t i, void* scratch) {
-    const auto [b, head, block] = plan.at(i, uniform);
-    const int64_t bh = b * c.q_heads + head, first = block * plan.rows;
+    const auto [b, head, first, rows] = plan.at(i, uniform);
+    if (!rows) return;
+    const int64_t bh = b * c.q_heads + head;
     HeadPointers h;
     h.index = static_cast<uint32_t>(bh);
     h.query = q + (b * stride_of(query, 0) + head * stride_of(query, 1)) * item;
@@ -117,7 +118,7 @@ void decode_tiled(const DecodeCall& c, const DecodeInputs& in, const Tensor& que
     h.out = o + bh * c.q_len * c.v_head_dim * item;
     h.lse = l + bh * c.q_len * lse_item;
     h.stats = s + bh * c.q_len * 2 * lse_item;
-    plan.kernel->forward(params[static_cast<size_t>(b)], h, first, std::min(plan.rows, c.q_len - first), scratch);
+    plan.kernel->forward(params[static_cast<size_t>(b)], h, first, rows, scratch);
   });
 }
 

@@ -1,23 +1,11 @@
 // The walk of attention's derivatives by query, key and value over one key/value head: queries in chunks whose packed
 // data stays in the second-level cache, key blocks inside, query tiles innermost.
 #pragma once
+#include "key_parts.h"
 #include "stages.h"
 
 namespace attnjourney {
 namespace {
-
-// The share of key blocks `part` of `parts` of one key/value head: dealt in a snake, so that causal shares are even.
-ATTN_INLINE bool owns(int64_t block, int64_t part, int64_t parts) {
-  const int64_t round = block / parts, seat = block % parts;
-  return part == (round & 1 ? parts - 1 - seat : seat);
-}
-
-// Keys at a time: all parts of a head get as many blocks, of a size.
-ATTN_INLINE int64_t even_step(const AttentionParams& params, int64_t step, int64_t parts) {
-  if (parts == 1 || params.block_size || params.kv_len == 0) return step;
-  const int64_t blocks = parts * ((params.kv_len + parts * step - 1) / (parts * step));
-  return min_of(step, round_up((params.kv_len + blocks - 1) / blocks, 16));
-}
 
 // heads: the group's query heads. With parts > 1, dQ is left unscaled in partial_query [group][q_len][ld]
 // (ld = round_up(head_dim, line)) for the ordered sum; else it goes to its gradient. The key blocks' dK and dV go to
