@@ -68,6 +68,7 @@ def test_every_case_is_in_one_group_of_rows_and_the_most_telling_come_first():
     found = [case.name for cases, _, _ in gpu_parts.ROWS.values() for case in select(cases, GPU_CASES)]
     assert sorted(found) == sorted(case.name for case in GPU_CASES)
     assert found[:2] == ["gpu-bf16-d128-n8192-full", "gpu-bf16-d128-n8192-causal"]
+    assert found[4].startswith("gpu-bf16-d64-n8192")
     assert list(gpu_parts.ROWS)[:3] == ["d128, 8k", "d64 and 1k", "decode"]
     decode = [case.name.split("-")[1] for case in select("gpu-decode", GPU_CASES)]
     assert decode == ["decode"] * 5 + ["latent"] * 2
