@@ -69,7 +69,7 @@ def run(step: Step, limit: float, log: Path) -> str:
     print("\n".join(text.splitlines()[-12 if status == 0 else -60 :]), flush=True)
     if step.cannot and step.cannot in text:
         return f"skipped: {step.cannot}"
-    result = f"no end after {limit:.3g} s" if status is None else f"status {status}" if status else "ok"
+    result = f"no end after {limit - grace:.3g} s" if status is None else f"status {status}" if status else "ok"
     return ": ".join([result, *COUNTS.findall(text)[-1:]])
 
 

@@ -30,7 +30,8 @@ class FlashAttn(TorchPeer):
             return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         return None
 
-    def _check(self, case) -> None:
+    def _check(self, case):
+        """Raises Skip."""
         if case.dtype not in ("bf16", "fp16"):
             raise Skip("16-bit numbers alone")
         if case.mask or case.option not in ("", *self.known):

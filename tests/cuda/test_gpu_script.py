@@ -154,7 +154,7 @@ def test_a_whole_run(tmp_path, monkeypatch, capfd):
     results = {name: cells[2] for (_, name), cells in rows_of(out).items()}
     assert results == {
         "nvcc": "ok", "run": "status 3", "kernels": "ok",
-        "hangs": "no end after 0.6 s", "reports": "no end after 0.6 s",
+        "hangs": "no end after 0.3 s", "reports": "no end after 0.3 s",
         "passes": "ok: 3 passed, 1 skipped in 0.12s", "memcheck": "skipped: Device not supported",
         "racecheck": "skipped: no no-such-tool on PATH or in CUDA_HOME", "none": "skipped: for Hopper alone",
         "first": "ok", "second": "skipped: no time left",
@@ -177,7 +177,7 @@ def test_a_whole_run(tmp_path, monkeypatch, capfd):
     assert gpu.main(["--out", str(out), "--part", "bench"]) == 0
     again = rows_of(out)
     assert list(again) == [(step.part, step.name) for step in steps]
-    assert again["bench", "second"][2] == "ok" and again["tests", "hangs"][2] == "no end after 0.6 s"
+    assert again["bench", "second"][2] == "ok" and again["tests", "hangs"][2] == "no end after 0.3 s"
     assert "No time" not in (out / "summary.md").read_text()
     assert "Conformance failed" in (out / "summary.md").read_text()
 
