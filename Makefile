@@ -7,6 +7,7 @@
 #   FULL=1          the demo trains as long as it takes to write well
 #   CUDA=0          `make wheel` without the CUDA library
 #   PART=bench CASES=...  parts of `make gpu`, and its benchmarks      PREBUILT=1  `make gpu` takes the libraries as they are
+#   LIMIT=540       seconds of `make gpu`, after the build
 # See setup.py for CXX, CXXFLAGS, MAX_JOBS and CUDA_HOME.
 TORCH ?= 2.13.0
 PYTHON ?= python3
@@ -77,11 +78,12 @@ docs: build  ## build, then the site of docs/ in build/docs; a warning is an err
 # machine code for the GPU that is there alone: compilation is a part of the time
 CAPABILITY = 'import torch; print("{}{}".format(*torch.cuda.get_device_capability()))'
 gpu: OUT := $(or $(OUT),build/gpu)
-gpu:  ## on a machine with a GPU, with PYTHON's own torch: build, then the parts of tools/gpu.py, results in OUT
+gpu:  ## on a machine with a GPU, with PYTHON's own torch: build, then the parts of tools/gpu_parts.py, results in OUT
 	@$(PYTHON) -c 'import torch; raise SystemExit(not torch.cuda.is_available())' 2>/dev/null \
 		|| { echo "make gpu: $(PYTHON) has no torch that sees a CUDA device (torch.cuda.is_available() is False)"; exit 1; }
 	$(if $(PREBUILT),,ATTNJOURNEY_CUDA_CODE=$$($(PYTHON) -c $(CAPABILITY)) $(PYTHON) setup.py -q build_ext --inplace)
-	PYTHONPATH=. $(PYTHON) tools/gpu.py --out "$(OUT)" --part "$(PART)" --cases "$(CASES)"
+	PYTHONPATH="$(CURDIR)" $(PYTHON) -m tools.gpu --out "$(OUT)" --part "$(PART)" --cases "$(CASES)" \
+		$(if $(LIMIT),--seconds "$(LIMIT)")
 
 lint: $(VENV)/.torch-$(TORCH)  ## check the style of C++ and Python, and Python's types
 	@$(VENV)/bin/clang-format --dry-run --Werror $(CXX_FILES)

@@ -45,6 +45,7 @@ class Case:
     # latent attention: one key head, whose first v_head_dim numbers are the value)
     decode: str = ""
     option: str = ""  # of attention: see options.py
+    deterministic: bool = False  # under torch.use_deterministic_algorithms
     scaling: bool = False  # measure one thread and all threads, and print the quotient
     frozen: bool = False  # key and value get no gradient
     passes: tuple[str, ...] = PASSES
@@ -136,7 +137,8 @@ class Case:
     def shape(self) -> dict:
         """The fields that matter to a reader of the JSON file."""
         names = "batch heads kv_heads q_len kv_len head_dim v_head_dim dtype causal mask dropout layout layer decode"
-        return {name: getattr(self, name) for name in (*names.split(), "function", "extent", "option")}
+        names += " function extent option" + (" deterministic" if self.deterministic else "")
+        return {name: getattr(self, name) for name in names.split()}
 
     def tiny(self) -> Case:
         """The same kind of case at a size that takes microseconds, for tests."""
@@ -317,54 +319,57 @@ CASES = _dense() + _decode() + _few() + _linear() + _options() + [
 
 
 def _gpu() -> list[Case]:
-    """For a data-centre GPU: 16k tokens of width 2048, some with a mask or dropout; cases for FlexAttention, which
-    compiles for each, and of linear attention."""
+    """For a data-centre GPU, the most telling first: 16k tokens of width 2048, decoding, options, cases for
+    FlexAttention, which compiles for each, and linear attention."""
     cases = []
-    for n in (1024, 8192):
+    training = ("forward", "backward")
+    for n in (8192, 1024):
         for d, dv in ((128, 128), (64, 64), (192, 128)):
+            sizes = dict(batch=16384 // n, heads=2048 // dv, q_len=n, head_dim=d, v_head_dim=dv, dtype="bf16")
             for causal in (False, True):
-                cases.append(
-                    Case(
-                        f"gpu-bf16-d{d}-n{n}-{'causal' if causal else 'full'}", "gpu", 16384 // n, 2048 // dv, q_len=n,
-                        head_dim=d, v_head_dim=dv, dtype="bf16", causal=causal, check=n == 1024 and d == 128,
-                        passes=("forward",) if d == 192 else PASSES,
-                    )
-                )  # fmt: skip
+                cases.append(Case(f"gpu-bf16-d{d}-n{n}-{'causal' if causal else 'full'}", "gpu", causal=causal,
+                                  check=n == 1024 and d == 128, passes=("forward",) if d == 192 else PASSES,
+                                  **sizes))  # fmt: skip
+            if (n, d) == (8192, 128):
+                for causal in (False, True):
+                    name = f"gpu-bf16-d{d}-n{n}-{'causal' if causal else 'full'}-deterministic"
+                    cases.append(Case(name, "gpu", causal=causal, check=False, deterministic=True, passes=("backward",),
+                                      **sizes))  # fmt: skip
     cases.append(Case("gpu-bf16-gqa8-n8192-causal", "gpu", 2, 16, 2, q_len=8192, head_dim=128, dtype="bf16",
                       causal=True, check=False))  # fmt: skip
-    # with options; a float mask is one for each head
-    trained = dict(mask="float-grad", passes=("forward", "backward"))
-    of_options = [("padding", dict(mask="padding")), ("float", dict(mask="float")), ("float-grad", trained),
-                  ("dropout", dict(dropout=0.1)), ("alibi", dict(option="alibi")),
-                  ("window512", dict(option="window", extent=512, causal=True))]  # fmt: skip
-    for d in (128, 64):
-        for name, fields in of_options[: 6 if d == 128 else 4]:
-            cases.append(Case(f"gpu-options-bf16-d{d}-n4096-{name}", "gpu-options", 4, 2048 // d,
-                              q_len=4096, head_dim=d, dtype="bf16", check=False, **fields))  # fmt: skip
-    for layer, sizes in (("gqa", dict(kv_heads=4, head_dim=128)), ("mla", dict(head_dim=192, v_head_dim=128))):
-        cases.append(Case(f"gpu-layer-{layer}-n4096", "gpu", 2, 16, q_len=4096, layer=layer, causal=True, dtype="bf16",
-                          check=False, **sizes))  # fmt: skip
-    for batch, n in ((64, 4096), (4, 32768)):
-        cases.append(Case(f"gpu-latent-bf16-b{batch}-h128-s{n}", "gpu-decode", batch, 128, 1, q_len=1, kv_len=n,
-                          head_dim=576, v_head_dim=512, dtype="bf16", decode="latent", check=False,
-                          passes=("forward",)))  # fmt: skip
-    for d in (64, 128):
-        cases.append(Case(f"gpu-fp32-d{d}-n4096-causal", "gpu", 4, 2048 // d, q_len=4096, head_dim=d, causal=True,
-                          check=False, passes=PASSES))  # fmt: skip
-    for d in (64, 128):
-        cases.append(Case(f"gpu-flex-bf16-d{d}-n4096-causal", "gpu-flex", 4, 2048 // d, q_len=4096, head_dim=d,
-                          dtype="bf16", causal=True, check=False, passes=("forward", "backward")))  # fmt: skip
     decode = [(1, 32768, "bf16", "dense"), (16, 8192, "bf16", "dense"), (64, 1024, "bf16", "dense")]
     decode += [(16, 8192, "bf16", "paged"), (4, 4096, "fp32", "dense")]
     for batch, n, dtype, place in decode:
         name = f"gpu-decode-{dtype}-b{batch}-h32.8-s{n}" + ("" if place == "dense" else f"-{place}")
         cases.append(Case(name, "gpu-decode", batch, 32, 8, q_len=1, kv_len=n, head_dim=128, dtype=dtype, decode=place,
                           passes=("forward",)))  # fmt: skip
-    for dtype, n in (("bf16", 2048), ("bf16", 16384), ("fp32", 16384)):
-        cases.append(Case(f"gpu-linear-{dtype}-n{n}", "gpu-linear", 16384 // n, 16, q_len=n, dtype=dtype,
-                          function="linear", check=n <= 4096, passes=("forward", "backward")))  # fmt: skip
+    for batch, n in ((64, 4096), (4, 32768)):
+        cases.append(Case(f"gpu-latent-bf16-b{batch}-h128-s{n}", "gpu-decode", batch, 128, 1, q_len=1, kv_len=n,
+                          head_dim=576, v_head_dim=512, dtype="bf16", decode="latent", check=False,
+                          passes=("forward",)))  # fmt: skip
+    # with options; a float mask is one for each head
+    of_options = [("padding", dict(mask="padding")), ("float", dict(mask="float")),
+                  ("float-grad", dict(mask="float-grad", passes=training)), ("dropout", dict(dropout=0.1)),
+                  ("alibi", dict(option="alibi")),
+                  ("window512", dict(option="window", extent=512, causal=True))]  # fmt: skip
+    for d in (128, 64):
+        for name, fields in of_options[: 6 if d == 128 else 4]:
+            cases.append(Case(f"gpu-options-bf16-d{d}-n4096-{name}", "gpu-options", 4, 2048 // d,
+                              q_len=4096, head_dim=d, dtype="bf16", check=False, **fields))  # fmt: skip
+    for d in (64, 128):
+        cases.append(Case(f"gpu-fp32-d{d}-n4096-causal", "gpu", 4, 2048 // d, q_len=4096, head_dim=d, causal=True,
+                          check=False, passes=PASSES))  # fmt: skip
     cases.append(Case("gpu-blocks-bf16-n8192", "gpu-blocks", 1, 16, q_len=8192, head_dim=128, mask="bigbird", extent=64,
                       dtype="bf16", check=False))  # fmt: skip
+    for d in (64, 128):
+        cases.append(Case(f"gpu-flex-bf16-d{d}-n4096-causal", "gpu-flex", 4, 2048 // d, q_len=4096, head_dim=d,
+                          dtype="bf16", causal=True, check=False, passes=training))  # fmt: skip
+    for dtype, n in (("bf16", 2048), ("bf16", 16384), ("fp32", 16384)):
+        cases.append(Case(f"gpu-linear-{dtype}-n{n}", "gpu-linear", 16384 // n, 16, q_len=n, dtype=dtype,
+                          function="linear", check=n <= 4096, passes=training))  # fmt: skip
+    for layer, sizes in (("gqa", dict(kv_heads=4, head_dim=128)), ("mla", dict(head_dim=192, v_head_dim=128))):
+        cases.append(Case(f"gpu-layer-{layer}-n4096", "gpu", 2, 16, q_len=4096, layer=layer, causal=True, dtype="bf16",
+                          check=False, **sizes))  # fmt: skip
     return cases
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -22,6 +23,24 @@ def blank(case: Case, which: str, threads: int) -> dict:
     }  # fmt: skip
 
 
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@contextlib.contextmanager
+def both(*contexts: Callable[[], contextlib.AbstractContextManager]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
+        yield
+
+
 def measure(
     case: Case,
     which: str,
@@ -37,6 +56,7 @@ def measure(
     counts = [1, threads] if case.scaling and threads > 1 and device == "cpu" else [threads]
     record = blank(case, which, threads)
     grad_mode = torch.no_grad if which == "forward" else contextlib.nullcontext
+    mode = deterministic if case.deterministic else contextlib.nullcontext
     contestants: dict[str, Contestant] = {}
     with grad_mode():
         for peer in peers:
@@ -44,10 +64,11 @@ def measure(
             try:
                 if case.option and not peer.options:
                     raise Skip("options as a mask tensor are measured for sdpa alone")
-                call = peer.build(case, tensors, which)
+                with mode():
+                    call = peer.build(case, tensors, which)
                 error = None
                 if case.check and peer.same_function and not case.dropout and which not in DERIVATIVES:
-                    with peer.context():
+                    with mode(), peer.context():
                         error = truth().error(peer.convert(call()))
             except Skip as reason:
                 record["skipped"][peer.name] = str(reason)
@@ -58,7 +79,7 @@ def measure(
             record["results"][peer.name] = {"error": error}
             for count in counts:
                 name = peer.name if count == threads else f"{peer.name} x{count}"
-                contestants[name] = Contestant(call, count, peer.context)
+                contestants[name] = Contestant(call, count, functools.partial(both, mode, peer.context))
         if not contestants:
             return record
         clock = Clock(device, 1 if counts == [1] else threads)

@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from . import machine, memory
+from . import files, machine, memory
 
 CONTESTANTS = ("ours", "sdpa", "eager")
 PROMPT, NEW, BATCHES = 512, 64, (1, 8)
@@ -194,7 +194,7 @@ def main(argv: list[str] | None = None) -> int:
     args = p.parse_args(argv)
     torch.set_num_threads(args.threads)
     command = " ".join(["python -m benchmarks.models", *(sys.argv[1:] if argv is None else argv)])
-    document = machine.describe("cpu", args.threads) | {"command": command, "models": []}
+    document = machine.describe("cpu", args.threads) | {"command": command, "finished": False, "models": []}
     console = Console()
     for case in cases():
         if args.case not in case.name:
@@ -202,7 +202,10 @@ def main(argv: list[str] | None = None) -> int:
         console.print(case.name)
         document["models"].append(measure(case, args.turns, args.threads, args.threads == 1))
         if args.json:
-            args.json.write_text(json.dumps(document, indent=1) + "\n")
+            files.write_json(args.json, document)
+    document["finished"] = True
+    if args.json:
+        files.write_json(args.json, document)
     console.print(table(document["models"]))
     return 0 if document["models"] else 1
 

@@ -11,9 +11,9 @@ import json
 import sys
 from pathlib import Path
 
+from . import markdown
 from .cases import CASES, PASSES
 from .machine import ROOT
-from .report import duration
 
 START, END = "<!-- benchmark:start -->", "<!-- benchmark:end -->"
 README, PAGE = ROOT / "README.md", ROOT / "docs/performance.md"
@@ -64,17 +64,8 @@ def machines(folder: Path = RESULTS) -> list[dict]:
     return sorted(documents, key=lambda document: document["date"], reverse=True)
 
 
-def _times(value: float | None) -> str:
-    return "" if value is None else f"{value:.2g}x" if value < 10 else f"{value:.0f}x"
-
-
 def _ratio(record: dict | None, peer: str) -> str:
-    return _times(record["results"].get(peer, {}).get("ratio")) if record else ""
-
-
-def _rows(header: list[str], rows: list[list[str]]) -> list[str]:
-    right = ["---"] + ["---:"] * (len(header) - 1)
-    return ["| " + " | ".join(cells) + " |" for cells in (header, right, *rows)]
+    return markdown.times(record["results"].get(peer, {}).get("ratio")) if record else ""
 
 
 OF_PEAK = (
@@ -95,13 +86,7 @@ def _cell(record: dict | None) -> list[str]:
     mine = _ours(record)
     if "seconds" not in mine:
         return ["", "", ""]
-    return [duration(mine["seconds"]), f"{mine['fraction']:.0%}", _ratio(record, "sdpa")]
-
-
-def _machine(document: dict) -> str:
-    device = document["gpu"] or f"{document['cpu']}, {document['isa']}, {document['threads']} thread(s)"
-    commit = f", commit {document['commit'][:10]}" if document["commit"] else ""
-    return f"{device}; torch {document['torch']}; {document['date'][:10]}{commit}; `{document['command']}`."
+    return [markdown.duration(mine["seconds"]), f"{mine['fraction']:.0%}", _ratio(record, "sdpa")]
 
 
 def render(document: dict) -> str:
@@ -124,12 +109,12 @@ def render(document: dict) -> str:
             row = [(_cell(record)[0], _ratio(record, "sdpa"), _ratio(record, "mha")) for record in (forward, both)]
             layers.append([label, *row[0], *row[1]])
 
-    lines = [_machine(document), OF_PEAK, ""]
+    lines = [markdown.machine(document), OF_PEAK, ""]
     if calls:
-        lines += _rows(["", "forward", "of peak", "SDPA", "backward", "of peak", "SDPA"], calls) + [""]
+        lines += markdown.rows(["", "forward", "of peak", "SDPA", "backward", "of peak", "SDPA"], calls) + [""]
     if layers:
         times = ["SDPA composed", "nn.MultiheadAttention"]
-        lines += _rows(["layer", "forward", *times, "forward + backward", *times], layers) + [""]
+        lines += markdown.rows(["layer", "forward", *times, "forward + backward", *times], layers) + [""]
     memory = []
     for case in CASES:
         parts = []
@@ -159,9 +144,14 @@ def together(documents: list[dict]) -> str:
         records = [of_machine.get((CALLS[label], which)) for of_machine in found for which in PASSES[:2]]
         if any("seconds" in _ours(record) for record in records):
             rows.append([label, *(", ".join(part for part in _cell(record) if part) for record in records)])
-    machines = [f"- {letter}: {_machine(document)}" for letter, document in zip(letters, documents)]
+    machines = [f"- {letter}: {markdown.machine(document)}" for letter, document in zip(letters, documents)]
     header = ["", *(f"{letter}: {which}" for letter in letters for which in PASSES[:2])]
-    lines = [f"In a cell: time, of peak, SDPA. {OF_PEAK}", "", *(_rows(header, rows) + [""] if rows else []), *machines]
+    lines = [
+        f"In a cell: time, of peak, SDPA. {OF_PEAK}",
+        "",
+        *(markdown.rows(header, rows) + [""] if rows else []),
+        *machines,
+    ]
     return "\n".join(lines) + "\n"
 
 

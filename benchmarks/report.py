@@ -6,12 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-
-def duration(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e9:.0f} ns"
+from .markdown import duration
 
 
 def amount(count: int | None) -> str:

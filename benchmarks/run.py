@@ -6,13 +6,14 @@ import argparse
 import functools
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from . import ceilings, compare, crossover, inputs, machine, memory, peers, report
+from . import ceilings, compare, crossover, files, inputs, machine, markdown, memory, peers, report
 from .cases import CASES, DERIVATIVES, GPU_CASES, PASSES, Case, from_shape, select
 from .measure import blank, measure
 from .truth import Truth
@@ -38,7 +39,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--seconds", type=float, help="time for each contestant in each pass (default 0.5, with --quick 0.1)"
     )
     p.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True, help="measure peak memory too")
-    p.add_argument("--json", type=Path, metavar="FILE", help="write the results")
+    p.add_argument("--json", type=Path, metavar="FILE", help="write the results, anew after each row")
+    p.add_argument("--markdown", type=Path, metavar="FILE", help="write them as a table, anew after each row")
+    p.add_argument(
+        "--append", action="store_true", help="keep what is in the file of --json, but for what is measured again"
+    )
     p.add_argument("--plot", type=Path, metavar="DIR", help="write PNG plots")
     p.add_argument(
         "--compare", type=Path, metavar="OLD.json", help="exit with 1 if something is more than 5 %% slower than there"
@@ -49,6 +54,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     unknown = [name for name in args.passes.split(",") if name not in known]
     if unknown:
         p.error(f"--passes: unknown {', '.join(unknown)}; there are {', '.join(known)}")
+    if args.append and not args.json:
+        p.error("--append: expected --json FILE beside it")
     if args.threads < 1:
         p.error(f"--threads: expected at least 1, got {args.threads}")
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -69,8 +76,32 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def save(document: dict, args: argparse.Namespace) -> None:
+    if args.json:
+        files.write_json(args.json, document)
+    if args.markdown:
+        files.write(args.markdown, markdown.table(document))
+
+
+def begin(args: argparse.Namespace, missing: dict[str, str], budget: float) -> tuple[dict, bool]:
+    """What --json writes, with the rows that stay, and whether all runs that it is of have finished before this one."""
+    document = machine.describe(args.device, args.threads) | {"budget": budget, "missing": missing}
+    document |= {"finished": False, "ceilings": {}, "cases": []}
+    if not (args.append and args.json.exists()):
+        return document, True
+    try:
+        old = files.read_to_append(args.json, document)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    again = {(case.name, which) for case in args.cases for which in passes_of(case, args)}
+    document["cases"] = [record for record in old["cases"] if (record["name"], record["pass"]) not in again]
+    document["missing"] = old["missing"] | missing
+    document["command"] = f"{old['command']}; {document['command']}"
+    return document, old.get("finished", True)
+
+
 def run(args: argparse.Namespace, console: Console) -> dict:
-    """All cases asked for; returns what --json writes."""
+    """All cases asked for; returns what --json writes, which is unfinished until here."""
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
     memory.keep_freed_pages()
@@ -78,7 +109,7 @@ def run(args: argparse.Namespace, console: Console) -> dict:
     peers.OURS.missing(args.device)
     missing = {peer.name: reason for peer in args.chosen if (reason := peer.missing(args.device))}
     taking_part = [peers.OURS] + [peer for peer in args.chosen if peer.name not in missing]
-    document = machine.describe(args.device, args.threads) | {"budget": budget, "missing": missing}
+    document, finished = begin(args, missing, budget)
     report.head(document, console)
     document["ceilings"] = ceilings.survey(args.device, args.threads)
     report.ceilings(document["ceilings"], console)
@@ -90,12 +121,14 @@ def run(args: argparse.Namespace, console: Console) -> dict:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    records = document["cases"] = []
     # no refresh thread: its work would count as the process's time
     with memory.Server() as server, Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
         task = progress.add_task("", total=sum(len(passes_of(case, args)) for case in args.cases))
         for case in args.cases:
-            records += run_case(case, taking_part, args, budget, server, progress, task)
+            for record in run_case(case, taking_part, args, budget, server, progress, task):
+                document["cases"].append(record)
+                save(document, args)
+    document["finished"] = finished
     return document
 
 
@@ -103,10 +136,10 @@ def passes_of(case: Case, args: argparse.Namespace) -> list[str]:
     return [which for which in args.passes.split(",") if which in case.passes]
 
 
-def run_case(case: Case, taking_part, args, budget: float, server, progress, task) -> list[dict]:
+def run_case(case: Case, taking_part, args, budget: float, server, progress, task) -> Iterator[dict]:
+    """A record for each pass."""
     tensors = inputs.make(case, args.device)
     truth = functools.cache(lambda: Truth(case, tensors))
-    records = []
     for which in passes_of(case, args):
         progress.update(task, description=f"{case.name} {which}", refresh=True)
         if case.only_memory:
@@ -120,9 +153,8 @@ def run_case(case: Case, taking_part, args, budget: float, server, progress, tas
                 if peer.name in record["results"] or case.only_memory:
                     extra = server.extra(case, which, peer, args.device, args.threads)
                     record["results"].setdefault(peer.name, {})["memory"] = extra
-        records.append(record)
         progress.advance(task)
-    return records
+        yield record
 
 
 def confirm(document: dict, old: dict, args: argparse.Namespace, console: Console) -> None:
@@ -131,10 +163,9 @@ def confirm(document: dict, old: dict, args: argparse.Namespace, console: Consol
     if not again:
         return
     console.print(f"measuring {len(again)} case(s) again")
-    second = run(
-        argparse.Namespace(**vars(args) | {"cases": [c for c in args.cases if c.name in again], "memory": False}),
-        console,
-    )
+    alone = {"memory": False, "json": None, "markdown": None, "append": False}
+    cases = [case for case in args.cases if case.name in again]
+    second = run(argparse.Namespace(**vars(args) | alone | {"cases": cases}), console)
     better = {(record["name"], record["pass"]): record for record in second["cases"]}
     for record in document["cases"]:
         other = better.get((record["name"], record["pass"]), {"results": {}})["results"].get("ours", {})
@@ -156,15 +187,14 @@ def main(argv: list[str] | None = None) -> int:
     report.table(document, console)
     document["crossover"] = crossover.find(document["cases"])
     crossover.report(document["crossover"], console)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
+    save(document, args)
     if args.plot:
         from . import plots
 
         for path in plots.write(document, args.plot):
             console.print(f"wrote {path}")
-    failed = any("ours" in record["failed"] for record in document["cases"])
+    own = {case.name for case in args.cases}
+    failed = any("ours" in record["failed"] and record["name"] in own for record in document["cases"])
     return max(compare.report(old, document, console) if old else 0, int(failed))
 
 

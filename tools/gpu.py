@@ -1,155 +1,173 @@
-"""python tools/gpu.py: what `make gpu` does on a machine with a GPU, part by part, each with a time limit.
+"""python -m tools.gpu: what `make gpu` does on a machine with a GPU, the commands of tools/gpu_parts.py one by one.
 
-conformance  every instruction wrapper of csrc/cuda/ptx against known answers
-tests        pytest -m cuda
-sanitizer    compute-sanitizer's memcheck and racecheck on small calls
-bench        benchmarks beside PyTorch's backends and FlexAttention
+Each command has a limit of its own, and all together take --seconds at most: what finds no time left is skipped, and
+the summary says so. A command that does not end in time is interrupted, then killed with everything that it has
+started; what it has printed and written by then stays.
 
-All together take --seconds at most: what finds no time left is skipped, and says so.
+OUT/summary.md is written anew after each command. Rows of parts that are not run this time stay in it, so a second call
+goes on where the first one ended.
 """
 
+from __future__ import annotations
+
 import argparse
+import contextlib
+import datetime
 import os
+import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-SMALL = """
-import torch, attnjourney
-for dim, dtype in ((64, torch.bfloat16), (128, torch.float16), (64, torch.float32), (20, torch.float64)):
-    q, k, v = (torch.randn(1, h, 150, dim, device="cuda", dtype=dtype, requires_grad=True) for h in (2, 1, 1))
-    lengths = torch.tensor([130], device="cuda")
-    bias = torch.randn(150, 150, device="cuda", dtype=dtype)
-    for options in (
-        {}, {"is_causal": True}, {"window_size": (40, 3), "key_lengths": lengths},
-        {"attn_mask": bias > 0, "dropout_p": 0.1}, {"attn_mask": bias, "softcap": 5.0},
-    ):
-        attnjourney.attention(q, k, v, enable_gqa=True, **options).sum().backward()
-    blocks = attnjourney.BlockMask.from_function(lambda b, h, i, j: (i // 16 + j // 16) % 3 > i % 2, 1, 1, 150, 150, 16)
-    attnjourney.attention(q, k, v, blocks.to("cuda"), enable_gqa=True).sum().backward()
-    attnjourney.attention_weights(q, k, blocks.to("cuda"), enable_gqa=True)
-    cache = attnjourney.PagedKVCache(1, 1, 200, dim, block_size=16, dtype=dtype, device="cuda")
-    with torch.no_grad():
-        for n in (149, 1):
-            cache.step(q[:, :, :n], k[:, :, :n], v[:, :, :n])
-    sizes = (1, 40, 1, 192), (1, 150, 576), (10240, 512)
-    query, latent, weight = (torch.randn(size, device="cuda", dtype=dtype) for size in sizes)
-    attnjourney.mla_decode(attnjourney.rope(query), latent, lengths, weight)
-for dtype in (torch.bfloat16, torch.float32):
-    q, k, v = (torch.randn(1, h, 600, 40, device="cuda", dtype=dtype, requires_grad=True) for h in (2, 1, 1))
-    for options in ({}, {"is_causal": False, "normalize": False}):
-        attnjourney.linear_attention(q, k, v, **options).sum().backward()
-torch.cuda.synchronize()
-"""
+from benchmarks.files import write
+from benchmarks.markdown import rows
+from tools.gpu_parts import PARTS, ROOT, Step, steps
+
+GRACE = 5.0  # seconds from the interrupt, on which pytest writes its report, to the end
+NO_TIME = "no time left"
+ENOUGH = 10.0  # seconds that are worth starting a command for
+# the driver keeps what it compiles, should there be no machine code for this GPU
+ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "CUDA_CACHE_MAXSIZE": str(4 << 30)}
+
+COUNTS = re.compile(r"\d+ (?:passed|failed|skipped|deselected|error)[^=\n]* in [\d.]+s")  # pytest's last line
 
 
-def tool(name: str) -> str | None:
-    home = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
-    return shutil.which(name) or shutil.which(name, path=os.path.join(home, "bin"))
+def stop(process: subprocess.Popen, grace: float) -> None:
+    """Interrupts the process and all that it has started, and kills what is left after a while."""
+    for number, wait in ((signal.SIGINT, grace), (signal.SIGKILL, 5.0)):  # one that waits for the driver stays
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(wait)
 
 
-def steps(out: Path, cases: str) -> dict[str, list[tuple[list[str], int]]]:
-    """{part: [(command, seconds it may take)]}"""
-    import torch
-
-    python, conformance = sys.executable, str(out / "conformance")
-    hopper = not torch.cuda.is_available() or torch.cuda.get_device_capability() == (9, 0)
-    nvcc = [tool("nvcc") or "nvcc", "-std=c++20", "-O3", "-Icsrc", "-Itests/emulator"]
-    nvcc += ["-gencode", "arch=compute_90a,code=sm_90a", "tests/emulator/conformance/conformance.cu", "-o", conformance]
-    sanitizer = [tool("compute-sanitizer") or "compute-sanitizer", "--error-exitcode", "9"]
-    sanitizer += ["--kernel-regex", "kns=attnjourney"]
-    bench = [python, "-m", "benchmarks.run", "--device", "cuda", "--no-memory", "--seconds", "0.1"]
-    bench += ["--passes", "forward,backward"]
-    backends = "sdpa,sdpa-cudnn,sdpa-flash,sdpa-efficient"
-    return {
-        "conformance": [(nvcc, 60), ([conformance], 20)] if hopper else [],
-        "tests": [
-            ([python, "-m", "pytest", "-q", "-m", "cuda", f"--junitxml={out / 'cuda-tests.xml'}", "tests"], 90),
-        ],
-        "sanitizer": [
-            ([*sanitizer, "--tool", "memcheck", python, "-c", SMALL], 60),
-            ([*sanitizer, "--tool", "racecheck", python, "-c", SMALL], 60),
-        ],
-        "bench": [
-            (
-                [*bench, "--case", cases or "gpu-bf16,gpu-fp32,gpu-decode", "--peers", backends]
-                + ["--json", str(out / "benchmarks.json")],
-                120,
-            ),
-            (
-                [*bench, "--case", cases or "gpu-options", "--peers", "sdpa-cudnn,sdpa-efficient"]
-                + ["--json", str(out / "options.json")],
-                40,
-            ),
-            (  # mma.sync alone
-                ["env", "ATTNJOURNEY_CUDA_ARCH=80", *bench, "--case", cases or "gpu-bf16-d128-n8192"]
-                + ["--peers", "sdpa-flash", "--json", str(out / "sm80.json")],
-                30,
-            ),
-            (
-                [*bench, "--case", cases or "gpu-flex", "--peers", "sdpa-cudnn,flex", "--json", str(out / "flex.json")],
-                60,
-            ),
-            (
-                [*bench, "--case", cases or "gpu-linear", "--peers", "plain", "--json", str(out / "linear.json")],
-                30,
-            ),
-        ],
-    }
-
-
-def run(command: list[str], limit: float, log: Path) -> str:
-    """ "ok", or what went wrong; the output goes to the terminal and to `log`."""
-    if shutil.which(command[0]) is None:
-        return f"skipped: no {command[0]} on PATH or in CUDA_HOME"
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, timeout=limit, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        text, result = done.stdout, "ok" if done.returncode == 0 else f"status {done.returncode}"
-    except subprocess.TimeoutExpired as error:
-        text, result = (error.stdout or b"").decode(errors="replace"), f"no end after {limit:.0f} s"
-    print(text[-6000:], flush=True)
+def run(step: Step, limit: float, log: Path) -> str:
+    """ "ok", or what went wrong; the output goes to the end of `log`, and its last lines to the terminal."""
+    if shutil.which(step.command[0]) is None:
+        return f"skipped: no {step.command[0]} on PATH or in CUDA_HOME"
+    environment = os.environ | ENVIRONMENT | step.environment
     with log.open("a") as file:
-        file.write(text)
-    return result
+        print(f"--- {step.part}: {step.name}", file=file, flush=True)
+        begin = file.tell()
+        process = subprocess.Popen(
+            step.command, cwd=ROOT, env=environment, start_new_session=True, stdout=file, stderr=subprocess.STDOUT
+        )  # fmt: skip
+        grace, status = min(GRACE, limit / 2), None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            try:
+                status = process.wait(limit - grace)
+            finally:
+                stop(process, grace)
+    with log.open(errors="replace") as file:
+        file.seek(begin)
+        text = file.read()
+    print("\n".join(text.splitlines()[-12 if status == 0 else -60 :]), flush=True)
+    if step.cannot and step.cannot in text:
+        return f"skipped: {step.cannot}"
+    result = f"no end after {limit - grace:.3g} s" if status is None else f"status {status}" if status else "ok"
+    return ": ".join([result, *COUNTS.findall(text)[-1:]])
 
 
-def main() -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@dataclass
+class Row:
+    """A line of the summary."""
+
+    part: str
+    name: str
+    begun: str = "-"  # UTC
+    seconds: str = "-"
+    result: str = "-"
+    log: str = "-"
+
+    @property
+    def failed(self) -> bool:
+        return not self.result.startswith(("ok", "skipped"))
+
+
+class Summary:
+    """OUT/summary.md."""
+
+    def __init__(self, out: Path, parts: list[str]):
+        """parts: those that are run now; rows of others are kept."""
+        self.path = out / "summary.md"
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+        old = [Row(*(cell.strip() for cell in row)) for row in cells if row[0] in PARTS and len(row) == 6]
+        self.rows = [row for row in old if row.part not in parts]
+
+    def add(self, row: Row) -> None:
+        """A new row, or what has become of the last one."""
+        if not any(row is other for other in self.rows):
+            self.rows.append(row)
+            self.rows.sort(key=lambda row: PARTS.index(row.part))
+        write(self.path, self.text())
+
+    def text(self) -> str:
+        of = {part: [row for row in self.rows if row.part == part] for part in PARTS}
+        lines = ["# make gpu", ""]
+        if any(row.failed for row in of["conformance"]):
+            lines += ["**Conformance failed: an instruction does not do what the kernels count on.**", ""]
+        if failed := [f"{row.part} {row.name}" for row in self.rows if row.failed]:
+            lines += [f"Failed: {', '.join(failed)}.", ""]
+        if left := [part for part in PARTS if any(NO_TIME in row.result for row in of[part])]:
+            lines += [f"No time was left for some of: `make gpu PART={','.join(left)}` runs them.", ""]
+        cells = [list(vars(row).values()) for row in self.rows]
+        return "\n".join([*lines, *rows(["part", "what", "begun (UTC)", "seconds", "result", "log"], cells)]) + "\n"
+
+
+def run_all(chosen: list[Step], seconds: float, out: Path) -> list[Row]:
+    """All of them in their order; returns their lines of the summary."""
+    summary, end, cleared, done = Summary(out, [step.part for step in chosen]), time.monotonic() + seconds, set(), []
+    for step in chosen:
+        begin = time.monotonic()
+        left = end - begin
+        row = Row(step.part, step.name)
+        done.append(row)
+        if step.skip or left < min(step.seconds, ENOUGH):
+            row.result = f"skipped: {step.skip or NO_TIME}"
+            summary.add(row)
+            continue
+        if step.part not in cleared:
+            cleared.add(step.part)
+            for old in out.glob(f"{step.part}*"):
+                old.unlink()
+        print(f"--- {step.part}: {step.name}", flush=True)
+        row.begun, row.log = f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M:%S}", f"{step.part}.log"
+        row.result = "did not end"
+        summary.add(row)
+        row.result = run(step, min(step.seconds, left), out / row.log)
+        row.seconds = f"{time.monotonic() - begin:.1f}"
+        summary.add(row)
+    print(summary.text(), flush=True)
+    return done
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(prog="python -m tools.gpu", description=__doc__)
+    p.formatter_class = argparse.RawDescriptionHelpFormatter
     p.add_argument("--out", type=Path, default=ROOT / "build/gpu", help="where results go")
-    p.add_argument("--part", default="", help="comma-separated; default: all")
-    p.add_argument("--cases", default="", help="of the benchmarks (see benchmarks.run --case)")
-    p.add_argument("--seconds", type=float, default=230, help="for everything")
+    p.add_argument("--part", default="", help=f"comma-separated, of {', '.join(PARTS)}; default: all")
+    p.add_argument("--cases", default="", help="of the benchmarks, in place of the usual (see benchmarks.run --case)")
+    p.add_argument("--seconds", type=float, default=540, help="for everything (default 540)")
     p.add_argument("--list", action="store_true", help="print the commands instead of running them")
-    args = p.parse_args()
+    args = p.parse_args(argv)
+    parts = [part for part in args.part.split(",") if part] or list(PARTS)
+    if unknown := set(parts) - set(PARTS):
+        p.error(f"--part: unknown {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     out = args.out.resolve()
-    parts = steps(out, args.cases)
-    chosen = [part for part in args.part.split(",") if part] or list(parts)
-    if unknown := set(chosen) - parts.keys():
-        p.error(f"--part: unknown {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
+    chosen = [step for step in steps(out, args.cases) if step.part in parts]
     if args.list:
-        for part in chosen:
-            for command, limit in parts[part]:
-                print(f"{part} ({limit} s):", " ".join(repr(c) if " " in c or "\n" in c else c for c in command))
+        for step in chosen:
+            print(f"{step.part} {step.name} ({step.seconds} s): {shlex.join(step.command)}")
         return 0
     out.mkdir(parents=True, exist_ok=True)
-    summary, end = [], time.monotonic() + args.seconds
-    for part in chosen:
-        log = out / f"{part}.log"
-        log.unlink(missing_ok=True)
-        for command, limit in parts[part]:
-            print(f"--- {part}: {Path(command[0]).name} {' '.join(command[1:4])} ...", flush=True)
-            begin = time.monotonic()
-            left = end - begin
-            result = run(command, min(limit, left), log) if left > 5 else "skipped: no time left"
-            summary.append(f"{part:12} {time.monotonic() - begin:6.1f} s  {result}")
-    print("\n".join(summary))
-    (out / "summary.txt").write_text("\n".join(summary) + "\n")
-    return any(not line.endswith("ok") and "skipped" not in line for line in summary)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that commands end with this program
+    return int(any(row.failed for row in run_all(chosen, args.seconds, out)))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import deepseek, flex, jax, module, onnx, ours, parts, plain, sdpa, zen
+from . import deepseek, flash, flex, jax, module, onnx, ours, parts, plain, sdpa, zen
 from .base import Peer, Skip
 
 __all__ = ["DEFAULT", "OURS", "PEERS", "QUICK", "Peer", "Skip", "find"]
@@ -18,6 +18,7 @@ PEERS: dict[str, Peer] = {
         plain.Softmax(),
         parts.Parts(),
         flex.Flex(),
+        *flash.PEERS,
         onnx.OnnxRuntime(),
         jax.Jax(),
         zen.ZenTorch(),

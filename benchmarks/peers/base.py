@@ -15,6 +15,10 @@ class Skip(Exception):
     """This contestant cannot do this case; the text says why."""
 
 
+def refused(error: Exception) -> Skip:
+    return Skip(f"refused: {str(error).splitlines()[0]}")
+
+
 class Peer:
     """name: as in --peers; about: one line for --list."""
 

@@ -7,11 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..cases import DERIVATIVES
 from ..options import OPTIONS
-from .base import Skip, TorchPeer
-
-
-def _refused(error: Exception) -> Skip:
-    return Skip(f"refused: {str(error).splitlines()[0]}")
+from .base import Skip, TorchPeer, refused
 
 
 class Sdpa(TorchPeer):
@@ -38,7 +34,7 @@ class Sdpa(TorchPeer):
             try:
                 call()
             except (RuntimeError, NotImplementedError) as error:
-                raise _refused(error) from error
+                raise refused(error) from error
         return call
 
 
@@ -61,7 +57,7 @@ class SdpaBackend(Sdpa):
                 call = super().build(case, inputs, which)
                 call()
         except RuntimeError as error:
-            raise _refused(error) from error
+            raise refused(error) from error
         return call
 
 

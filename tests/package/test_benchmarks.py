@@ -21,9 +21,11 @@ from benchmarks import (  # noqa: E402
     cases,
     compare,
     crossover,
+    files,
     functions,
     inputs,
     layers,
+    measure,
     memory,
     options,
     peers,
@@ -257,7 +259,8 @@ def document(tmp_path_factory):
 
 
 def test_results_say_what_was_measured_where(document):
-    assert document["cpu"] and document["date"] and document["threads"] == 1 and document["torch"] == torch.__version__
+    assert document["finished"] and document["cpu"] and document["date"]
+    assert document["threads"] == 1 and document["torch"] == torch.__version__
     assert document["isa"] in attnjourney.cpu_info()["built"] and document["ceilings"]["dram"] > 0
     assert "zentorch" in document["missing"] or "zentorch" in sys.modules
     timed = [record for record in document["cases"] if record["group"] != "memory"]
@@ -275,6 +278,124 @@ def test_results_say_what_was_measured_where(document):
         r["results"][name]["memory"] for r in document["cases"] if r["pass"] != "backward" for name in ("ours", "sdpa")
     ]
     assert all(0 <= size < 64 << 20 for size in extra)
+
+
+def test_a_run_that_is_cut_keeps_its_rows_and_is_finished_by_another(tmp_path, monkeypatch, capsys):
+    path, table = tmp_path / "new" / "x.json", tmp_path / "new" / "x.md"
+    arguments = "--shape 1,1,1,8,8,8,8 --peers sdpa-math --threads 1 --seconds 0.0001 --no-memory --markdown".split()
+    arguments += [str(table), "--json", str(path)]
+    monkeypatch.setattr(run.ceilings, "survey", lambda device, threads: {})
+    monkeypatch.setattr(run.machine, "git", lambda *args: "")
+    measured = run.measure
+
+    def cut(case, which, *rest):
+        if which == "backward":
+            raise KeyboardInterrupt
+        return measured(case, which, *rest)
+
+    monkeypatch.setattr(run, "measure", cut)
+    with pytest.raises(KeyboardInterrupt):
+        run.main(arguments)
+    document = json.loads(path.read_text())
+    assert not document["finished"] and [record["pass"] for record in document["cases"]] == ["forward"]
+    text = table.read_text()
+    assert "The run did not finish." in text and text.count("| fp32-b1") == 1 and "| sdpa-math |" in text
+    monkeypatch.setattr(run, "measure", measured)
+    assert run.main(arguments[:2] + ["--passes", "backward", *arguments[2:], "--append"]) == 0
+    document = json.loads(path.read_text())  # of two runs, of which one was cut
+    assert not document["finished"] and [record["pass"] for record in document["cases"]] == ["forward", "backward"]
+    assert document["command"].count("-m benchmarks.run") == 2
+
+    monkeypatch.setattr(type(peers.PEERS["sdpa-math"]), "build", lambda *args: 1 / 0)
+    assert run.main(arguments[:2] + ["--passes", "forward", *arguments[2:]]) == 0
+    document = json.loads(path.read_text())
+    assert document["finished"] and [record["pass"] for record in document["cases"]] == ["forward"]
+    text = table.read_text()
+    assert "did not finish" not in text and "- sdpa-math failed in fp32-b1-h1.1-l8-s8-d8.8 forward: ZeroDiv" in text
+    assert run.main(arguments[:2] + ["--passes", "backward", *arguments[2:], "--append"]) == 0
+    assert json.loads(path.read_text())["finished"] and table.read_text().count("| fp32-b1") == 2
+    assert {file.name for file in path.parent.iterdir()} == {"x.json", "x.md"}  # and no half ones
+    path.write_text(json.dumps(document | {"torch": "1.0"}))
+    with pytest.raises(SystemExit, match="--append: .* has results of torch 1.0, this run is of"):
+        run.main([*arguments, "--append"])
+    with pytest.raises(TypeError):
+        files.write(table, None)
+    assert table.read_text().count("| fp32-b1") == 2
+
+
+def test_a_deterministic_case_runs_in_that_mode_and_nothing_else_does(monkeypatch):
+    seen, of_ceilings = [], []
+    monkeypatch.setattr(
+        measure.ceilings,
+        "for_case",
+        lambda *args: ("fma", {"fma": lambda: of_ceilings.append(torch.are_deterministic_algorithms_enabled()) or 1e9}),
+    )
+
+    class Watcher(peers.Peer):
+        name = "watcher"
+
+        def build(self, case, tensors, which):
+            seen.append(torch.are_deterministic_algorithms_enabled())
+            return lambda: seen.append(torch.are_deterministic_algorithms_enabled())
+
+    for deterministic in (True, False):
+        case = Case("x", "x", 1, 1, q_len=8, head_dim=8, check=False, deterministic=deterministic)
+        measure.measure(case, "forward", [Watcher()], "cpu", 1, 1e-4, inputs.make(case), None)
+        assert len(seen) > 3 and set(seen) == {deterministic}
+        assert ("deterministic" in case.shape()) == deterministic  # older files are compared by shapes
+        seen.clear()
+    assert of_ceilings and not any(of_ceilings)  # a matrix product of cuBLAS would be refused
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+FLASH = [  # of flash-attn's own functions over ours: the peers' layout, options and alignment
+    Case("x", "x", 2, 4, 2, q_len=24, head_dim=16, dtype="bf16", causal=True),
+    Case("x", "x", 2, 4, q_len=24, head_dim=16, dtype="fp16", option="alibi", deterministic=True),
+    Case("x", "x", 2, 4, q_len=24, head_dim=16, dtype="bf16", option="window", extent=5, causal=True),
+    Case("x", "x", 2, 4, 2, q_len=1, kv_len=40, head_dim=16, dtype="bf16", decode="dense"),
+]
+
+
+@pytest.mark.parametrize("case", FLASH, ids=lambda case: case.option or case.decode or "causal")
+def test_flash_attn_is_called_rightly(case, monkeypatch):
+    from attnjourney.integrations import flash_attn
+
+    tensors = inputs.make(case)
+    truth = Truth(case, tensors)
+    eps = 16 * torch.finfo(case.torch_dtype).eps
+    for name, package in (("fa2", "flash_attn"), ("fa3", "flash_attn_interface")):
+        monkeypatch.setitem(sys.modules, package, flash_attn)
+        peer = peers.PEERS[name]
+        assert peer.missing("cuda") is None and peer.missing("cpu") == "not on cpu"
+        if case.option == "alibi" and name == "fa3":
+            with pytest.raises(peers.Skip, match="no alibi"):
+                peer.build(case, tensors, "forward")
+            continue
+        with torch.no_grad():
+            assert truth.error(peer.build(case, tensors, "forward")()) <= eps * truth.out.abs().max()
+        if not case.decode:
+            grads = peer.build(case, tensors, "backward")()
+            assert truth.error(grads) <= eps * max(g.abs().max() for g in truth.grads)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(dtype="fp32"), "16-bit"), (dict(mask="padding"), "no padding"), (dict(option="sinks"), "no sinks"),
+        (dict(v_head_dim=8), "head sizes"), (dict(decode="paged"), "no such cache"),
+        (dict(causal=True, kv_len=30), "aligned"), (dict(layer="mha"), None), (dict(function="linear"), "softmax"),
+    ],
+)  # fmt: skip
+def test_what_flash_attn_does_not_do_is_skipped(change, message, monkeypatch):
+    from attnjourney.integrations import flash_attn
+
+    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn)
+    case = Case("x", "x", **{"heads": 2, "q_len": 8, "head_dim": 16, "dtype": "bf16", **change})
+    if message is None:
+        peers.PEERS["fa2"].build(case, inputs.make(case), "both")()
+        return
+    with pytest.raises(peers.Skip, match=message):
+        peers.PEERS["fa2"].build(case, inputs.make(case), "forward")
 
 
 def test_plots_are_written(document, tmp_path):
@@ -361,6 +482,9 @@ def test_the_tables_of_the_documents_come_from_the_results(document, tmp_path, c
     assert "| fp32, (1, 8, 16, 64) |" in text and document["command"] in text and "Peak memory beyond" in text
     assert text.index(f"### {document['cpu']}") < text.index("### an older machine")
     assert readme.main(arguments) == 0 and page.read_text() == text
+
+    (results / "c.json").write_text(json.dumps({**older, "finished": False}))
+    assert readme.main(arguments) == 0 and page.read_text().count("The run did not finish.") == 1
 
     page.write_text("no markers\n")
     assert readme.main(arguments) == 1 and readme.START in capsys.readouterr().err
