@@ -24,14 +24,14 @@ from attnjourney.distributed.cost import SCHEMES
 from .machine import cpu_model
 
 
-def parse() -> argparse.Namespace:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="python -m benchmarks.ranks", description=__doc__)
     p.add_argument("--ranks", type=int, default=2)
     p.add_argument("--shape", default="1,8,8,4096,64", help="batch, heads, kv heads, tokens, head_dim")
     p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16", "float64"))
     p.add_argument("--order", default="zigzag", choices=("zigzag", "contiguous"))
     p.add_argument("--rounds", type=int, default=7, help="turns of each; the best counts")
-    return p.parse_args()
+    return p.parse_args(argv)
 
 
 def step(call: Callable[..., Tensor], tensors: list[Tensor]) -> None:
@@ -40,9 +40,16 @@ def step(call: Callable[..., Tensor], tensors: list[Tensor]) -> None:
     call(*tensors).sum().backward()
 
 
-def measure(rank: int, args: argparse.Namespace, meeting: str) -> None:
+def run(rank: int, args: argparse.Namespace, meeting: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=args.ranks)
+    measure(rank, args)
+    dist.destroy_process_group()
+
+
+def measure(rank: int, args: argparse.Namespace) -> None:
+    """On each rank of the default group; rank 0 prints."""
+    threads = torch.get_num_threads()
     batch, heads, kv_heads, tokens, dim = map(int, args.shape.split(","))
     dtype = getattr(torch, args.dtype)
     torch.manual_seed(0)
@@ -75,7 +82,7 @@ def measure(rank: int, args: argparse.Namespace, meeting: str) -> None:
             return sum(bytes_sent(scheme, *shapes, dtype, backward=b, **place) for b in ways)
 
         show(args, best, {scheme: sent(scheme) for scheme in schemes})
-    dist.destroy_process_group()
+    torch.set_num_threads(threads)
 
 
 def show(args: argparse.Namespace, best: dict[str, float], sent: dict[str, int]) -> None:
@@ -92,7 +99,7 @@ def show(args: argparse.Namespace, best: dict[str, float], sent: dict[str, int])
 def main() -> None:
     args = parse()
     with tempfile.TemporaryDirectory() as folder:
-        spawn(measure, (args, f"file://{folder}/ranks"), args.ranks)
+        spawn(run, (args, f"file://{folder}/ranks"), args.ranks)
 
 
 if __name__ == "__main__":

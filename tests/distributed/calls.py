@@ -1,5 +1,7 @@
 """What ranks do: a call of ring_attention on their shards, put together again; bytes counted; calls that differ."""
 
+import io
+from contextlib import redirect_stdout
 from unittest import mock
 
 import torch
@@ -7,6 +9,7 @@ import torch.distributed as dist
 
 import attnjourney
 from attnjourney import distributed
+from benchmarks import ranks as benchmark_of_ranks
 from tests.distributed.ranks import groups
 from tests.support import options_cases
 from tests.support.testing import random_tensor
@@ -192,3 +195,10 @@ def under_autocast(rank, scheme):
         out = distributed.ring_attention(*wide, **options)
     out.float().sum().backward()
     return torch.equal(out, expected) and torch.equal(wide[0].grad, narrow[0].grad.float())
+
+
+def benchmark(rank, arguments):
+    """What python -m benchmarks.ranks prints, on this rank."""
+    with redirect_stdout(io.StringIO()) as printed:
+        benchmark_of_ranks.measure(rank, benchmark_of_ranks.parse(arguments))
+    return printed.getvalue()

@@ -1,8 +1,5 @@
 """ring_attention on two and four ranks against the fp64 reference of the whole, by the rule of tests/support."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -256,9 +253,8 @@ def test_the_rule_of_auto():
     assert chosen(shape, shape, 4, is_causal=True, window_size=(512, 0)) == "ring"
 
 
-def test_benchmark_of_ranks():
+def test_benchmark_of_ranks(ranks):
     """python -m benchmarks.ranks: every scheme beside one process."""
-    command = [sys.executable, "-m", "benchmarks.ranks", "--shape", "1,2,2,64,16", "--rounds", "1"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    printed = ranks.run(calls.benchmark, ["--ranks", "4", "--shape", "1,4,4,64,16", "--rounds", "1"])[0]
     for name in ("one process", "ring", "all_gather", "ulysses"):
         assert name in printed, printed
