@@ -1,0 +1,169 @@
+"""python -m tools.main_loops: how near the multiply-add bound the kernels' main loops are on CPUs that are not here.
+
+Takes the innermost loops without a store from the object files of a build (objdump), and asks llvm-mca's models of CPUs
+for their cycles. Of each function the loop with most multiply-adds counts. A share of 1 is as many a cycle as a loop of
+independent multiply-adds of that kind has by the same model. In the table: the share of a template's longest loop and,
+in brackets, the least one of its others. Caches are not in it: every load hits the first level.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.markdown import rows
+
+ROOT = Path(__file__).resolve().parent.parent
+CPUS = {
+    "avx2": ("haswell", "skylake", "alderlake", "znver2", "znver3"),
+    "avx512": ("cascadelake", "icelake-server", "sapphirerapids", "znver4"),
+    "avx512_bf16": ("sapphirerapids", "znver4"),
+}
+MULTIPLY_ADD = re.compile(r"v(?:fn?m(?:add|sub)\d+p[sd]|dpbf16ps)\b")
+JUMP = re.compile(r"j\w+\s+([0-9a-f]+)\b")
+ITERATIONS = 200
+
+
+@dataclass(frozen=True)
+class Loop:
+    function: str
+    instructions: tuple[str, ...]
+
+    @property
+    def multiply_adds(self) -> list[str]:
+        return [x for x in self.instructions if MULTIPLY_ADD.match(x)]
+
+
+def innermost_loops(disassembly: str) -> list[Loop]:
+    """Of objdump -d -C -M intel --no-show-raw-insn."""
+    found: list[Loop] = []
+    function = ""
+    code: list[tuple[int, str]] = []  # (address, instruction) of the function
+
+    def close() -> None:
+        at = {address: i for i, (address, _) in enumerate(code)}
+        ends: list[tuple[int, int]] = []
+        for i, (_, text) in enumerate(code):
+            jump = JUMP.match(text)
+            start = at.get(int(jump[1], 16), i) if jump else i
+            if start < i and not any(a >= start for a, _ in ends):  # none inside
+                found.append(Loop(function, tuple(x for _, x in code[start : i + 1])))
+            if start < i:
+                ends.append((start, i))
+
+    for line in disassembly.splitlines():
+        if title := re.fullmatch(r"[0-9a-f]+ <(.*)>:", line):
+            close()
+            function, code = title[1], []
+        elif instruction := re.match(r"\s*([0-9a-f]+):\t(.*)", line):
+            code.append((int(instruction[1], 16), re.sub(r"\s*(#|<).*", "", instruction[2]).strip()))
+    close()
+    return found
+
+
+def template(function: str) -> str:
+    """Its name alone, without namespaces, result, what it is instantiated with, and arguments."""
+    name, depth, result = re.sub(r"attnjourney::|\(anonymous namespace\)::", "", function), 0, ""
+    for x in name:
+        depth -= x == ">"
+        result += x if depth == 0 and x != ">" and x != "<" else ""
+        depth += x == "<"
+    return result.partition("(")[0].rpartition(" ")[2]
+
+
+def main_loops(disassembly: str, least: int = 24) -> dict[str, Loop]:
+    """{function: its loop with most multiply-adds}, of loops without a store, half of whose instructions are those."""
+    best: dict[str, Loop] = {}
+    for loop in innermost_loops(disassembly):
+        n, name = len(loop.multiply_adds), loop.function
+        if n < least or 2 * n < len(loop.instructions) or any(is_store(x) for x in loop.instructions):
+            continue
+        if name not in best or n > len(best[name].multiply_adds):
+            best[name] = loop
+    return best
+
+
+def is_store(instruction: str) -> bool:
+    return re.match(r"v?mov\w+\s+(?:\w+ PTR )?\[", instruction) is not None
+
+
+def in_words_of_llvm(instruction: str) -> str:
+    """Broadcasts from memory, as llvm writes them."""
+    broadcast = re.search(r"(D|Q)WORD BCST (\[[^]]*\])", instruction)
+    if not broadcast:
+        return instruction
+    width = 64 if "zmm" in instruction else 32 if "ymm" in instruction else 16
+    size = width // (4 if broadcast[1] == "D" else 8)
+    return instruction.replace(broadcast[0], f"{broadcast[1]}WORD PTR {broadcast[2]}{{1to{size}}}")
+
+
+def cycles(instructions: list[str], cpu: str) -> float:
+    """Of one iteration."""
+    body = [in_words_of_llvm(x) for x in instructions if not re.match(r"j|call|(?:data16 |cs )*nop", x)]
+    program = shutil.which("llvm-mca-19") or "llvm-mca"
+    command = [program, "-mtriple=x86_64", f"-mcpu={cpu}", f"-iterations={ITERATIONS}", "-"]
+    text = "\n".join([".intel_syntax noprefix", *body]) + "\n"
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    total = re.search(r"Total Cycles:\s+(\d+)", done.stdout)
+    if not total:
+        raise RuntimeError(f"llvm-mca -mcpu={cpu}: {done.stderr.strip()[:500]}")
+    return int(total[1]) / ITERATIONS
+
+
+def share(loop: Loop, cpu: str) -> float:
+    """Of the multiply-adds that the model does in a cycle if they wait for nothing."""
+    kind, _, operands = loop.multiply_adds[0].partition(" ")
+    register = re.sub(r"\d+$", "", operands.strip().split(",")[0])
+    free = [f"{kind} {register}{i},{register}14,{register}15" for i in range(14)]
+    return len(loop.multiply_adds) / cycles(list(loop.instructions), cpu) * cycles(free, cpu) / len(free)
+
+
+def disassemble(path: Path) -> str:
+    command = ["objdump", "-d", "-C", "-M", "intel", "--no-show-raw-insn", str(path)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def families(loops: dict[str, Loop]) -> dict[str, list[Loop]]:
+    """Loops by the names of their templates, those with most multiply-adds first."""
+    result: dict[str, list[Loop]] = {}
+    for function, loop in sorted(loops.items(), key=lambda item: -len(item[1].multiply_adds)):
+        result.setdefault(template(function), []).append(loop)
+    return dict(sorted(result.items()))
+
+
+def cell(loops: list[Loop], cpu: str) -> str:
+    """Of the longest loop, and of the one that is furthest from the bound."""
+    shares = [share(loop, cpu) for loop in loops]
+    return f"{shares[0]:.2f}" + (f" ({min(shares):.2f})" if min(shares) < shares[0] - 0.005 else "")
+
+
+def table(folder: Path) -> str:
+    lines: list[str] = []
+    for isa, cpus in CPUS.items():
+        found = families(main_loops(disassemble(folder / f"{isa}.o")))
+        cells = [
+            [f"`{name}`", str(len(loops)), str(len(loops[0].multiply_adds)), *(cell(loops, cpu) for cpu in cpus)]
+            for name, loops in found.items()
+        ]
+        lines += rows([f"{isa}: main loops of", "loops", "longest", *cpus], cells) + [""]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(prog="python -m tools.main_loops", description=__doc__)
+    p.formatter_class = argparse.RawDescriptionHelpFormatter
+    p.add_argument("--objects", type=Path, default=ROOT / "build/release/csrc/cpu/isa", help="of a build")
+    args = p.parse_args(argv)
+    if missing := [name for name in ("objdump", "llvm-mca") if not (shutil.which(name) or shutil.which(name + "-19"))]:
+        p.error(f"not on PATH: {', '.join(missing)}")
+    print(table(args.objects), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
