@@ -78,7 +78,8 @@ def explain(
 
     Returns a dict: `isa`, `group` (query heads per key/value head), and for `forward` and `backward` the threads, tile
     sizes (query rows, keys), work items and scratch bytes per thread; the `kernel` of `forward`, "decode" for few query
-    rows (each item then has a chunk of keys, `key_block`), else "tiled"; and `sdpa`: whether `activate` is on
+    rows (each item then has a chunk of keys, `key_block`), else "tiled", without the sequences of few rows among
+    longer ones, which decode's kernels compute before; and `sdpa`: whether `activate` is on
     (`active`), and why F.scaled_dot_product_attention would still run torch's own function (`refusal`), or None.
     Raises what `attention` would raise.
     """

@@ -26,7 +26,9 @@ struct ForwardPlan {
   };
   Item at(int64_t item, const Sequences& sequences) const;
 };
-ForwardPlan plan_forward(const AttentionCall& call, const Sequences& sequences);
+// `left_out`: batch items, ascending, that other kernels compute; none where the items are uniform
+ForwardPlan plan_forward(const AttentionCall& call, const Sequences& sequences,
+                         const std::vector<int64_t>& left_out = {});
 
 // Key/value heads of some batch items: the first `split` of `items` are cut into `parts` by key blocks.
 struct BackwardPlan {
