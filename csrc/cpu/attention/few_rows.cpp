@@ -64,8 +64,15 @@ void forward_few_rows(const AttentionCall& c, const Sequences& sequences, const 
   };
   call.runs = [&](int64_t i, int64_t kv, int64_t from, int64_t to, std::vector<DecodeRun>& found) {
     const HeadPointers first = heads.at(items[static_cast<size_t>(i)], kv * shared.group);
-    found.push_back({static_cast<const char*>(first.key) + from * shared.k_row * item,
-                     static_cast<const char*>(first.value) + from * shared.v_row * item, from, to - from});
+    const char *const key = static_cast<const char*>(first.key), *const value = static_cast<const char*>(first.value);
+    while (from < to) {
+      const int64_t page = first.pages ? from / shared.page_size : 0, slot = from - page * shared.page_size;
+      const int64_t outer = first.pages ? first.pages[page] : 0;
+      const int64_t count = first.pages ? std::min(to - from, shared.page_size - slot) : to - from;
+      found.push_back({key + (outer * shared.k_page + slot * shared.k_row) * item,
+                       value + (outer * shared.v_page + slot * shared.v_row) * item, from, count});
+      from += count;
+    }
   };
   call.again = [&](int64_t i, int64_t kv, const DecodeRows& rows, void* scratch) {
     const int64_t b = items[static_cast<size_t>(i)];
