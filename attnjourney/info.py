@@ -80,7 +80,8 @@ def explain(
     sizes (query rows, keys), work items and scratch bytes per thread; what is cut smaller so that all threads end at
     about one time (the items of the forward after `uncut_items`, the parts of each head in the backward's
     `parts_of_cut_heads`); the `kernel` of `forward`, "decode" for few query rows (each item then has a chunk of keys,
-    `key_block`), else "tiled"; and `sdpa`: whether `activate` is on
+    `key_block`), else "tiled", without the sequences of few rows among longer ones, which decode's kernels compute
+    before; and `sdpa`: whether `activate` is on
     (`active`), and why F.scaled_dot_product_attention would still run torch's own function (`refusal`), or None.
     Raises what `attention` would raise.
     """

@@ -119,6 +119,15 @@ def mla_decode(
     """out, lse"""
 
 @_operator
+def paged_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, block_table: Tensor,
+    is_causal: bool = False, *, scale: float | None = None, causal_alignment: int = 0,
+    window_size: Sequence[int] = [-1, -1], prefix_length: int = 0, softcap: float = 0.0, sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """out, lse"""
+
+@_operator
 def paged_cache_append(
     key_cache: Tensor, value_cache: Tensor, lengths: Tensor, block_table: Tensor, block_refs: Tensor, key: Tensor,
     value: Tensor, *, counts: Tensor | None = None

@@ -40,6 +40,7 @@ class Registration {
   void all() {
     attention<MaskArguments::dense>("attention", "_attention_weights");
     attention<MaskArguments::packed>("varlen_attention", "");
+    add("paged_attention", boxed<backend, paged_attention>);
     attention<MaskArguments::blocks>("block_attention", "_block_attention_weights");
     add("decode", boxed<backend, decode>);
     add("mla_decode", boxed<backend, mla_decode>);

@@ -52,14 +52,14 @@ struct Masks {
   Text need;           // all gradients
 };
 
-// What changes the scores of a call (read_options in attention/operators.cpp).
-Text options(bool packed) {
+// What changes the scores of a call (read_options in attention/options.cpp).
+Text score_options(bool packed) {
   return Text(packed ? "float? scale=None, " : "float? scale=None, bool enable_gqa=False, ") +
          "int causal_alignment=0, SymInt[2] window_size=[-1, -1], SymInt prefix_length=0, " +
          (packed ? "" : "Tensor? key_lengths=None, Tensor? query_lengths=None, ") +
-         "float softcap=0.0, Tensor? sinks=None, Tensor? alibi_slopes=None, int[4] origin=[0, 0, 0, 0], "
-         "Tensor? dropout_seed=None";
+         "float softcap=0.0, Tensor? sinks=None, Tensor? alibi_slopes=None";
 }
+Text options(bool packed) { return score_options(packed) + ", int[4] origin=[0, 0, 0, 0], Tensor? dropout_seed=None"; }
 
 void add_attention(Schemas& schemas, const Masks& mask) {
   const Text inputs = "Tensor query, Tensor key, Tensor value, ", grads = "Tensor grad_out, Tensor? grad_lse, ";
@@ -106,6 +106,10 @@ void add_attention(Schemas& schemas) {
                           .tangent = "",
                           .gradient = "",
                           .need = "31"});
+  schemas.add("paged_attention",
+              "Tensor query, Tensor key, Tensor value, " + offsets + "Tensor block_table, bool is_causal=False, *, " +
+                  score_options(true),
+              "(Tensor out, Tensor lse)");
   add_attention(schemas, {.operators = "block_attention",
                           .given = blocks,
                           .needed = blocks,

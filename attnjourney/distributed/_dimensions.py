@@ -45,6 +45,7 @@ _lengths = dict(lengths="B", new_lengths="B", lowest="B", counts="B")
 DIMENSIONS: dict[str, dict[str, str]] = {
     "attention": {**_attention, "attn_mask": "BHL."},
     "varlen_attention": _packed,
+    "paged_attention": {**_packed, "key": ".K..", "value": ".K.."},
     "block_attention": {**{n: d.replace("L", ".") for n, d in _attention.items()}, "block_offsets": "BH."},
     "decode": {**_decode, "key": "BK..", "value": "BK.."},
     "mla_decode": {**_decode, "latent": "B..", "kv_b_weight": "h."},
@@ -66,7 +67,7 @@ DIMENSIONS: dict[str, dict[str, str]] = {
     "_explain": {},
 }
 SUMMED = {"gqa": "H", "mla": "H"}  # layers whose `out` is the sum over the shares of these
-NARROWED = ("attention", "varlen_attention", "block_attention", "decode")  # no result has key heads
+NARROWED = ("attention", "varlen_attention", "paged_attention", "block_attention", "decode")  # no result has key heads
 ONCE = ("o_bias",)  # what is added to such a sum: by one rank
 
 

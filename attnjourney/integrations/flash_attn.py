@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..ops import decode, rope_with_tables, varlen_attention
 from ..ops._registry.inference import as_index
+from ..ops._registry.registration import needs_node
 
 __version__ = "2.8.3"  # the interface of this version
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
@@ -113,13 +114,16 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = None,
 ) -> Result:
     """q (total_q, H, D), k and v (total_k, Hk, D) -> (total_q, H, Dv), lse (H, total_q). With block_table (B, blocks)
-    k and v are (num_blocks, block_size, Hk, D)."""
+    k and v are (num_blocks, block_size, Hk, D): read in place on the CPU, gathered on CUDA, for derivatives and for
+    dropout."""
     _check_rank("q", q, 3)
-    if block_table is not None:
+    if block_table is not None and (q.is_cuda or dropout_p > 0 or needs_node((q, k, v, alibi_slopes), {})):
         k, v = gather_blocks(k, v, cu_seqlens_k, block_table)
+        block_table = None
     out, lse = _packed(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
-    )
+        q, k, v, cu_seqlens_q, cu_seqlens_k, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        block_table,
+    )  # fmt: skip
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 
 
@@ -356,10 +360,12 @@ def uninstall() -> None:
 
 def _packed(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, dropout_p: float, scale: float | None, causal: bool,
-    window_size: Window, softcap: float, alibi_slopes: Tensor | None,
+    window_size: Window, softcap: float, alibi_slopes: Tensor | None, block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if block_table is not None:
+        k, v, block_table = as_blocks(k, v, block_table)
     return varlen_attention(
-        q, k, v, cu_q, cu_k, dropout_p, causal, scale=scale, causal_alignment="bottom_right",
+        q, k, v, cu_q, cu_k, dropout_p, causal, block_table=block_table, scale=scale, causal_alignment="bottom_right",
         window_size=(window_size[0], window_size[1]), softcap=softcap, alibi_slopes=alibi_slopes, return_lse=True,
     )  # fmt: skip
 
@@ -403,6 +409,11 @@ def _write(
         row, column = sequence[:, None], at
     k_cache[row, column] = k.to(k_cache.dtype)
     v_cache[row, column] = v.to(v_cache.dtype)
+
+
+def as_blocks(k: Tensor, v: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(num_blocks, block_size, Hk, D) and any table of numbers as attnjourney's operators take them."""
+    return k.transpose(1, 2), v.transpose(1, 2), block_table.to(torch.int32).contiguous()
 
 
 def gather_blocks(k: Tensor, v: Tensor, cu_seqlens_k: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:

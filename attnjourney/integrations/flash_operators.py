@@ -65,18 +65,22 @@ def _attend(
     return out, lse
 
 
+def used_offsets(seqused_k: Tensor | None) -> Tensor:
+    if seqused_k is None:
+        raise ValueError("seqused_k: expected the lengths of the sequences beside block_table, got None")
+    return torch.nn.functional.pad(seqused_k.cumsum(0), (1, 0))
+
+
 def used_keys(
     key: Tensor, value: Tensor, cum_seq_k: Tensor | None, seqused_k: Tensor | None, block_table: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The first seqused_k keys of each sequence, packed, and their offsets."""
-    if seqused_k is None:
-        raise ValueError("seqused_k: expected the lengths of the sequences beside block_table, got None")
-    offsets = torch.nn.functional.pad(seqused_k.cumsum(0), (1, 0))
+    offsets = used_offsets(seqused_k)
     if block_table is not None:
         return *gather_blocks(key, value, offsets, block_table), offsets
     if cum_seq_k is None:
         raise ValueError("cu_seq_k: expected a tensor without block_table, got None")
-    lengths = seqused_k.to(torch.int64)
+    lengths = offsets.diff().to(torch.int64)
     shift = torch.repeat_interleave(cum_seq_k[:-1].to(torch.int64) - offsets[:-1], lengths)
     rows = torch.arange(len(shift), device=key.device) + shift
     return key[rows], value[rows], offsets

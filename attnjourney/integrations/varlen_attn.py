@@ -19,7 +19,8 @@ except ImportError as error:
 from ..ops import varlen_attention
 from ..ops._attention_checks import ALIGNMENTS
 from ..ops._registry.registration import OPERATORS
-from .flash_operators import used_keys
+from .flash_attn import as_blocks
+from .flash_operators import used_keys, used_offsets
 
 
 def _attend(
@@ -27,13 +28,16 @@ def _attend(
     scale: float | None, window_size: list[int] | None, seqused_k: Tensor | None, block_table: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out (T_q, H, Dv), lse (H, T_q)."""
-    if block_table is not None or seqused_k is not None:
-        key, value, cu_seq_k = used_keys(key, value, cu_seq_k, seqused_k, block_table)
+    if block_table is not None:
+        cu_seq_k = used_offsets(seqused_k)
+        key, value, block_table = as_blocks(key, value, block_table)
+    elif seqused_k is not None:
+        key, value, cu_seq_k = used_keys(key, value, cu_seq_k, seqused_k, None)
     if cu_seq_k is None:
         raise ValueError("cu_seq_k: expected a tensor without block_table, got None")
     return varlen_attention(
-        query, key, value, cu_seq_q, cu_seq_k, 0.0, is_causal, scale=scale, causal_alignment="bottom_right",
-        window_size=_window(window_size), return_lse=True,
+        query, key, value, cu_seq_q, cu_seq_k, 0.0, is_causal, block_table=block_table, scale=scale,
+        causal_alignment="bottom_right", window_size=_window(window_size), return_lse=True,
     )  # fmt: skip
 
 

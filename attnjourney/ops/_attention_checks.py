@@ -104,3 +104,30 @@ def check_per_head(name: str, t: Tensor, query: Tensor, batch: int, heads: int) 
         t.dim() == 2 and same_size(t.shape[0], batch) and same_size(t.shape[1], heads)
     )
     need(fits, f"{name}: expected shape ({heads},) or ({batch}, {heads})", t)
+
+
+def check_sequences(
+    query: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, scale: float | None, window_size: Sequence[int],
+    softcap: float, sinks: Tensor | None, alibi_slopes: Tensor | None,
+) -> int:  # fmt: skip
+    """Of packed sequences, query (total, heads, dim): returns how many there are."""
+    check_scale(scale)
+    check_scores(window_size, softcap)
+    need(cu_seqlens_q.dim() == 1, "cu_seqlens_q: expected shape (sequences + 1,)", cu_seqlens_q)
+    batch = cu_seqlens_q.shape[0] - 1
+    check_index("cu_seqlens_q", cu_seqlens_q, batch + 1)
+    check_index("cu_seqlens_k", cu_seqlens_k, batch + 1)
+    for name, numbers in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        if numbers is not None:
+            check_per_head(name, numbers, query, batch, query.shape[1])
+    return batch
+
+
+def check_caches(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Of caches (batch or blocks, heads, capacity or block size, dim) beside query, whose dimension 1 is heads."""
+    for name, x in (("key", key), ("value", value)):
+        need(x.dim() == 4, f"{name}: expected 4 dimensions", x)
+    heads, dim = query.shape[1], query.shape[-1]
+    need(dim == key.shape[3], f"key: expected the head_dim of query, {dim}", key)
+    need(value.shape[:3] == key.shape[:3], "value: expected the shape of key but for the last dimension", value)
+    need(heads % max(1, key.shape[1]) == 0, f"key: expected a head count that divides {heads}", key)

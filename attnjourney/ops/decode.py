@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from ._attention_checks import check_per_head, check_scores
+from ._attention_checks import check_caches, check_per_head, check_scores
 from ._decode_vmap import vmap_decode
 from ._registry.fakes import broadcasts, empty_lse, need, same_size
 from ._registry.inference import as_index, register_inference
@@ -151,14 +151,9 @@ def _fake(
     *, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, block_table: Tensor | None, **options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     need(query.dim() == 4, "query: expected 4 dimensions", query)
-    for name, x in (("key", key), ("value", value)):
-        need(x.dim() == 4, f"{name}: expected 4 dimensions", x)
-        need(
-            block_table is not None or same_size(x.shape[0], query.shape[0]), f"{name}: expected query's batch size", x
-        )
-    need(query.shape[3] == key.shape[3], f"key: expected the head_dim of query, {query.shape[3]}", key)
-    need(value.shape[:3] == key.shape[:3], "value: expected the shape of key but for the last dimension", value)
-    need(query.shape[1] % max(1, key.shape[1]) == 0, f"key: expected a head count that divides {query.shape[1]}", key)
+    check_caches(query, key, value)
+    fits = block_table is not None or same_size(key.shape[0], query.shape[0])
+    need(fits, "key: expected query's batch size", key)
     need(lengths.shape == query.shape[:1], f"lengths: expected shape ({query.shape[0]},)", lengths)
     check_options(query, **options)
     return query.new_empty((*query.shape[:3], value.shape[3])), empty_lse(query, *query.shape[:3])

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from ._attention_checks import alignment_index, check_index, check_per_head, check_scale, check_scores
-from ._registry.fakes import empty_lse, empty_stats, need
+from ._attention_checks import alignment_index, check_sequences
+from ._registry.fakes import empty_lse, empty_stats
 from ._registry.operator import seed_for
 from ._registry.registration import register
 from .attention import UNBOUNDED
+from .paged_attention import paged_attention
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -23,12 +24,14 @@ if TYPE_CHECKING:
 @overload
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, dropout_p: float = ...,
-    is_causal: bool = ..., *, return_lse: Literal[False] = ..., **options: Unpack[VarlenOptions],
+    is_causal: bool = ..., *, block_table: Tensor | None = ..., return_lse: Literal[False] = ...,
+    **options: Unpack[VarlenOptions],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, dropout_p: float = ...,
-    is_causal: bool = ..., *, return_lse: Literal[True], **options: Unpack[VarlenOptions],
+    is_causal: bool = ..., *, block_table: Tensor | None = ..., return_lse: Literal[True],
+    **options: Unpack[VarlenOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def varlen_attention(
     query: Tensor,
@@ -39,6 +42,7 @@ def varlen_attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
+    block_table: Tensor | None = None,
     scale: float | None = None,
     causal_alignment: str = "top_left",
     window_size: tuple[int, int] | None = UNBOUNDED,
@@ -60,6 +64,12 @@ def varlen_attention(
             cu_seqlens_q[b + 1] - 1, and its keys likewise. They begin with 0; a sequence may be empty. On CUDA they are
             not checked, which would wait for the device: a number that falls or does not fit the tensors counts as
             the nearest that does.
+        block_table: (B, max_blocks) int32: key and value are then paged caches, (num_blocks, Hk, block_size, E) and
+            (..., Ev), as of attnjourney.decode and PagedKVCache. Key j of sequence b is row j % block_size of block
+            block_table[b, j // block_size], and cu_seqlens_k counts the keys that each sequence has there: query
+            rows of any length, one of them or a prompt's next thousand, read the caches in place, in one call. For
+            rows that are the last of their sequences causal_alignment is "bottom_right". No dropout, no gradient,
+            and on the CPU only.
         sinks, alibi_slopes: (Hq,) or (B, Hq).
         max_seqlen_q, max_seqlen_k: taken, and not needed: the lengths say it.
         the others: as in attnjourney.attention; alignment, window and prefix are each sequence's own. There is no
@@ -69,7 +79,7 @@ def varlen_attention(
         (total_q, Hq, Ev); rows past cu_seqlens_q[-1] are 0. With return_lse also (Hq, total_q), float32 (float64 for
         float64), -inf where a row sees no key.
 
-    Raises: as attnjourney.attention.
+    Raises: as attnjourney.attention; beside a block_table as attnjourney.decode.
     """
     options: dict[str, Any] = dict(
         scale=scale,
@@ -79,8 +89,13 @@ def varlen_attention(
         softcap=softcap or 0.0,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
-        dropout_seed=seed_for(query, dropout_p, dropout_seed),
     )
+    if block_table is not None:
+        if dropout_p != 0:
+            raise ValueError(f"dropout_p: expected 0 beside a block_table, got {dropout_p}")
+        out, lse = paged_attention(query, key, value, cu_seqlens_q, cu_seqlens_k, block_table, is_causal, **options)
+        return (out, lse) if return_lse else out
+    options["dropout_seed"] = seed_for(query, dropout_p, dropout_seed)
     if not return_lse:
         return _varlen_attention(query, key, value, cu_seqlens_q, cu_seqlens_k, dropout_p, is_causal, **options)
     return torch.ops.attnjourney.varlen_attention_forward.default(
@@ -95,15 +110,8 @@ def _fake(
     for name, t in (("query", query), ("key", key), ("value", value)):
         if t.dim() != 3:
             raise ValueError(f"{name}: expected 3 dimensions, got shape {tuple(t.shape)}")
-    check_scale(scale)
-    check_scores(window_size, softcap)
-    need(cu_seqlens_q.dim() == 1, "cu_seqlens_q: expected shape (sequences + 1,)", cu_seqlens_q)
-    batch, heads = cu_seqlens_q.shape[0] - 1, query.shape[1]
-    check_index("cu_seqlens_q", cu_seqlens_q, batch + 1)
-    check_index("cu_seqlens_k", cu_seqlens_k, batch + 1)
-    for name, numbers in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
-        if numbers is not None:
-            check_per_head(name, numbers, query, batch, heads)
+    check_sequences(query, cu_seqlens_q, cu_seqlens_k, scale, window_size, softcap, sinks, alibi_slopes)
+    heads = query.shape[1]
     out = query.new_empty((query.shape[0], heads, value.shape[2]))
     return out, empty_lse(query, heads, query.shape[0]), empty_stats(query, heads, query.shape[0])
 

@@ -120,6 +120,7 @@ def varlen_attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
+    block_table: Tensor | None = None,
     keep_masks: list[Tensor] | None = None,
     return_lse: bool = False,
     sinks: Tensor | None = None,
@@ -128,6 +129,8 @@ def varlen_attention(
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """attnjourney.varlen_attention as a loop over the sequences. keep_masks: what dropout keeps, (Hq, L, S) of each."""
+    if block_table is not None:
+        key, value = (packed_blocks(x, cu_seqlens_k, block_table) for x in (key, value))
     outs, lses = [], []
     q_ends, k_ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     if dropout_p > 0 and keep_masks is None:
@@ -153,6 +156,15 @@ def varlen_attention(
     lses.append(query.new_full((query.shape[1], rest), -math.inf, dtype=wide))
     out = torch.cat(outs)
     return (out, torch.cat(lses, -1)) if return_lse else out
+
+
+def packed_blocks(cache: Tensor, cu_seqlens: Tensor, block_table: Tensor) -> Tensor:
+    """The rows of a cache (num_blocks, heads, block_size, dim) as packed sequences, (total, heads, dim)."""
+    size, rows = cache.shape[2], [cache.new_empty(0, cache.shape[1], cache.shape[3])]
+    for blocks, length in zip(block_table.long(), cu_seqlens.diff().tolist()):
+        at = torch.arange(length, device=cache.device)
+        rows.append(cache[blocks[at // size], :, at % size])
+    return torch.cat(rows)
 
 
 def attention_weights(

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "block_mask.h"
+#include "decode/cache_checks.h"
 
 namespace attnjourney {
 namespace {
@@ -133,6 +134,58 @@ void check_origin(const Origin& o, const AttentionCall& c) {
               o.key, ")");
 }
 
+void check_query_dim(const Tensor& query) {
+  check_value(query.size(query.dim() - 1) > 0, "query: expected a head_dim (last dimension) of at least 1, got shape ",
+              shape_text(query));
+}
+
+// key and value like query, (batch dims..., heads, length, dim)
+void check_tensors(AttentionCall& c) {
+  const auto& [query, key, value, options] = c.args;
+  AttentionParams& p = c.params;
+  check_rank("key", key, query);
+  check_rank("value", value, query);
+  check_floating("query", query);
+  check_same_dtype("key", key, "query", query);
+  check_same_dtype("value", value, "query", query);
+  check_same_device("key", key, "query", query);
+  check_same_device("value", value, "query", query);
+  check_heads(c, query, key, value, options.enable_gqa);
+  check_batch(c, query, key, value);
+  p.q_len = query.size(c.rank - 2);
+  p.kv_len = key.size(c.rank - 2);
+  p.head_dim = query.size(c.rank - 1);
+  p.v_head_dim = value.size(c.rank - 1);
+  check_query_dim(query);
+  check_value(key.size(c.rank - 1) == p.head_dim, "key: expected the head_dim of query, ", p.head_dim, ", got ",
+              key.size(c.rank - 1), " (key has shape ", shape_text(key), ")");
+  check_value(value.size(c.rank - 2) == p.kv_len, "value: expected the length of key, ", p.kv_len, ", got ",
+              value.size(c.rank - 2), " (value has shape ", shape_text(value), ")");
+  check_value(p.v_head_dim > 0, "value: expected a head_dim (last dimension) of at least 1, got shape ",
+              shape_text(value));
+}
+
+// query (heads, total_q, head_dim) over caches; kv_len is what a sequence can have
+void check_paged(AttentionCall& c) {
+  const auto& [query, key, value, options] = c.args;
+  const Tensor& table = *options.block_table;
+  AttentionParams& p = c.params;
+  check_floating("query", query);
+  c.q_heads = heads_of(query);
+  p.q_len = query.size(1), p.head_dim = query.size(2);
+  check_query_dim(query);
+  check_caches(key, value, -1, query, c.q_heads, p.head_dim);
+  c.kv_heads = heads_of(key);
+  p.group = c.kv_heads > 0 ? c.q_heads / c.kv_heads : 1;
+  p.v_head_dim = value.size(3);
+  check_packed(c, options, query);
+  check_block_table(table, c.batch, "query", query);
+  p.page_size = key.size(2);
+  check_block_size("key: expected a block size (dimension 2)", p.page_size, table);
+  p.kv_len = p.page_size * table.size(1);
+  p.k_page = stride_of(key, 0), p.v_page = stride_of(value, 0);
+}
+
 }  // namespace
 
 void check_mask_tensor(const Tensor& mask, const std::vector<int64_t>& want, const Tensor& query) {
@@ -192,7 +245,7 @@ HeadMap head_map(const AttentionCall& call, const Tensor& t, int64_t heads) {
   HeadMap m;
   const int64_t own = heads_of(t);
   m.head_div = own > 0 ? std::max<int64_t>(1, heads / own) : 1;
-  m.head_stride = call.rank >= 3 ? stride_of(t, call.rank - 3) : 0;
+  m.head_stride = stride_of(t, t.dim() - 3);
   for (int d = 0; d < call.batch_dims; d++) m.batch_stride[d] = stride_of(t, d);
   return m;
 }
@@ -200,34 +253,16 @@ HeadMap head_map(const AttentionCall& call, const Tensor& t, int64_t heads) {
 AttentionCall check_attention(AttentionArgs args) {
   AttentionCall c{.args = std::move(args)};
   auto& [query, key, value, options] = c.args;
-  const auto& [attn_mask, cu_seqlens_q, cu_seqlens_k, blocks, dropout_p, is_causal, scale, enable_gqa, causal_alignment,
-               window, prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes, origin, dropout_seed] =
-      options;
+  const auto& [attn_mask, cu_seqlens_q, cu_seqlens_k, block_table, blocks, dropout_p, is_causal, scale, enable_gqa,
+               causal_alignment, window, prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes,
+               origin, dropout_seed] = options;
   c.rank = static_cast<int>(query.dim());
   check_rank("query", query, query);
-  check_rank("key", key, query);
-  check_rank("value", value, query);
-  check_floating("query", query);
-  check_same_dtype("key", key, "query", query);
-  check_same_dtype("value", value, "query", query);
-  check_same_device("key", key, "query", query);
-  check_same_device("value", value, "query", query);
-  check_heads(c, query, key, value, enable_gqa);
-  check_batch(c, query, key, value);
-
+  if (block_table)
+    check_paged(c);
+  else
+    check_tensors(c);
   AttentionParams& p = c.params;
-  p.q_len = query.size(c.rank - 2);
-  p.kv_len = key.size(c.rank - 2);
-  p.head_dim = query.size(c.rank - 1);
-  p.v_head_dim = value.size(c.rank - 1);
-  check_value(p.head_dim > 0, "query: expected a head_dim (last dimension) of at least 1, got shape ",
-              shape_text(query));
-  check_value(key.size(c.rank - 1) == p.head_dim, "key: expected the head_dim of query, ", p.head_dim, ", got ",
-              key.size(c.rank - 1), " (key has shape ", shape_text(key), ")");
-  check_value(value.size(c.rank - 2) == p.kv_len, "value: expected the length of key, ", p.kv_len, ", got ",
-              value.size(c.rank - 2), " (value has shape ", shape_text(value), ")");
-  check_value(p.v_head_dim > 0, "value: expected a head_dim (last dimension) of at least 1, got shape ",
-              shape_text(value));
   check_value(extent(c.batch, c.q_heads, p.q_len, p.v_head_dim) <= most_numbers &&
                   extent(c.batch, c.q_heads, p.q_len, p.head_dim) <= most_numbers &&
                   extent(c.batch, c.q_heads, p.kv_len, p.head_dim) <= most_numbers &&
@@ -238,7 +273,8 @@ AttentionCall check_attention(AttentionArgs args) {
 
   check_dropout(dropout_p);
   p.scale = check_scale(scale, p.head_dim);
-  if (cu_seqlens_q || cu_seqlens_k) check_packed(c, options, query);
+  if (cu_seqlens_q && !block_table) check_packed(c, options, query);
+  (void)cu_seqlens_k;  // with cu_seqlens_q
   // which keys are visible, and what is done to the scores
   (void)is_causal, (void)causal_alignment, (void)window, (void)prefix_length, (void)key_lengths, (void)query_lengths;
   (void)softcap, (void)sinks, (void)alibi_slopes;
@@ -256,8 +292,8 @@ AttentionCall check_attention(AttentionArgs args) {
   for (Tensor* t : {&query, &key, &value})
     if (!aten::has_dense_rows(*t)) *t = torch::stable::contiguous(*t);
   p.q_row = stride_of(query, c.rank - 2);
-  p.k_row = stride_of(key, c.rank - 2);
-  p.v_row = stride_of(value, c.rank - 2);
+  p.k_row = stride_of(key, key.dim() - 2);
+  p.v_row = stride_of(value, value.dim() - 2);
   c.query_map = head_map(c, query, c.q_heads);
   c.key_map = head_map(c, key, c.q_heads);
   c.value_map = head_map(c, value, c.q_heads);

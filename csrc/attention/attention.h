@@ -10,7 +10,8 @@ namespace attnjourney {
 struct AttentionArgs {
   Tensor query;  // (batch dims..., q_heads, q_len, head_dim)
   Tensor key;    // (batch dims..., kv_heads, kv_len, head_dim)
-  Tensor value;  // (batch dims..., kv_heads, kv_len, v_head_dim)
+  Tensor value;  // (batch dims..., kv_heads, kv_len, v_head_dim); beside a block_table, the two are caches
+                 // (num_blocks, kv_heads, block_size, dim)
   AttentionOptions options;
 };
 

@@ -130,6 +130,22 @@ void swap_tangents(AttentionTangents& t) {
   swap("grad_out_tangent", t.grad_out), swap("out_tangent", t.out);
 }
 
+// checks the call, allocates its results and has them written
+AttentionResults forward(const AttentionBackend& backend, AttentionArgs args) {
+  AttentionCall c = check_attention(std::move(args));
+  std::vector<int64_t> shape = c.leading();
+  shape.push_back(c.params.q_len);
+  Tensor lse = aten::empty(c.args.query, shape, c.lse_dtype);
+  shape.push_back(2);
+  Tensor stats = aten::empty(c.args.query, shape, c.lse_dtype);
+  shape.back() = c.params.v_head_dim;
+  AttentionResults results{
+      .out = empty_like_inputs(c, c.args.query, shape), .lse = std::move(lse), .stats = std::move(stats)};
+  backend.forward(c, results);
+  if (c.packed) results.out = torch::stable::transpose(results.out, 0, 1);
+  return results;
+}
+
 // ---- gradients ----
 
 enum Need { need_query = 1, need_key = 2, need_value = 4, need_mask = 8, need_sinks = 16, need_slopes = 32 };
@@ -248,18 +264,16 @@ std::vector<Tensor> attention_forward(const Backend& backend, Arguments& in, Mas
   AttentionArgs args = read_inputs(in, kind);
   read_options(in, kind, args.options);
   if (kind == MaskArguments::packed) swap_inputs(args);
-  AttentionCall c = check_attention(std::move(args));
-  std::vector<int64_t> shape = c.leading();
-  shape.push_back(c.params.q_len);
-  Tensor lse = aten::empty(c.args.query, shape, c.lse_dtype);
-  shape.push_back(2);
-  Tensor stats = aten::empty(c.args.query, shape, c.lse_dtype);
-  shape.back() = c.params.v_head_dim;
-  AttentionResults results{
-      .out = empty_like_inputs(c, c.args.query, shape), .lse = std::move(lse), .stats = std::move(stats)};
-  backend.attention.forward(c, results);
-  if (c.packed) results.out = torch::stable::transpose(results.out, 0, 1);
+  AttentionResults results = forward(backend.attention, std::move(args));
   return {std::move(results.out), std::move(results.lse), std::move(results.stats)};
+}
+
+std::tuple<Tensor, Tensor> paged_attention(const Backend& backend, Arguments& in) {
+  AttentionArgs args = read_inputs(in, MaskArguments::paged);
+  read_options(in, MaskArguments::paged, args.options, false);
+  swap("query", args.query);
+  AttentionResults results = forward(backend.attention, std::move(args));
+  return {std::move(results.out), std::move(results.lse)};
 }
 
 std::vector<Tensor> attention_backward(const Backend& backend, Arguments& in, MaskArguments kind) {

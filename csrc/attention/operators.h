@@ -8,6 +8,7 @@ namespace attnjourney {
 struct Backend;
 
 std::vector<Tensor> attention_forward(const Backend&, Arguments&, MaskArguments);
+std::tuple<Tensor, Tensor> paged_attention(const Backend&, Arguments&);  // of packed rows over paged caches: out, lse
 std::vector<Tensor> attention_backward(const Backend&, Arguments&, MaskArguments);
 std::tuple<Tensor, Tensor> attention_jvp(const Backend&, Arguments&, MaskArguments);
 std::vector<Tensor> attention_backward_jvp(const Backend&, Arguments&, MaskArguments);

@@ -24,6 +24,11 @@ void read_mask(Arguments& in, MaskArguments kind, AttentionOptions& options) {
       options.cu_seqlens_q = in.tensor();
       options.cu_seqlens_k = in.tensor();
       return;
+    case MaskArguments::paged:
+      options.cu_seqlens_q = in.tensor();
+      options.cu_seqlens_k = in.tensor();
+      options.block_table = in.tensor();
+      return;
     case MaskArguments::blocks:
       options.blocks =
           BlockTensors{.offsets = in.tensor(), .index = in.tensor(), .partial = in.tensor(), .elements = in.tensor()};
@@ -31,11 +36,11 @@ void read_mask(Arguments& in, MaskArguments kind, AttentionOptions& options) {
 }
 
 void read_options(Arguments& in, MaskArguments kind, AttentionOptions& options, bool with_dropout_p) {
-  auto& [attn_mask, cu_seqlens_q, cu_seqlens_k, blocks, dropout_p, is_causal, scale, enable_gqa, causal_alignment,
-         window, prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes, origin, dropout_seed] =
-      options;
-  (void)attn_mask, (void)cu_seqlens_q, (void)cu_seqlens_k, (void)blocks;  // read_mask's
-  const bool packed = kind == MaskArguments::packed;
+  auto& [attn_mask, cu_seqlens_q, cu_seqlens_k, block_table, blocks, dropout_p, is_causal, scale, enable_gqa,
+         causal_alignment, window, prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes, origin,
+         dropout_seed] = options;
+  (void)attn_mask, (void)cu_seqlens_q, (void)cu_seqlens_k, (void)block_table, (void)blocks;  // read_mask's
+  const bool paged = kind == MaskArguments::paged, packed = paged || kind == MaskArguments::packed;
   if (with_dropout_p) dropout_p = in.number();
   is_causal = in.flag();
   scale = in.optional_number();
@@ -50,18 +55,18 @@ void read_options(Arguments& in, MaskArguments kind, AttentionOptions& options, 
   softcap = in.number();
   sinks = in.optional_tensor();
   alibi_slopes = in.optional_tensor();
-  const std::vector<int64_t> place = in.integers();
-  dropout_seed = in.optional_tensor();
+  const std::vector<int64_t> place = paged ? std::vector<int64_t>(4) : in.integers();
+  if (!paged) dropout_seed = in.optional_tensor();
   window = window_of(window_size, "two numbers (left, right)");
   origin = origin_of(place);
 }
 
 void read_decode_options(Arguments& in, AttentionOptions& options) {
-  auto& [attn_mask, cu_seqlens_q, cu_seqlens_k, blocks, dropout_p, is_causal, scale, enable_gqa, causal_alignment,
-         window, prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes, origin, dropout_seed] =
-      options;
+  auto& [attn_mask, cu_seqlens_q, cu_seqlens_k, block_table, blocks, dropout_p, is_causal, scale, enable_gqa,
+         causal_alignment, window, prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes, origin,
+         dropout_seed] = options;
   // not taken: a cache has lengths of its own, and nothing is dropped
-  (void)cu_seqlens_q, (void)cu_seqlens_k, (void)blocks, (void)key_lengths, (void)query_lengths;
+  (void)cu_seqlens_q, (void)cu_seqlens_k, (void)block_table, (void)blocks, (void)key_lengths, (void)query_lengths;
   (void)dropout_p, (void)dropout_seed, (void)origin;
   enable_gqa = true;
   causal_alignment = 1;

@@ -27,7 +27,8 @@ struct Origin {
 struct AttentionOptions {
   OptionalTensor attn_mask;  // broadcasts to (..., heads, q_len, kv_len); bool (true = may attend) or floating (added)
   OptionalTensor cu_seqlens_q, cu_seqlens_k;  // (sequences + 1,): packed sequences; tensors (heads, total, dim)
-  std::optional<BlockTensors> blocks;         // in place of attn_mask
+  OptionalTensor block_table;          // (sequences, max_blocks) int32 beside them: key and value are paged caches
+  std::optional<BlockTensors> blocks;  // in place of attn_mask
   double dropout_p = 0;
   bool is_causal = false;
   std::optional<double> scale;  // default 1 / sqrt(head_dim)
@@ -42,12 +43,13 @@ struct AttentionOptions {
   OptionalTensor dropout_seed;  // () int64; needed when dropout_p > 0
 };
 
-// The arguments that say which pairs are seen: attn_mask, the offsets of packed sequences, or a mask of blocks.
-enum class MaskArguments { dense, packed, blocks };
+// The arguments that say which pairs are seen: attn_mask, the offsets of packed sequences, these and a block_table, or
+// a mask of blocks.
+enum class MaskArguments { dense, packed, paged, blocks };
 
 void read_mask(Arguments& in, MaskArguments kind, AttentionOptions& options);
-// What follows: dropout_p, where it has one, and the tail of all schemas (options in schemas.cpp). Read after all other
-// tensors, for it may throw.
+// What follows: dropout_p, where it has one, and the tail of all schemas (options in schemas.cpp; paged: without what
+// dropout needs). Read after all other tensors, for it may throw.
 void read_options(Arguments& in, MaskArguments kind, AttentionOptions& options, bool with_dropout_p = true);
 // those that decoding takes, in its order
 void read_decode_options(Arguments& in, AttentionOptions& options);

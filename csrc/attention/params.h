@@ -42,18 +42,21 @@ struct AttentionParams {
   int64_t block_size = 0;  // of a mask of blocks,
   double density = 1;      // and the share of the pairs that it leaves
   ScoreModifier modifier;
-  bool alibi = false;  // -slope * |row position - key| is added to the scores
+  bool alibi = false;              // -slope * |row position - key| is added to the scores
+  int64_t page_size = 0;           // keys of a page, as a block of a paged cache is called here; 0: all in one piece
+  int64_t k_page = 0, v_page = 0;  // strides
 };
 
 // One query head of one batch item, with its key/value head.
 struct HeadPointers {
-  uint32_t index = 0;           // of the head in the whole: the dropout counter
-  const void* query = nullptr;  // [q_len, head_dim]
-  const void* key = nullptr;    // [kv_len, head_dim]
-  const void* value = nullptr;  // [kv_len, v_head_dim]
-  const void* mask = nullptr;   // [q_len, kv_len] through mask_row, mask_col, or a BlockRows
-  void* out = nullptr;          // [q_len, v_head_dim]; read by the backward
-  void* lse = nullptr;          // [q_len] dense, float (double for double); -inf marks a row that sees no key
+  uint32_t index = 0;              // of the head in the whole: the dropout counter
+  const void* query = nullptr;     // [q_len, head_dim]
+  const void* key = nullptr;       // [kv_len, head_dim], or page 0
+  const void* value = nullptr;     // [kv_len, v_head_dim], or page 0
+  const int32_t* pages = nullptr;  // key j is row j % page_size of page pages[j / page_size]
+  const void* mask = nullptr;      // [q_len, kv_len] through mask_row, mask_col, or a BlockRows
+  void* out = nullptr;             // [q_len, v_head_dim]; read by the backward
+  void* lse = nullptr;             // [q_len] dense, float (double for double); -inf marks a row that sees no key
   void* stats = nullptr;  // [q_len][2] dense, like lse: the reference of a row's weights, and 1 / their sum against it
   const void* grad_out = nullptr;  // [q_len, v_head_dim]
   const void* grad_lse = nullptr;  // [q_len] dense, like lse, or null

@@ -40,13 +40,14 @@ Tensor cpu_info() try {
 }
 
 std::string forward_text(const AttentionCall& c, const Sequences& sequences) {
-  if (takes_few_rows(c, sequences)) {
-    const FewRowsPlan p = plan_few_rows(few_rows_of(c, sequences));
+  const std::vector<int64_t> few = few_row_items(c, sequences);
+  if (!few.empty() && static_cast<int64_t>(few.size()) == c.batch) {
+    const FewRowsPlan p = plan_few_rows(few_rows_of(c, sequences, few));
     return text("{\"kernel\": \"decode\", \"threads\": ", p.threads, ", \"query_tile\": ", sequences.largest().q_len,
                 ", \"key_block\": ", p.chunk, ", \"rows_per_item\": ", p.rows, ", \"items\": ", p.items,
                 ", \"scratch_bytes_per_thread\": ", p.space, "}");
   }
-  const ForwardPlan f = plan_forward(c, sequences);
+  const ForwardPlan f = plan_forward(c, sequences, few);
   return text("{\"kernel\": \"tiled\", \"threads\": ", f.threads, ", \"query_tile\": ", f.kernel->forward_tile,
               ", \"key_block\": ", f.kernel->forward_key_block, ", \"rows_per_item\": ", f.rows,
               ", \"items\": ", f.items, ", \"uncut_items\": ", f.uncut, ", \"rows_per_cut_item\": ", f.cut_rows,

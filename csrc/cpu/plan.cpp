@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <numeric>
 
 #include "cpu/kernels/attention/block_step.h"
@@ -19,6 +20,14 @@ std::vector<double> pairs_of(const AttentionCall& c, const Sequences& s) {
   std::vector<double> pairs;
   for (int64_t b = 0; b < c.batch; b++) pairs.push_back(visible_pairs(s.params(b)));
   return pairs;
+}
+
+// the batch items that are not left out
+std::vector<int64_t> others(int64_t batch, const std::vector<int64_t>& left_out) {
+  std::vector<int64_t> all(static_cast<size_t>(batch)), rest;
+  std::iota(all.begin(), all.end(), 0);
+  std::set_difference(all.begin(), all.end(), left_out.begin(), left_out.end(), std::back_inserter(rest));
+  return rest;
 }
 
 // Rows of one row of blocks, which see the same blocks; or a tile of several.
@@ -74,19 +83,20 @@ const AttentionKernels& kernels_for(const AttentionCall& c) {
 
 const DecodeKernels& decode_kernels(ScalarType t) { return kernels().decode[static_cast<int>(kernel_dtype(t))]; }
 
-ForwardPlan plan_forward(const AttentionCall& c, const Sequences& s) {
+ForwardPlan plan_forward(const AttentionCall& c, const Sequences& s, const std::vector<int64_t>& left_out) {
   const AttentionParams& p = c.params;
   ForwardPlan plan;
   plan.kernel = &kernels_for(c);
   plan.heads = c.q_heads;
   const int64_t tile = plan.kernel->forward_tile;
   const std::vector<double> pairs = pairs_of(c, s);
-  double all_pairs = pairs[0] * static_cast<double>(c.batch);
+  double all_pairs = s.uniform() ? pairs[0] * static_cast<double>(c.batch) : 0;
   int64_t tiles = pieces(p.q_len, tile), all_tiles = c.batch * tiles;
   if (!s.uniform()) {
-    all_pairs = std::accumulate(pairs.begin(), pairs.end(), 0.0);
+    plan.order = others(c.batch, left_out);
     all_tiles = tiles = 0;
-    for (int64_t b = 0; b < c.batch; b++) {
+    for (int64_t b : plan.order) {
+      all_pairs += pairs[static_cast<size_t>(b)];
       all_tiles += pieces(s.q_len(b), tile);
       tiles = std::max(tiles, pieces(s.q_len(b), tile));
     }
@@ -101,8 +111,6 @@ ForwardPlan plan_forward(const AttentionCall& c, const Sequences& s) {
   plan.blocks = pieces(p.q_len, plan.rows);
   plan.items = c.batch * c.q_heads * plan.blocks;
   if (!s.uniform()) {
-    plan.order.resize(static_cast<size_t>(c.batch));
-    std::iota(plan.order.begin(), plan.order.end(), 0);
     std::stable_sort(plan.order.begin(), plan.order.end(), [&](int64_t a, int64_t b) { return pairs[a] > pairs[b]; });
     plan.items = 0;
     for (int64_t b : plan.order) {

@@ -31,7 +31,9 @@ struct ForwardPlan {
  private:
   Item uncut_at(int64_t item, const Sequences& sequences) const;
 };
-ForwardPlan plan_forward(const AttentionCall& call, const Sequences& sequences);
+// `left_out`: batch items, ascending, that other kernels compute; none where the items are uniform
+ForwardPlan plan_forward(const AttentionCall& call, const Sequences& sequences,
+                         const std::vector<int64_t>& left_out = {});
 
 // Key/value heads of some batch items, the largest first; some are cut into parts by key blocks.
 struct BackwardPlan {

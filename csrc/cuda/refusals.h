@@ -1,5 +1,5 @@
-// What the CUDA kernels serve: everything else is refused, by name. All options of attention and decoding are served;
-// a field added to them is looked at in cuda/attention/options.h.
+// What the CUDA kernels serve: everything else is refused, by name. All options of attention and decoding are served
+// but for packed rows over paged caches; a field added to them is looked at in cuda/attention/options.h.
 #pragma once
 #include "attention/attention.h"
 #include "cuda/kernels/decode/latent_size.cuh"
@@ -10,6 +10,8 @@
 namespace attnjourney {
 
 inline void check_served(const AttentionCall& c, bool backward) {
+  check_value(!c.args.options.block_table, "block_table: expected None on CUDA, where varlen_attention reads packed ",
+              "keys: gather them, or give sequences of as many rows each to attnjourney.decode");
   const auto head_dim = static_cast<int>(std::min<int64_t>(c.params.head_dim, 1 << 20));
   const auto v_head_dim = static_cast<int>(std::min<int64_t>(c.params.v_head_dim, 1 << 20));
   check_value(

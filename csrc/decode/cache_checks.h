@@ -21,6 +21,21 @@ inline void check_cache(const char* name, const Tensor& cache, int64_t batch, co
               cache.stride(3));
 }
 
+// Caches of keys and of values, (batch or blocks, heads, capacity or block size, dim), beside query.
+inline void check_caches(const Tensor& key, const Tensor& value, int64_t batch, const Tensor& query, int64_t q_heads,
+                         int64_t head_dim) {
+  check_cache("key", key, batch, "query", query);
+  check_cache("value", value, batch, "query", query);
+  const int64_t heads = key.size(1);
+  check_value(heads > 0 ? q_heads % heads == 0 : q_heads == 0, "key: expected a head count that divides query's, ",
+              q_heads, ", got ", heads, " (key has shape ", shape_text(key), ")");
+  check_value(key.size(3) == head_dim, "key: expected the head_dim of query, ", head_dim, ", got shape ",
+              shape_text(key));
+  check_value(value.size(0) == key.size(0) && value.size(1) == heads && value.size(2) == key.size(2),
+              "value: expected the shape of key but for the last dimension (key has shape ", shape_text(key),
+              "), got shape ", shape_text(value));
+}
+
 // (batch,) int64, dense
 inline void check_lengths_tensor(const char* name, const Tensor& lengths, int64_t batch, const char* like_name,
                                  const Tensor& like) {
@@ -45,6 +60,15 @@ inline void check_block_size(const char* what, int64_t block_size, const Tensor&
   const int64_t most = KeyRanges::unbounded / std::max<int64_t>(1, table.size(1));
   check_value(block_size > 0 && block_size <= most, what, " of at least 1 and at most ", most,
               " beside a block_table of shape ", shape_text(table), ", got ", block_size);
+}
+
+// The values of one row of a block_table in host memory, as far as its `length` keys reach.
+inline void check_blocks_of(const Tensor& table, int64_t row, int64_t length, const Tensor& key) {
+  const int64_t blocks = key.size(0), block_size = key.size(2);
+  const int32_t* const block = static_cast<const int32_t*>(table.const_data_ptr()) + row * table.size(1);
+  for (int64_t j = 0; j * block_size < length; j++)
+    check_value(block[j] >= 0 && block[j] < blocks, "block_table: expected blocks from 0 to ", blocks - 1, ", got ",
+                block[j], " at (", row, ", ", j, ")");
 }
 
 // 0 <= value <= limit, `what` saying what the limit is

@@ -36,12 +36,7 @@ void check_decode_values(const DecodeCall& c, const DecodeInputs& in) {
   for (int64_t b = 0; b < c.batch; b++) {
     longest = std::max(longest, lengths[b]);
     check_length("lengths", b, lengths[b], c.ring ? KeyRanges::unbounded : c.capacity, "the cache's capacity");
-    if (!in.block_table) continue;
-    const int64_t width = in.block_table->size(1), blocks = in.key.size(0);
-    const int32_t* row = static_cast<const int32_t*>(in.block_table->const_data_ptr()) + b * width;
-    for (int64_t j = 0; j * c.block_size < lengths[b]; j++)
-      check_value(row[j] >= 0 && row[j] < blocks, "block_table: expected blocks from 0 to ", blocks - 1, ", got ",
-                  row[j], " at (", b, ", ", j, ")");
+    if (in.block_table) check_blocks_of(*in.block_table, b, lengths[b], in.key);
   }
   const OptionalTensor& mask = in.options.attn_mask;
   if (!mask) return;
@@ -53,27 +48,18 @@ void check_decode_values(const DecodeCall& c, const DecodeInputs& in) {
 
 DecodeCall check_decode(const DecodeInputs& in) {
   const Tensor &q = in.query, &k = in.key, &v = in.value;
-  const auto& [attn_mask, cu_seqlens_q, cu_seqlens_k, blocks, dropout_p, is_causal, scale, enable_gqa, causal_alignment,
-               window, prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes, origin, dropout_seed] =
-      in.options;
+  const auto& [attn_mask, cu_seqlens_q, cu_seqlens_k, block_table, blocks, dropout_p, is_causal, scale, enable_gqa,
+               causal_alignment, window, prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes,
+               origin, dropout_seed] = in.options;
   DecodeCall c{};
   check_dim("query", q, 4);
   check_floating("query", q);
   c.batch = q.size(0), c.q_heads = q.size(1), c.q_len = q.size(2), c.head_dim = q.size(3);
   check_value(c.head_dim > 0, "query: expected a head_dim (last dimension) of at least 1, got shape ", shape_text(q));
   const bool paged = in.block_table.has_value();
-  check_cache("key", k, paged ? -1 : c.batch, "query", q);
-  check_cache("value", v, paged ? -1 : c.batch, "query", q);
+  check_caches(k, v, paged ? -1 : c.batch, q, c.q_heads, c.head_dim);
   c.kv_heads = k.size(1), c.v_head_dim = v.size(3);
-  const bool divides = c.kv_heads > 0 ? c.q_heads % c.kv_heads == 0 : c.q_heads == 0;
-  check_value(divides, "key: expected a head count that divides query's, ", c.q_heads, ", got ", c.kv_heads,
-              " (key has shape ", shape_text(k), ")");
   c.group = c.kv_heads > 0 ? c.q_heads / c.kv_heads : 1;
-  check_value(k.size(3) == c.head_dim, "key: expected the head_dim of query, ", c.head_dim, ", got shape ",
-              shape_text(k));
-  check_value(v.size(0) == k.size(0) && v.size(1) == k.size(1) && v.size(2) == k.size(2),
-              "value: expected the shape of key but for the last dimension (key has shape ", shape_text(k),
-              "), got shape ", shape_text(v));
   check_lengths_tensor("lengths", in.lengths, c.batch, "query", q);
   c.capacity = k.size(2);
   if (paged) {
@@ -97,7 +83,7 @@ DecodeCall check_decode(const DecodeInputs& in) {
   (void)attn_mask, (void)prefix_length, (void)softcap, (void)sinks, (void)alibi_slopes;
   check_scores(c, in);
   // read_decode_options leaves or sets these
-  (void)cu_seqlens_q, (void)cu_seqlens_k, (void)blocks, (void)key_lengths, (void)query_lengths;
+  (void)cu_seqlens_q, (void)cu_seqlens_k, (void)block_table, (void)blocks, (void)key_lengths, (void)query_lengths;
   (void)dropout_p, (void)dropout_seed, (void)origin, (void)enable_gqa, (void)causal_alignment;
   return c;
 }

@@ -71,19 +71,21 @@ def test_several_chunks_of_keys(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_packed_sequences(dtype):
-    """Of 1, no, 3 and 2 rows, with rows of nobody behind them."""
-    offsets_q, offsets_k = torch.tensor([0, 1, 1, 4, 6]), torch.tensor([0, 5, 9, 9, 40], dtype=torch.int32)
-    q, k, v = (random_tensor((n, 4, 16), dtype, s) for s, n in enumerate((7, 42, 42)))
+@pytest.mark.parametrize("long", (0, 40))
+def test_packed_sequences(dtype, long):
+    """Of 1, no, 3, `long` and 2 rows, with rows of nobody behind them: the same bits as alone, by the same kernels."""
+    offsets_q = torch.tensor([0, 1, 1, 4, 4, 6]) + long * torch.tensor([0, 0, 0, 0, 1, 1])
+    offsets_k = torch.tensor([0, 5, 9, 9, 40, 61], dtype=torch.int32)
+    q, k, v = (random_tensor((n, 4, 16), dtype, s) for s, n in enumerate((7 + long, 63, 63)))
     options = dict(is_causal=True, causal_alignment="bottom_right", return_lse=True)
     poison_memory()
     out, lse = attnjourney.varlen_attention(q, k, v, offsets_q, offsets_k, **options)
-    for i in range(4):
+    for i in range(5):
         rows, keys = slice(offsets_q[i], offsets_q[i + 1]), slice(offsets_k[i], offsets_k[i + 1])
         one = [x[part].transpose(0, 1) for x, part in ((q, rows), (k, keys), (v, keys))]
         alone, alone_lse = attnjourney.attention(*one, **options)
         assert torch.equal(out[rows].transpose(0, 1), alone) and torch.equal(lse[:, rows], alone_lse)
-    assert (out[6] == 0).all() and (lse[:, 6] == -torch.inf).all()
+    assert (out[-1] == 0).all() and (lse[:, -1] == -torch.inf).all()
 
 
 def test_derivatives_in_a_direction():

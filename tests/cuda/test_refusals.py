@@ -28,6 +28,8 @@ tensors = {{
     "index": torch.zeros(1).int(),
     "elements": torch.ones(1, 16, 16, dtype=torch.bool),
     "seed": torch.tensor(0),
+    "rows": torch.zeros(1, 2, 8),
+    "table": torch.zeros(1, 1).int(),
 }}
 library = torch.library.Library("attnjourney", "FRAGMENT")
 messages = []
@@ -41,7 +43,7 @@ for name, options in json.load(sys.stdin):
         options |= dict(grad_out=x, grad_lse=None, out=x, lse=lse, attn_mask=options.get("attn_mask"))
         options |= dict(stats=torch.stack([lse, lse], -1))
     try:
-        getattr(torch.ops.attnjourney, "_cuda_" + name)(query=x, key=x, value=x, **options)
+        getattr(torch.ops.attnjourney, "_cuda_" + name)(**{{"query": x, "key": x, "value": x, **options}})
         messages.append("served")
     except Exception as error:
         messages.append(f"{{type(error).__name__}}: {{str(error).splitlines()[0]}}")
@@ -88,6 +90,12 @@ def test_a_mask_of_blocks_is_served(built):  # noqa: F811
     assert served == ["served"] * 3 and REFUSED[0][1] in wide
 
 
+def test_packed_rows_over_paged_caches_are_refused_by_name(built):  # noqa: F811
+    call = dict(x="fp32", query="rows", cu_seqlens_q="offsets", cu_seqlens_k="offsets", block_table="table")
+    (said,) = run([("paged_attention", call)])
+    assert "ValueError: block_table: expected None on CUDA, where varlen_attention reads packed keys" in said
+
+
 def test_what_linear_attention_does_not_serve_is_refused_by_name(built):  # noqa: F811
     said = run([("linear_attention_forward", {"x": "wide"}), ("linear_attention_forward", {"is_causal": False})])
     assert "query: expected head dimensions of at most 256 on CUDA, got 1000 and (value) 1000" in said[0]
@@ -102,7 +110,8 @@ def test_every_option_of_the_operator_is_tried():
 
 
 @pytest.mark.parametrize(
-    "operator", ["attention_forward", "attention_backward", "block_attention_forward", "decode", "gqa_forward"]
+    "operator",
+    ["attention_forward", "attention_backward", "block_attention_forward", "paged_attention", "decode", "gqa_forward"],
 )
 def test_cuda_tensors_without_a_kernel(operator):
     if torch.version.cuda is not None:

@@ -204,6 +204,13 @@ def packed_cases(rules):
     tensors["query"] = numbers(0, 10, 8, 8)
     call = partial(call, dropout_p=0.5, dropout_seed=torch.tensor(5))
     yield "packed grouped", call, tensors, placed, dict(out=[Shard(1)])
+    call = partial(
+        attnjourney.varlen_attention, cu_seqlens_q=ends, cu_seqlens_k=torch.tensor([0, 5, 5, 14]), return_lse=True,
+        block_table=torch.tensor([[2, 0, -1], [-1, -1, -1], [1, 4, 3]], dtype=torch.int32),
+    )  # fmt: skip
+    tensors = dict(query=numbers(0, 10, 8, 8), key=numbers(1, 5, 4, 4, 8), value=numbers(2, 5, 4, 4, 5))
+    placed = same("H", query=".H.", key=".H..", value=".H..")
+    yield "paged", torch.no_grad()(call), tensors, placed, dict(out=[Shard(1)])
 
 
 def linear_cases(rules):

@@ -112,7 +112,13 @@ def test_sequences_of_different_lengths(name):
             pools[0][block, (j - c) % size], pools[1][block, (j - c) % size] = k[j], v[j]
     table = torch.where(table >= 0, torch.tensor(order)[table], -1)
     paged = flash_attn.flash_attn_varlen_func(q, *pools, cu_q, cu_k, 7, 11, block_table=table, **options)
-    assert torch.equal(paged, out)
+    torch.testing.assert_close(paged, out, **CLOSE)
+    leaves = [x.nan_to_num().requires_grad_() for x in pools]  # for gradients they are gathered
+    out = flash_attn.flash_attn_varlen_func(q, *leaves, cu_q, cu_k, 7, 11, block_table=table, **options)
+    packed = [x.clone().requires_grad_() for x in (k, v)]
+    wanted = gradients(flash_attn.flash_attn_varlen_func(q, *packed, cu_q, cu_k, 7, 11, **options), *packed)
+    grads = flash_attn.gather_blocks(*gradients(out, *leaves), cu_k, table)
+    torch.testing.assert_close(grads, wanted, **CLOSE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -146,6 +146,16 @@ def block_table(m, batch, width, blocks):
     return m.whole(0, blocks - 1, batch, width, dtype=torch.int32)
 
 
+def paged_attention(m):
+    call = varlen_attention(m)
+    sequences, heads, size, width = len(call["cu_seqlens_q"]) - 1, call["key"].size(1), m.pick(1, 8, 16), m.pick(1, 3)
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64), m.whole(0, size * width, sequences).cumsum(0)])
+    caches = {name: m.normal(5, heads, size, call[name].size(2)) for name in ("key", "value")}
+    del call["dropout_p"], call["origin"], call["dropout_seed"]
+    table = block_table(m, sequences, width, 5)
+    return {**call, **caches, "cu_seqlens_k": ends.to(call["cu_seqlens_q"].dtype), "block_table": table}
+
+
 def decode(m):
     batch, heads, group, dim, v_dim = m.pick(0, 1, 2), m.pick(1, 2), m.pick(1, 3), m.pick(1, 8, 17), m.pick(1, 12)
     q_len, kind = m.pick(0, 1, 1, 2, 20), m.pick("dense", "paged", "ring")
@@ -368,6 +378,7 @@ def mla(m):
 INPUTS = {
     "attention": attention,
     "varlen_attention": varlen_attention,
+    "paged_attention": paged_attention,
     "block_attention": block_attention,
     "_attention_weights": lambda m: _weights(m, attention(m)),
     "_block_attention_weights": lambda m: _weights(m, block_attention(m)),

@@ -32,6 +32,7 @@ QUICK: dict[str, dict[str, int | None]] = {
     "attention/test_varlen.py": {"test_equals_a_loop": None, "test_wrong_arguments": 4},
     "attention/test_block_mask.py": {"test_values_and_gradients": 20, "test_second_derivatives": 3, "test_weights": 1},
     "attention/test_weights.py": {"test_weights_with_every_option": None, "test_merging_parts_equals_the_whole": 4},
+    "cache/test_paged_attention.py": {"test_values": 24, "test_bad_input": 4},
     "cache/test_decode.py": {"test_values": 12, "test_paged": 6, "test_ring": 1, "test_bad_input": 4},
     "cache/test_decode_options.py": {"test_values": 48, "test_latents": 16},
     "cache/test_mla_decode.py": {"test_dtypes": None, "test_paged": 2},
@@ -68,7 +69,7 @@ QUICK: dict[str, dict[str, int | None]] = {
 }
 
 # the main operators, whose every dtype and every option some quick test must call
-MAIN = ("attention", "varlen_attention", "block_attention", "decode", "mla_decode")
+MAIN = ("attention", "varlen_attention", "paged_attention", "block_attention", "decode", "mla_decode")
 LAYERS = ("gpt_attention", "gqa", "linear_attention", "mha", "mla", "rope")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 # what no call on a CPU reaches: the CUDA library alone asks for it

@@ -20,6 +20,7 @@ from ...block_mask import BlockMask
 from ...nn._parts import split_heads
 from ...ops.attention_weights import chosen_weights, row_sums
 from ...ops.block_attention import BLOCKS
+from ...reference.attention import packed_blocks
 from ...reference.mha import attention_mask
 from ._stages import attention_stages
 from ._stages_infini import infini_local
@@ -169,6 +170,12 @@ def _varlen(call: dict, outputs: tuple) -> Scores:
         call["cu_seqlens_k"],
         _options(call),
     )
+
+
+def _paged(call: dict, outputs: tuple) -> Scores:
+    key = packed_blocks(call["key"], call["cu_seqlens_k"], call["block_table"])
+    offsets = call["cu_seqlens_q"], call["cu_seqlens_k"]
+    return PackedScores(call["query"], key, outputs[1], None, *offsets, _options(call))
 
 
 def _gpt(call: dict, outputs: tuple) -> Scores:
@@ -332,10 +339,12 @@ def _longformer(call: dict) -> Scores:
 # functions made of several operators (attnjourney/ops/_registry/call_observers.py), from their arguments
 FUNCTIONS = {"infini_attention": _infini, "longformer_attention": _longformer}
 
+PACKED = ("varlen_attention", "paged_attention")  # whose records have rows of each sequence
 READERS: dict[str, Callable[[dict, tuple], Scores]] = {
     "attention": _attention,
     "block_attention": _block_attention,
     "varlen_attention": _varlen,
+    "paged_attention": _paged,
     "gpt_attention": _gpt,
     "gqa": _gqa,
     "mla": _mla,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...nn import InfiniAttention, LongformerSelfAttention, MultiheadLatentAttention
 from ._dispatch_mode import OperatorCalls
-from ._scores import READERS, Scores
+from ._scores import PACKED, READERS, Scores
 from ._stages import attention_stages
 from ._stages_infini import infini_stages
 from ._stages_linear import linear_stages
@@ -53,7 +53,7 @@ def module_stages(
         heads = indices("heads", heads, call["query"].shape[1])
         rows = indices("rows", rows, call["query"].shape[2])
         return linear_stages(call, heads, rows), heads, rows, result
-    if operator == "varlen_attention":
+    if operator in PACKED:
         raise ValueError("module: expected attention without packed sequences: trace one sequence at a time")
     heads, rows = indices("heads", heads, call.heads), indices("rows", rows, call.length)
     return _stages(module, inputs, keywords, call, turned, heads, rows), heads, rows, result

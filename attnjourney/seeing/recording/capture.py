@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...ops._registry.call_observers import observers
 from ._dispatch_mode import OperatorCalls
-from ._scores import FUNCTIONS, READERS, Scores
+from ._scores import FUNCTIONS, PACKED, READERS, Scores
 from .records import Captured, Record, Rows, indices, settings_of
 
 
@@ -187,7 +187,7 @@ class capture:
             return
         scores = read()
         heads = indices("heads", self.heads, scores.heads)
-        rows = indices("rows", self.rows, scores.length, negative=operator == "varlen_attention")
+        rows = indices("rows", self.rows, scores.length, negative=operator in PACKED)
         weights, lse = scores.weights(heads, rows)
         step, settings = max(self._step, 0), settings_of(call, defaults)
         record = Record(name, operator, step, weights, lse, heads, rows, scores.first_key, settings)

@@ -61,8 +61,10 @@ void cpu_attention_forward(AttentionCall& c, const AttentionResults& results) {
     }
   });
 
-  if (takes_few_rows(c, sequences)) return forward_few_rows(c, sequences, heads);
-  const ForwardPlan plan = plan_forward(c, sequences);
+  const std::vector<int64_t> few = few_row_items(c, sequences);
+  if (!few.empty()) forward_few_rows(c, sequences, few, heads);
+  if (static_cast<int64_t>(few.size()) == c.batch) return;
+  const ForwardPlan plan = plan_forward(c, sequences, few);
   const int64_t space = plan.kernel->forward_space(p, std::min(plan.rows, p.q_len));
   run_queue(plan.items, plan.threads, space, [&](int64_t item, void* scratch) {
     const auto [b, head, first, rows] = plan.at(item, sequences);

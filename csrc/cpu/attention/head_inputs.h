@@ -21,12 +21,16 @@ class HeadInputs {
         lse_(static_cast<char*>(lse.data_ptr())),
         stats_(static_cast<char*>(stats.data_ptr())),
         blocks_(call) {
-    const auto& [attn_mask, cu_seqlens_q, cu_seqlens_k, blocks, dropout_p, is_causal, scale, enable_gqa,
+    const auto& [attn_mask, cu_seqlens_q, cu_seqlens_k, block_table, blocks, dropout_p, is_causal, scale, enable_gqa,
                  causal_alignment, window, prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes,
                  origin, dropout_seed] = call.args.options;
     if (attn_mask) mask_.emplace(call, call.mask_map, *attn_mask);
     sinks_ = per_head(sinks, call.batch, call.q_heads);
     slopes_ = per_head(alibi_slopes, call.batch, call.q_heads);
+    if (block_table) {
+      pages_ = static_cast<const int32_t*>(block_table->const_data_ptr());
+      most_pages_ = block_table->size(1);
+    }
     (void)blocks;                                                                    // blocks_
     (void)key_lengths, (void)query_lengths, (void)cu_seqlens_q, (void)cu_seqlens_k;  // Sequences
     // AttentionParams
@@ -43,6 +47,7 @@ class HeadInputs {
     h.query = query_.at(batch, head, q_begin);
     h.key = key_.at(batch, head, k_begin);
     h.value = value_.at(batch, head, k_begin);
+    if (pages_) h.pages = pages_ + batch * most_pages_;
     h.mask = mask_ ? mask_->at(batch, head) : blocks_.at(batch, head);
     if (!sinks_.empty()) h.sink = sinks_[index];
     if (!slopes_.empty()) h.slope = slopes_[index];
@@ -69,6 +74,8 @@ class HeadInputs {
   char *lse_, *stats_;
   const BlockLists blocks_;
   std::vector<double> sinks_, slopes_;  // [batch * q_heads], or empty
+  const int32_t* pages_ = nullptr;      // [batch][most_pages_]
+  int64_t most_pages_ = 0;
 };
 
 }  // namespace attnjourney

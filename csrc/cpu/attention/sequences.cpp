@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cpu/kernels/common/common.h"
+#include "decode/cache_checks.h"
 
 namespace attnjourney {
 
@@ -83,10 +84,18 @@ Sequences::Sequences(const AttentionCall& c) : call_(c) {
       check_value(false, name, ": expected offsets that begin with 0, never fall and end at ", total,
                   " or below, got [", s, "]");
     };
+    const bool paged = o.block_table.has_value();
     check("cu_seqlens_q", q, p.q_len);
-    check("cu_seqlens_k", k, p.kv_len);
-    for (size_t i = 0; i + 1 < q.size(); i++)
-      list_.push_back({q[i], q[i + 1] - q[i], k[i], k[i + 1] - k[i], k[i + 1] - k[i]});
+    check("cu_seqlens_k", k, paged ? extent(c.batch, p.kv_len) : p.kv_len);
+    for (size_t i = 0; i + 1 < q.size(); i++) {
+      const int64_t keys = k[i + 1] - k[i], b = static_cast<int64_t>(i);
+      if (paged) {
+        check_value(keys <= p.kv_len, "cu_seqlens_k: expected sequences of at most the cache's capacity, ", p.kv_len,
+                    ", got ", keys, " for batch row ", b);
+        check_blocks_of(*o.block_table, b, keys, c.args.key);
+      }
+      list_.push_back({q[i], q[i + 1] - q[i], paged ? 0 : k[i], keys, keys});
+    }
     used_q_ = q.back();
     used_k_ = k.back();
     return;

@@ -30,6 +30,9 @@ class CacheWalk {
       from += count;
     }
   }
+  // where keys and values of a head begin, of a sequence or block `outer`
+  const void* key(int64_t outer, int64_t head) const { return key_.at(outer, head, 0); }
+  const void* value(int64_t outer, int64_t head) const { return value_.at(outer, head, 0); }
   int64_t key_row() const { return key_.row; }
   int64_t value_row() const { return value_.row; }
 

@@ -10,7 +10,8 @@
 namespace attnjourney {
 namespace {
 
-// The visible keys of each (sequence, key/value head) in one piece: in place if the cache is dense, else copied.
+// The visible keys of each (sequence, key/value head) in one piece, those of a ring copied; of a paged cache each
+// head's first block.
 struct Pieces {
   std::vector<const void*> key, value;
   std::vector<Tensor> copies;
@@ -19,7 +20,7 @@ struct Pieces {
 Pieces in_one_piece(const DecodeCall& c, const DecodeInputs& in, const std::vector<KeyRange>& seen) {
   const CacheWalk walk(c, in);
   const int64_t item = bytes_of(in.key.scalar_type()), kb = c.head_dim * item, vb = c.v_head_dim * item;
-  const bool copy = c.ring || c.block_size;
+  const bool copy = c.ring;
   Pieces pieces;
   pieces.key_row = copy ? c.head_dim : walk.key_row();
   pieces.value_row = copy ? c.v_head_dim : walk.value_row();
@@ -34,6 +35,11 @@ Pieces in_one_piece(const DecodeCall& c, const DecodeInputs& in, const std::vect
     }
     std::vector<DecodeRun> runs;
     for (int64_t h = 0; h < c.kv_heads; h++) {
+      if (c.block_size) {
+        pieces.key.push_back(walk.key(0, h));
+        pieces.value.push_back(walk.value(0, h));
+        continue;
+      }
       runs.clear();
       walk.runs(b, h, range.begin, range.end, runs);
       if (!copy) {
@@ -74,10 +80,12 @@ void decode_tiled(const DecodeCall& c, const DecodeInputs& in, const Tensor& que
   std::vector<KeyRange> seen;
   for (int64_t b = 0; b < c.batch; b++) {
     seen.push_back(c.keys(lengths[b]).any(0, c.q_len - 1).hull());
+    if (c.block_size) seen.back().begin = 0;
     shared.kv_len = std::max(shared.kv_len, seen.back().end - seen.back().begin);
   }
   const Pieces pieces = in_one_piece(c, in, seen);
   shared.k_row = pieces.key_row, shared.v_row = pieces.value_row;
+  shared.page_size = c.block_size, shared.k_page = stride_of(in.key, 0), shared.v_page = stride_of(in.value, 0);
   std::vector<AttentionParams> params(static_cast<size_t>(c.batch), shared);
   shared.keys.key_length = shared.kv_len;
   int64_t space = 0;
@@ -111,6 +119,8 @@ void decode_tiled(const DecodeCall& c, const DecodeInputs& in, const Tensor& que
     h.query = q + (b * stride_of(query, 0) + head * stride_of(query, 1)) * item;
     h.key = pieces.key[static_cast<size_t>(b * c.kv_heads + head / c.group)];
     h.value = pieces.value[static_cast<size_t>(b * c.kv_heads + head / c.group)];
+    if (in.block_table)
+      h.pages = static_cast<const int32_t*>(in.block_table->const_data_ptr()) + b * in.block_table->size(1);
     const int64_t first_key = seen[static_cast<size_t>(b)].begin;
     if (mask) h.mask = mask + (b * c.mask_batch + head * c.mask_head + first_key * c.mask_col) * mask_item;
     if (!sinks.empty()) h.sink = sinks[static_cast<size_t>(bh)];

@@ -18,11 +18,12 @@ inline ScoreUnit score_unit(const AttentionCall& c) {
 
 // Does the call need the kernels with options? Those without scale scores by a positive number and hide ranges of keys.
 inline bool needs_full_kernels(const AttentionCall& c) {
-  const auto& [attn_mask, cu_seqlens_q, cu_seqlens_k, blocks, dropout_p, is_causal, scale, enable_gqa, causal_alignment,
-               window, prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes, origin, dropout_seed] =
-      c.args.options;
+  const auto& [attn_mask, cu_seqlens_q, cu_seqlens_k, block_table, blocks, dropout_p, is_causal, scale, enable_gqa,
+               causal_alignment, window, prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes,
+               origin, dropout_seed] = c.args.options;
   (void)is_causal, (void)causal_alignment, (void)window, (void)prefix_length;  // ranges of keys
   (void)key_lengths, (void)query_lengths, (void)enable_gqa, (void)origin, (void)dropout_seed, (void)scale;
+  (void)block_table;  // refused
   return attn_mask || blocks || dropout_p > 0 || softcap > 0 || sinks || alibi_slopes || cu_seqlens_q || cu_seqlens_k ||
          !(c.params.scale > 0);
 }
@@ -37,12 +38,13 @@ class OptionInputs {
  public:
   explicit OptionInputs(const AttentionCall& c) {
     const Tensor& query = c.args.query;
-    const auto& [attn_mask, cu_seqlens_q, cu_seqlens_k, blocks, dropout_p, is_causal, scale, enable_gqa,
+    const auto& [attn_mask, cu_seqlens_q, cu_seqlens_k, block_table, blocks, dropout_p, is_causal, scale, enable_gqa,
                  causal_alignment, window, prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes,
                  origin, dropout_seed] = c.args.options;
     (void)is_causal, (void)causal_alignment, (void)window, (void)prefix_length;      // describe
     (void)cu_seqlens_q, (void)cu_seqlens_k, (void)key_lengths, (void)query_lengths;  // Indices
     (void)scale, (void)enable_gqa;                                                   // describe
+    (void)block_table;                                                               // refused
     const ScoreUnit unit = score_unit(c);
     scores_.unit = static_cast<Real>(unit.scores), scores_.exponent = static_cast<Real>(unit.exponents);
     if (softcap > 0) {

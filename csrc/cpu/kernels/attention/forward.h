@@ -15,6 +15,7 @@
 #include "cpu/kernels/common/scratch.h"
 #include "forward_tile.h"
 #include "key_walk.h"
+#include "paged_rows.h"
 
 namespace attnjourney {
 namespace {
@@ -25,7 +26,7 @@ namespace {
 //   Out, writes_rows(params)    rows of out that it can write in place of sums, and whether it does
 //   rounds, weight_unit         products with values take rounded weights; what P is counted in
 //   pack_query(tile)            Q^T
-//   load_block(k0, keys)        a key block, to which all that follows refers
+//   load_block(k0, keys, K, V)  a key block and where its rows lie (PlacedRows), to which all that follows refers
 //   whole_units(seen)           keys that it can take without taking others
 //   bias, bias_is_overwritten   [key][tile]: what is added to the scores, read by `weights` or replaced by P
 //   weights(tile, running, seen, masked, prefetch)   P of the keys seen
@@ -62,6 +63,7 @@ class Forward {
     Real* output;               // [tiles][tile][output_ld]
     RunningRows<Real> running;  // [tiles][tile]
     Real* inverse;              // [tile]
+    T *keys, *values;           // [key_block], of pages
     Buffers(const AttentionParams& params, int64_t rows, Scratch& scratch)
         : tiles_used((rows + tile - 1) / tile),
           output_ld(sums_ld<Real>(params)),
@@ -71,6 +73,9 @@ class Forward {
       running = {scratch.take<Real>(n), scratch.take<Real>(n), scratch.take<Real>(n), nullptr};
       running.rounded = Products::rounds ? scratch.take<Real>(n) : running.total;
       inverse = scratch.take<Real>(tile);
+      const int64_t paged = params.page_size ? key_block : 0;
+      keys = scratch.take<T>(paged * PagedRows<T>::line(params.head_dim));
+      values = scratch.take<T>(paged * PagedRows<T>::line(params.v_head_dim));
     }
   };
 
@@ -98,11 +103,18 @@ class Forward {
       started_[t] = false;
     }
     KeyWalk walk(params_, head_, first_, count_, key_block);
+    const PagedRows<T> keys{params_.k_row, params_.k_page, params_.head_dim, buffers_.keys},
+        values{params_.v_row, params_.v_page, params_.v_head_dim, buffers_.values};
     do {
-      products_.load_block(walk.k0, walk.block);
+      products_.load_block(walk.k0, walk.block, placed(head_.key, keys, walk), placed(head_.value, values, walk));
       for (int64_t t = 0; t < buffers_.tiles_used; t++) step(walk, tile_at(t));
     } while (walk.next());
     return settled_;
+  }
+
+  // the rows of a key block
+  ATTN_INLINE PlacedRows<T> placed(const void* base, const PagedRows<T>& rows, const KeyWalk& walk) const {
+    return rows.placed(static_cast<const T*>(base), head_.pages, params_.page_size, walk.k0, walk.block);
   }
 
   QueryTile tile_at(int64_t t) const {

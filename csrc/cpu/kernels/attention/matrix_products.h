@@ -32,8 +32,8 @@ class MatrixProducts : public PairProducts {
 
   ATTN_INLINE bool reaches_past(const TileKeys& seen) const { return seen.end < block_; }
 
-  ATTN_INLINE void load_block(int64_t k0, int64_t block) {
-    PairProducts::load_block(k0, block, block % group == 0);
+  ATTN_INLINE void load_block(int64_t k0, int64_t block, const PlacedRows<bf16>& keys, const PlacedRows<bf16>& values) {
+    PairProducts::load_block(k0, block, keys, values, block % group == 0);
     memset(buffers_.values + (block + 1) / 2 * buffers_.value_ld, 0, size_t(side * buffers_.value_ld) * 4);
   }
 

@@ -6,6 +6,7 @@
 #pragma once
 #include "cpu/kernels/common/pack.h"
 #include "cpu/kernels/common/scratch.h"
+#include "paged_rows.h"
 #include "pair_epilogue.h"
 
 namespace attnjourney {
@@ -55,18 +56,18 @@ class PairProducts : public PairTiles {
   }
 
   // Keys are read in place where their rows are dense, and where `in_place` allows it.
-  ATTN_INLINE void load_block(int64_t k0, int64_t block, bool in_place = true) {
+  ATTN_INLINE void load_block(int64_t k0, int64_t block, const PlacedRows<bf16>& keys, const PlacedRows<bf16>& values,
+                              bool in_place = true) {
     k0_ = k0;
     block_ = block;
-    keys_ = static_cast<const bf16*>(head_.key) + k0 * params_.k_row;
-    key_ld_ = params_.k_row;
-    if (!in_place || params_.head_dim % step_ != 0 || params_.k_row * 2 >= 1024) {
+    keys_ = keys.first;
+    key_ld_ = keys.ld;
+    if (!in_place || params_.head_dim % step_ != 0 || key_ld_ * 2 >= 1024) {
       copy_rows(keys_, key_ld_, block, params_.head_dim, buffers_.keys, buffers_.row_ld);
       keys_ = buffers_.keys;
       key_ld_ = buffers_.row_ld;
     }
-    values_finite_ = zip_rows(static_cast<const bf16*>(head_.value) + k0 * params_.v_row, params_.v_row, block,
-                              params_.v_head_dim, buffers_.values, buffers_.value_ld);
+    values_finite_ = zip_rows(values.first, values.ld, block, params_.v_head_dim, buffers_.values, buffers_.value_ld);
   }
 
   ATTN_INLINE void weights(const QueryTile& rows, const RunningRows<float>& running, const TileKeys& seen,

@@ -10,6 +10,7 @@
 #include "cpu/kernels/common/score_modifier.h"
 #include "cpu/kernels/common/scratch.h"
 #include "forward_tile.h"
+#include "paged_rows.h"
 
 namespace attnjourney {
 namespace {
@@ -221,9 +222,7 @@ class PlainProducts {
                     panel * params_.head_dim, panel);
   }
 
-  ATTN_INLINE void load_block(int64_t k0, int64_t block) {
-    const T* const keys = static_cast<const T*>(head_.key) + k0 * params_.k_row;
-    const T* const values = static_cast<const T*>(head_.value) + k0 * params_.v_row;
+  ATTN_INLINE void load_block(int64_t k0, int64_t block, const PlacedRows<T>& keys, const PlacedRows<T>& values) {
     // dense rows are read in place; rows far apart collide in the cache, 16-bit ones are converted
     const auto dense = [](int64_t row) { return same_dtype && row * int64_t(sizeof(T)) < 1024; };
     k0_ = k0;
@@ -234,17 +233,17 @@ class PlainProducts {
     value_ld_ = buffers_.value_ld;
     values_finite_ = true;
     values_checked_ = false;
-    if (dense(params_.k_row)) {
-      keys_ = reinterpret_cast<const Real*>(keys);
-      key_ld_ = params_.k_row;
+    if (dense(keys.ld)) {
+      keys_ = reinterpret_cast<const Real*>(keys.first);
+      key_ld_ = keys.ld;
     } else if (block) {
-      pack_rows(keys, params_.k_row, block, params_.head_dim, buffers_.keys, key_ld_, params_.head_dim);
+      pack_rows(keys.first, keys.ld, block, params_.head_dim, buffers_.keys, key_ld_, params_.head_dim);
     }
-    if (dense(params_.v_row) && params_.v_head_dim % width == 0) {
-      values_ = reinterpret_cast<const Real*>(values);
-      value_ld_ = params_.v_row;
+    if (dense(values.ld) && params_.v_head_dim % width == 0) {
+      values_ = reinterpret_cast<const Real*>(values.first);
+      value_ld_ = values.ld;
     } else if (block) {
-      values_finite_ = pack_rows(values, params_.v_row, block, params_.v_head_dim, buffers_.values, value_ld_,
+      values_finite_ = pack_rows(values.first, values.ld, block, params_.v_head_dim, buffers_.values, value_ld_,
                                  round_up(params_.v_head_dim, width));
       values_checked_ = true;
     }
