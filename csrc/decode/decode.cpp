@@ -62,8 +62,14 @@ DecodeCall check_decode(const DecodeInputs& in) {
   c.batch = q.size(0), c.q_heads = q.size(1), c.q_len = q.size(2), c.head_dim = q.size(3);
   check_value(c.head_dim > 0, "query: expected a head_dim (last dimension) of at least 1, got shape ", shape_text(q));
   const bool paged = in.block_table.has_value();
-  check_cache("key", k, paged ? -1 : c.batch, "query", q);
-  check_cache("value", v, paged ? -1 : c.batch, "query", q);
+  check_scale_pair(in.key_scale, in.value_scale);
+  check_cache_dtype("key", k, "key_scale", in.key_scale, "query", q);
+  check_cache_dtype("value", v, "value_scale", in.value_scale, "query", q);
+  if (in.key_scale) check_same_dtype("value", v, "key", k);
+  check_cache_layout("key", k, paged ? -1 : c.batch, "query", q);
+  check_cache_layout("value", v, paged ? -1 : c.batch, "query", q);
+  check_cache_scale("key_scale", in.key_scale, "key", k);
+  check_cache_scale("value_scale", in.value_scale, "value", v);
   c.kv_heads = k.size(1), c.v_head_dim = v.size(3);
   const bool divides = c.kv_heads > 0 ? c.q_heads % c.kv_heads == 0 : c.q_heads == 0;
   check_value(divides, "key: expected a head count that divides query's, ", c.q_heads, ", got ", c.kv_heads,
@@ -117,7 +123,9 @@ std::tuple<Tensor, Tensor> decode(const Backend& backend, Arguments& arguments) 
                   .value = arguments.tensor(),
                   .lengths = arguments.tensor(),
                   .block_table = arguments.optional_tensor(),
-                  .ring = arguments.flag()};
+                  .ring = arguments.flag(),
+                  .key_scale = arguments.optional_tensor(),
+                  .value_scale = arguments.optional_tensor()};
   read_decode_options(arguments, in.options);
   return decode_with(backend.decode.decode, in);
 }

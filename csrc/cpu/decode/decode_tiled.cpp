@@ -10,7 +10,8 @@
 namespace attnjourney {
 namespace {
 
-// The visible keys of each (sequence, key/value head) in one piece: in place if the cache is dense, else copied.
+// The visible keys of each (sequence, key/value head) in one piece: in place if the cache is dense and in the dtype of
+// the query, else copied, in that dtype.
 struct Pieces {
   std::vector<const void*> key, value;
   std::vector<Tensor> copies;
@@ -18,8 +19,17 @@ struct Pieces {
 };
 Pieces in_one_piece(const DecodeCall& c, const DecodeInputs& in, const std::vector<KeyRange>& seen) {
   const CacheWalk walk(c, in);
-  const int64_t item = bytes_of(in.key.scalar_type()), kb = c.head_dim * item, vb = c.v_head_dim * item;
-  const bool copy = c.ring || c.block_size;
+  const ScalarType dtype = in.query.scalar_type(), cached = in.key.scalar_type();
+  const int64_t item = item_size(dtype), kb = c.head_dim * item, vb = c.v_head_dim * item;
+  const int64_t cached_item = item_size(cached);
+  const bool bytes = in.key_scale.has_value(), copy = c.ring || c.block_size || bytes;
+  const auto put = [&](char* to, const void* rows, int64_t j, int64_t row, int64_t dim, const float* scales) {
+    const char* const from = static_cast<const char*>(rows) + j * row * cached_item;
+    if (bytes)
+      quantized_kernels(dtype, cached).dequantize(from, scales[j], dim, to);
+    else
+      std::memcpy(to, from, static_cast<size_t>(dim * item));
+  };
   Pieces pieces;
   pieces.key_row = copy ? c.head_dim : walk.key_row();
   pieces.value_row = copy ? c.v_head_dim : walk.value_row();
@@ -28,7 +38,7 @@ Pieces in_one_piece(const DecodeCall& c, const DecodeInputs& in, const std::vect
     const int64_t n = std::max<int64_t>(0, range.end - range.begin);
     char *keys = nullptr, *values = nullptr;
     if (copy) {
-      pieces.copies.push_back(aten::empty(in.key, {c.kv_heads * n * (c.head_dim + c.v_head_dim)}));
+      pieces.copies.push_back(aten::empty(in.query, {c.kv_heads * n * (c.head_dim + c.v_head_dim)}));
       keys = static_cast<char*>(pieces.copies.back().mutable_data_ptr());
       values = keys + c.kv_heads * n * kb;
     }
@@ -46,10 +56,8 @@ Pieces in_one_piece(const DecodeCall& c, const DecodeInputs& in, const std::vect
       for (const DecodeRun& run : runs)
         for (int64_t j = 0; j < run.count; j++) {
           const int64_t to = h * n + run.first - range.begin + j;
-          std::memcpy(keys + to * kb, static_cast<const char*>(run.key) + j * walk.key_row() * item,
-                      static_cast<size_t>(kb));
-          std::memcpy(values + to * vb, static_cast<const char*>(run.value) + j * walk.value_row() * item,
-                      static_cast<size_t>(vb));
+          put(keys + to * kb, run.key, j, walk.key_row(), c.head_dim, run.key_scale);
+          put(values + to * vb, run.value, j, walk.value_row(), c.v_head_dim, run.value_scale);
         }
     }
   }
@@ -92,7 +100,7 @@ void decode_tiled(const DecodeCall& c, const DecodeInputs& in, const Tensor& que
     p.keys.set_length(p.kv_len);
     space = std::max(space, plan.kernel->forward_space(p, std::min(plan.rows, c.q_len)));
   }
-  const int64_t item = bytes_of(query.scalar_type()), lse_item = bytes_of(lse.scalar_type());
+  const int64_t item = item_size(query.scalar_type()), lse_item = item_size(lse.scalar_type());
   const char* const q = static_cast<const char*>(query.const_data_ptr());
   char *const o = static_cast<char*>(out.mutable_data_ptr()), *const l = static_cast<char*>(lse.mutable_data_ptr());
   const Tensor stats = aten::empty(lse, {c.batch, c.q_heads, c.q_len, 2});  // the kernel's, and nobody reads them here
