@@ -75,7 +75,7 @@ class Cache:
             self.truncate(before)
             raise
 
-    def _scales(self) -> dict[str, Tensor]:
+    def _scales(self) -> dict[str, Any]:
         """Of a cache of bytes, as the operators take them."""
         scales = {"key_scale": self.key_scale, "value_scale": self.value_scale}
         return {name: scale for name, scale in scales.items() if scale is not None}
@@ -356,9 +356,10 @@ class _Recent:
             if x.dtype in BYTE_DTYPES:  # torch gathers no float8
                 to, x = to.view(torch.uint8), x.view(torch.uint8)
             to[:, :, :window] = x.gather(2, slots[:, None, :, None].expand(-1, heads, -1, x.shape[3]))
-        for to, x in ((self.cache.key_scale, ring.key_scale), (self.cache.value_scale, ring.value_scale)):
-            if to is not None and x is not None:
-                to[:, :, :window] = x.gather(2, slots[:, None].expand(-1, heads, -1))
+        scales = ((self.cache.key_scale, ring.key_scale), (self.cache.value_scale, ring.value_scale))
+        for scale, own in scales:
+            if scale is not None and own is not None:
+                scale[:, :, :window] = own.gather(2, slots[:, None].expand(-1, heads, -1))
         self.cache.lengths.copy_(kept)
         self.cache.append(key, value, counts)
 
