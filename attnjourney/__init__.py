@@ -31,6 +31,8 @@ from .ops import merge_states as merge_states
 from .ops import mha as mha
 from .ops import mla as mla
 from .ops import mla_decode as mla_decode
+from .ops import tree_depths as tree_depths
+from .ops import tree_mask as tree_mask
 from .ops import varlen_attention as varlen_attention
 from .positions import alibi_slopes as alibi_slopes
 from .positions import rope as rope

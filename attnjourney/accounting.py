@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ._dtypes import BYTE_DTYPES
 from .nn import CausalSelfAttention, GroupedQueryAttention, MultiheadLatentAttention
 
 
@@ -90,7 +91,7 @@ def account(
             the same keys: model_type gpt2, llama, mistral, qwen2, qwen3 or deepseek_v3 (active experts in FLOPs).
         seq_len: tokens of a sequence.
         batch: sequences.
-        dtype: of the cache.
+        dtype: of the cache; one of bytes (int8, float8_e4m3fn) has its scales beside it.
 
     Returns:
         Account: `parts` and their sums, as attributes, as_dict(), or a table.
@@ -122,7 +123,7 @@ def _row(part: Part, seq_len: int, batch: int, dtype: torch.dtype) -> Row:
         forward += pairs * (a.qk_dim + a.v_dim)
         backward += pairs * (3 * a.qk_dim + 2 * a.v_dim)
         decode += 2 * seq_len * a.heads * a.decode_width
-        cached = a.cached * dtype.itemsize
+        cached = a.cached * dtype.itemsize + (a.rows * 4 if dtype in BYTE_DTYPES else 0)  # a float32 scale each
     numbers = (part.parameters, forward, backward, decode, cached)
     return Row(part.name, part.count, *(part.count * n for n in numbers))
 
@@ -135,7 +136,8 @@ class AttentionPart:
     heads: int
     qk_dim: int
     v_dim: int
-    cached: int  # numbers per token
+    cached: int  # numbers per token,
+    rows: int  # in so many rows: keys and values of each head, or latents
     decode_width: int  # multiplications per head and cached token
 
 
@@ -149,12 +151,12 @@ class Part:
 
 
 def grouped(heads: int, kv_heads: int, head_dim: int) -> AttentionPart:
-    return AttentionPart(heads, head_dim, head_dim, 2 * kv_heads * head_dim, 2 * head_dim)
+    return AttentionPart(heads, head_dim, head_dim, 2 * kv_heads * head_dim, 2 * kv_heads, 2 * head_dim)
 
 
 def latent(heads: int, kv_lora_rank: int, nope: int, rope: int, v: int) -> AttentionPart:
     # decoding: scores against latent and rotary key, then a sum of latents
-    return AttentionPart(heads, nope + rope, v, kv_lora_rank + rope, 2 * kv_lora_rank + rope)
+    return AttentionPart(heads, nope + rope, v, kv_lora_rank + rope, 1, 2 * kv_lora_rank + rope)
 
 
 # ---- modules

@@ -52,9 +52,9 @@ def block_attention(
 @_operator
 def decode(
     query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, *, block_table: Tensor | None = None,
-    ring: bool = False, is_causal: bool = True, window_size: Sequence[int] = [-1, -1], scale: float | None = None,
-    attn_mask: Tensor | None = None, prefix_length: int = 0, softcap: float = 0.0, sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None
+    ring: bool = False, key_scale: Tensor | None = None, value_scale: Tensor | None = None, is_causal: bool = True,
+    window_size: Sequence[int] = [-1, -1], scale: float | None = None, attn_mask: Tensor | None = None,
+    prefix_length: int = 0, softcap: float = 0.0, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """out, lse"""
 
@@ -74,12 +74,13 @@ def gqa(
 @_operator
 def kv_cache_append(
     key_cache: Tensor, value_cache: Tensor | None, lengths: Tensor, key: Tensor, value: Tensor | None, *,
-    counts: Tensor | None = None, ring: bool = False
+    counts: Tensor | None = None, ring: bool = False, key_scale: Tensor | None = None, value_scale: Tensor | None = None
 ) -> None: ...
 
 @_operator
 def kv_cache_reorder(
-    key_cache: Tensor, value_cache: Tensor | None, lengths: Tensor, batch_index: Tensor
+    key_cache: Tensor, value_cache: Tensor | None, lengths: Tensor, batch_index: Tensor, *,
+    key_scale: Tensor | None = None, value_scale: Tensor | None = None
 ) -> None: ...
 
 @_operator
@@ -112,9 +113,9 @@ def mla(
 @_operator
 def mla_decode(
     query: Tensor, latent: Tensor, lengths: Tensor, kv_b_weight: Tensor, *, block_table: Tensor | None = None,
-    is_causal: bool = True, window_size: Sequence[int] = [-1, -1], scale: float | None = None,
-    attn_mask: Tensor | None = None, prefix_length: int = 0, softcap: float = 0.0, sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None
+    latent_scale: Tensor | None = None, is_causal: bool = True, window_size: Sequence[int] = [-1, -1],
+    scale: float | None = None, attn_mask: Tensor | None = None, prefix_length: int = 0, softcap: float = 0.0,
+    sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """out, lse"""
 
@@ -130,7 +131,7 @@ def paged_attention(
 @_operator
 def paged_cache_append(
     key_cache: Tensor, value_cache: Tensor, lengths: Tensor, block_table: Tensor, block_refs: Tensor, key: Tensor,
-    value: Tensor, *, counts: Tensor | None = None
+    value: Tensor, *, counts: Tensor | None = None, key_scale: Tensor | None = None, value_scale: Tensor | None = None
 ) -> None: ...
 
 @_operator

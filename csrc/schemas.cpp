@@ -138,27 +138,32 @@ void add_decode(Schemas& schemas) {
       "bool is_causal=True, SymInt[2] window_size=[-1, -1], float? scale=None, Tensor? attn_mask=None, "
       "SymInt prefix_length=0, float softcap=0.0, Tensor? sinks=None, Tensor? alibi_slopes=None";
   schemas.add("decode",
-              "Tensor query, Tensor key, Tensor value, Tensor lengths, *, Tensor? block_table=None, bool ring=False, " +
+              "Tensor query, Tensor key, Tensor value, Tensor lengths, *, Tensor? block_table=None, bool ring=False, "
+              "Tensor? key_scale=None, Tensor? value_scale=None, " +
                   options,
               "(Tensor out, Tensor lse)");
-  schemas.add(
-      "mla_decode",
-      "Tensor query, Tensor latent, Tensor lengths, Tensor kv_b_weight, *, Tensor? block_table=None, " + options,
-      "(Tensor out, Tensor lse)");
+  schemas.add("mla_decode",
+              "Tensor query, Tensor latent, Tensor lengths, Tensor kv_b_weight, *, Tensor? block_table=None, "
+              "Tensor? latent_scale=None, " +
+                  options,
+              "(Tensor out, Tensor lse)");
 }
 
 void add_caches(Schemas& schemas) {
   schemas.add("kv_cache_append",
               "Tensor(a!) key_cache, Tensor(b!)? value_cache, Tensor(c!) lengths, Tensor key, Tensor? value, "
-              "*, Tensor? counts=None, bool ring=False",
+              "*, Tensor? counts=None, bool ring=False, Tensor(d!)? key_scale=None, Tensor(e!)? value_scale=None",
               "()");
   schemas.add("kv_cache_truncate", "Tensor(a!) lengths, Tensor new_lengths, *, Tensor? lowest=None", "()");
   schemas.add("kv_cache_reorder",
-              "Tensor(a!) key_cache, Tensor(b!)? value_cache, Tensor(c!) lengths, Tensor batch_index", "()");
+              "Tensor(a!) key_cache, Tensor(b!)? value_cache, Tensor(c!) lengths, Tensor batch_index, "
+              "*, Tensor(d!)? key_scale=None, Tensor(e!)? value_scale=None",
+              "()");
   const Text paged = "Tensor(a!) lengths, Tensor(b!) block_table, Tensor(c!) block_refs, ";
   schemas.add("paged_cache_append",
               "Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) lengths, Tensor(d!) block_table, "
-              "Tensor(e!) block_refs, Tensor key, Tensor value, *, Tensor? counts=None",
+              "Tensor(e!) block_refs, Tensor key, Tensor value, *, Tensor? counts=None, "
+              "Tensor(f!)? key_scale=None, Tensor(g!)? value_scale=None",
               "()");
   schemas.add("paged_cache_truncate", paged + "Tensor new_lengths, *, int block_size", "()");
   schemas.add("paged_cache_reorder", paged + "Tensor batch_index", "()");

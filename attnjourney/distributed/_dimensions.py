@@ -37,8 +37,12 @@ _mha = dict(
     query="B..", key="B..", value="B..", key_padding_mask="B.", out="B..", attn="B..", lse="B..", stats="B...",
     projected="b", attn_mask="b..",
 )  # fmt: skip
-_cache = dict(key_cache="BK..", value_cache="BK..", key="BK..", value="BK..")
-_pool = dict(key_cache=".K..", value_cache=".K..", key=".K..", value=".K..")
+_cache = dict(
+    key_cache="BK..", value_cache="BK..", key="BK..", value="BK..", key_scale="BK.", value_scale="BK.",
+)  # fmt: skip
+_pool = dict(
+    key_cache=".K..", value_cache=".K..", key=".K..", value=".K..", key_scale=".K.", value_scale=".K.",
+)  # fmt: skip
 _lengths = dict(lengths="B", new_lengths="B", lowest="B", counts="B")
 
 # dimensions of the tensors of each operator; what is not named stays whole
@@ -47,8 +51,8 @@ DIMENSIONS: dict[str, dict[str, str]] = {
     "varlen_attention": _packed,
     "paged_attention": {**_packed, "key": ".K..", "value": ".K.."},
     "block_attention": {**{n: d.replace("L", ".") for n, d in _attention.items()}, "block_offsets": "BH."},
-    "decode": {**_decode, "key": "BK..", "value": "BK.."},
-    "mla_decode": {**_decode, "latent": "B..", "kv_b_weight": "h."},
+    "decode": {**_decode, "key": "BK..", "value": "BK..", "key_scale": "BK.", "value_scale": "BK."},
+    "mla_decode": {**_decode, "latent": "B..", "latent_scale": "B.", "kv_b_weight": "h."},
     "linear_attention": _linear,
     "rope": dict(x="BHL.", cos="BL.", sin="BL.", out="BHL."),
     "rope_": dict(x="BHL.", cos="BL.", sin="BL."),
@@ -58,7 +62,7 @@ DIMENSIONS: dict[str, dict[str, str]] = {
     "mla": _mla,
     "kv_cache_append": {**_cache, **_lengths},
     "kv_cache_truncate": _lengths,
-    "kv_cache_reorder": dict(key_cache=".K..", value_cache=".K.."),
+    "kv_cache_reorder": dict(key_cache=".K..", value_cache=".K..", key_scale=".K.", value_scale=".K."),
     "paged_cache_append": _pool,
     "paged_cache_truncate": {},
     "paged_cache_reorder": {},
@@ -88,7 +92,7 @@ class Described:
         """A letter for each of the `dim` dimensions of that tensor."""
         base = base_name(name)
         letters = DIMENSIONS[self.family].get(base, "." * dim)
-        if named.get("block_table") is not None and base in ("key", "value", "latent"):
+        if named.get("block_table") is not None and base.removesuffix("_scale") in ("key", "value", "latent"):
             letters = letters.replace("B", ".")  # the blocks of all sequences
         rank = max(dim, _dim(named.get("query"))) if base in ("attn_mask", "block_offsets") else dim
         if rank > len(letters):

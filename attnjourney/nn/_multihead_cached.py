@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..ops import attention, attention_weights, merge_states
 from ..reference.mha import attention_mask
+from ..reference.quantization import dequantize
 from ._cached import NewTokens, check_batch, check_cache
 from ._multihead_checks import check_mask
 from ._parts import merge_heads, split_heads
@@ -59,9 +60,11 @@ def attend_cached(
     weights = None
     if need_weights:
         longest = int(cache.lengths.max())
-        mask = options["attn_mask"]
+        mask, keys = options["attn_mask"], cache.key[:, :, :longest]
+        if cache.key_scale is not None:
+            keys = dequantize(keys, cache.key_scale[:, :, :longest], q.dtype)
         weights = attention_weights(
-            q, cache.key[:, :, :longest], None if mask is None else mask[..., :longest], is_causal, lse=lse,
+            q, keys, None if mask is None else mask[..., :longest], is_causal, lse=lse,
             key_lengths=cache.lengths, causal_alignment="bottom_right",
         )  # fmt: skip
         weights = weights.mean(1) if average_attn_weights else weights

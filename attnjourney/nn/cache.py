@@ -8,6 +8,10 @@ requires grad is refused while gradients are recorded. An error leaves a cache a
     out = cache.attend(query)         # (batch, num_heads, N, head_dim): its rows are the last of each sequence
     out = cache.step(query, key, value)  # both
 
+With dtype=torch.int8 or torch.float8_e4m3fn (on the CPU) a cache holds bytes: half the memory of bfloat16, and a step
+reads half as much. Tokens of float32, bfloat16 or float16 are quantised as they are appended, with a scale for each
+token and head, which is theirs alone: what is appended later changes nothing that is there.
+
 Sequences may have different lengths. In a batch padded on the left, `append(..., lengths=counts)` takes the last
 counts[b] of the N tokens; attend aligns query rows the same way, so that those of the padding see nothing at first and
 their output is to be ignored.
@@ -24,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
+from .._dtypes import BYTE_DTYPES
 from ..ops import kv_cache as ops
 from ..ops._registry.inference import as_index, optional_index
 from ..ops.decode import UNBOUNDED, decode
@@ -44,11 +49,19 @@ def check_sizes(**sizes: int) -> None:
             raise ValueError(f"{name}: expected a positive int, got {size!r}")
 
 
+def scale_of(cache: Tensor) -> Tensor | None:
+    """Room for a float32 number for each row of a cache of bytes."""
+    return cache.new_empty(cache.shape[:-1], dtype=torch.float32) if cache.dtype in BYTE_DTYPES else None
+
+
 class Cache:
-    """What the caches share. key (batch, heads, capacity, dim) and value, or value None; lengths (batch,) int64."""
+    """What the caches share. key (batch, heads, capacity, dim) and value, or value None; lengths (batch,) int64. Of
+    bytes: key_scale and value_scale (batch, heads, capacity)."""
 
     key: Tensor
     value: Tensor | None
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
     lengths: Tensor
     capacity: int
 
@@ -61,6 +74,11 @@ class Cache:
         except Exception:
             self.truncate(before)
             raise
+
+    def _scales(self) -> dict[str, Any]:
+        """Of a cache of bytes, as the operators take them."""
+        scales = {"key_scale": self.key_scale, "value_scale": self.value_scale}
+        return {name: scale for name, scale in scales.items() if scale is not None}
 
     def _new_lengths(self, lengths: Tensor | int) -> Tensor:
         return torch.full_like(self.lengths, lengths) if isinstance(lengths, int) else as_index(lengths)
@@ -75,7 +93,7 @@ class Cache:
     def reorder(self, batch_index: Tensor) -> None:
         """Sequence b becomes what sequence batch_index[b] was (beam search). batch_index: (batch,) int64
         or int32."""
-        ops.reorder(self.key, self.value, self.lengths, as_index(batch_index))
+        ops.reorder(self.key, self.value, self.lengths, as_index(batch_index), **self._scales())
 
     def reset(self) -> None:
         """Empties the cache."""
@@ -98,8 +116,9 @@ class Cache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its keys and values."""
-        return sum(t.nbytes for t in (self.key, self.value) if t is not None)
+        """Bytes of its keys and values, and of their scales."""
+        tensors = (self.key, self.value, self.key_scale, self.value_scale)
+        return sum(t.nbytes for t in tensors if t is not None)
 
     def __repr__(self) -> str:
         shape = f"key={tuple(self.key.shape)}" + (
@@ -140,7 +159,7 @@ class KeyValueCache(Cache):
         query: (batch, num_heads, N, head_dim). Returns (batch, num_heads, N, v_head_dim).
         """
         return decode(
-            query, self.key, self.value, self.lengths, **self._place(), is_causal=is_causal,
+            query, self.key, self.value, self.lengths, **self._place(), **self._scales(), is_causal=is_causal,
             window_size=self._window(window_size), scale=scale, attn_mask=attn_mask, prefix_length=prefix_length,
             softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, return_lse=return_lse,
         )  # fmt: skip
@@ -166,10 +185,12 @@ class KVCache(KeyValueCache):
 
     Args:
         batch, num_kv_heads, capacity, head_dim, v_head_dim: sizes; v_head_dim is head_dim by default.
-        dtype, device: of keys and values, torch's defaults by default.
+        dtype, device: of keys and values, torch's defaults by default. torch.int8, torch.float8_e4m3fn: bytes.
 
     Attributes:
         key: (batch, num_kv_heads, capacity, head_dim); value: the same with v_head_dim.
+        key_scale, value_scale: of bytes, (batch, num_kv_heads, capacity) float32, what each token's are multiplied by;
+            else None.
         lengths: (batch,) int64, tokens of each sequence.
     """
 
@@ -189,6 +210,7 @@ class KVCache(KeyValueCache):
         self.capacity = capacity
         self.key = torch.empty(batch, num_kv_heads, capacity, head_dim, dtype=dtype, device=device)
         self.value = torch.empty(batch, num_kv_heads, capacity, v_head_dim, dtype=dtype, device=device)
+        self.key_scale, self.value_scale = scale_of(self.key), scale_of(self.value)
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
 
     def append(self, key: Tensor, value: Tensor, lengths: Tensor | None = None) -> None:
@@ -202,7 +224,8 @@ class KVCache(KeyValueCache):
             ValueError: a shape that does not fit, or more tokens than there is room for.
             RuntimeError: a dtype or device that does not fit, or a tensor that requires grad.
         """
-        ops.append(self.key, self.value, self.lengths, key, value, counts=optional_index(lengths))
+        counts = optional_index(lengths)
+        ops.append(self.key, self.value, self.lengths, key, value, counts=counts, **self._scales())
 
 
 class WindowCache(KVCache):
@@ -253,7 +276,8 @@ class WindowCache(KVCache):
         return _Recent(self, key, value, lengths) if long else None
 
     def _write(self, key: Tensor, value: Tensor, lengths: Tensor | None, recent: _Recent | None) -> None:
-        ops.append(self.key, self.value, self.lengths, key, value, counts=optional_index(lengths), ring=True)
+        counts = optional_index(lengths)
+        ops.append(self.key, self.value, self.lengths, key, value, counts=counts, ring=True, **self._scales())
         torch.maximum(self.longest, self.lengths, out=self.longest)
         self._recent = recent
 
@@ -329,7 +353,13 @@ class _Recent:
         self.start = ring.lengths - kept
         slots = (self.start[:, None] + torch.arange(window, device=kept.device)) % ring.capacity  # (batch, window)
         for to, x in ((self.cache.key, ring.key), (self.cache.value, ring.value)):
+            if x.dtype in BYTE_DTYPES:  # torch gathers no float8
+                to, x = to.view(torch.uint8), x.view(torch.uint8)
             to[:, :, :window] = x.gather(2, slots[:, None, :, None].expand(-1, heads, -1, x.shape[3]))
+        scales = ((self.cache.key_scale, ring.key_scale), (self.cache.value_scale, ring.value_scale))
+        for scale, own in scales:
+            if scale is not None and own is not None:
+                scale[:, :, :window] = own.gather(2, slots[:, None].expand(-1, heads, -1))
         self.cache.lengths.copy_(kept)
         self.cache.append(key, value, counts)
 
@@ -362,6 +392,8 @@ class LatentCache(Cache):
 
     Attributes:
         latent: (batch, capacity, kv_lora_rank + qk_rope_head_dim): the normed latent, then the rotary key, turned.
+        latent_scale: of bytes, (batch, capacity) float32: what each token's latent and rotary key are multiplied by;
+            else None.
         lengths: (batch,) int64.
     """
 
@@ -380,19 +412,24 @@ class LatentCache(Cache):
             raise ValueError(f"qk_rope_head_dim: expected an int of at least 0, got {qk_rope_head_dim!r}")
         self.capacity, self.kv_lora_rank, self.qk_rope_head_dim = capacity, kv_lora_rank, qk_rope_head_dim
         self.key = torch.empty(batch, 1, capacity, kv_lora_rank + qk_rope_head_dim, dtype=dtype, device=device)
-        self.value = None
+        self.value, self.key_scale = None, scale_of(self.key)
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
 
     @property
     def latent(self) -> Tensor:
         return self.key.squeeze(1)
 
+    @property
+    def latent_scale(self) -> Tensor | None:
+        return None if self.key_scale is None else self.key_scale.squeeze(1)
+
     def append(self, latent: Tensor, lengths: Tensor | None = None) -> None:
         """latent: (batch, N, kv_lora_rank + qk_rope_head_dim); lengths, errors: as KVCache.append."""
         width = self.key.shape[-1]
         if latent.dim() != 3 or latent.shape[-1] != width:
             raise ValueError(f"latent: expected shape (batch, tokens, {width}), got {tuple(latent.shape)}")
-        ops.append(self.key, None, self.lengths, latent.unsqueeze(1), None, counts=optional_index(lengths))
+        counts = optional_index(lengths)
+        ops.append(self.key, None, self.lengths, latent.unsqueeze(1), None, counts=counts, **self._scales())
 
     @overload
     def attend(
@@ -426,9 +463,9 @@ class LatentCache(Cache):
         if shape[1:] != (rank,):
             raise ValueError(f"kv_b_weight: expected {rank} columns (kv_lora_rank), got shape {shape}")
         return mla_decode(
-            query, self.latent, self.lengths, kv_b_weight, is_causal=is_causal, window_size=window_size, scale=scale,
-            attn_mask=attn_mask, prefix_length=prefix_length, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
-            return_lse=return_lse,
+            query, self.latent, self.lengths, kv_b_weight, latent_scale=self.latent_scale, is_causal=is_causal,
+            window_size=window_size, scale=scale, attn_mask=attn_mask, prefix_length=prefix_length, softcap=softcap,
+            sinks=sinks, alibi_slopes=alibi_slopes, return_lse=return_lse,
         )  # fmt: skip
 
     def step(

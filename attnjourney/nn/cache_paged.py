@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..ops import kv_cache as ops
 from ..ops._registry.inference import as_index, optional_index
-from .cache import KeyValueCache, check_sizes
+from .cache import KeyValueCache, check_sizes, scale_of
 
 
 class PagedKVCache(KeyValueCache):
@@ -23,6 +23,7 @@ class PagedKVCache(KeyValueCache):
 
     Attributes:
         key: (num_blocks, num_kv_heads, block_size, head_dim); value: the same with v_head_dim.
+        key_scale, value_scale: of bytes, (num_blocks, num_kv_heads, block_size) float32; else None.
         lengths: (batch,) int64.
         block_table: (batch, max_blocks) int32, -1 where there is no block.
         block_refs: (num_blocks,) int32: how many sequences hold a block; 0: free.
@@ -50,6 +51,7 @@ class PagedKVCache(KeyValueCache):
         self.capacity, self.block_size = max_blocks * block_size, block_size
         self.key = torch.empty(num_blocks, num_kv_heads, block_size, head_dim, dtype=dtype, device=device)
         self.value = torch.empty(num_blocks, num_kv_heads, block_size, v_head_dim, dtype=dtype, device=device)
+        self.key_scale, self.value_scale = scale_of(self.key), scale_of(self.value)
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self.block_table = torch.full((batch, max_blocks), -1, dtype=torch.int32, device=device)
         self.block_refs = torch.zeros(num_blocks, dtype=torch.int32, device=device)
@@ -58,7 +60,7 @@ class PagedKVCache(KeyValueCache):
         """As KVCache.append; ValueError too when the pool has no block left."""
         ops.paged_append(
             self.key, self.value, self.lengths, self.block_table, self.block_refs, key, value,
-            counts=optional_index(lengths),
+            counts=optional_index(lengths), **self._scales(),
         )  # fmt: skip
 
     def _lost(self) -> Tensor:

@@ -1,5 +1,7 @@
 """Public functions of the operators; importing this package registers them with PyTorch."""
 
+from ._tree_mask import tree_depths as tree_depths
+from ._tree_mask import tree_mask as tree_mask
 from .attention import attention as attention
 from .attention_weights import attention_weights as attention_weights
 from .decode import decode as decode

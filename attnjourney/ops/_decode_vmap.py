@@ -34,13 +34,14 @@ def vmap_decode(signature: Signature, info: Any, in_dims: tuple, *flat: Any) -> 
     size, dims, call = info.batch_size, dict(zip(signature.names, in_dims)), dict(zip(signature.names, flat))
     _fold(dims, call, size)
     table, device = call["block_table"], call["key"].device
-    if dims["key"] is not None or dims["value"] is not None or (call["ring"] and table is None):
-        for name in ("key", "value"):
+    caches = [name for name in ("key", "value", "key_scale", "value_scale") if call[name] is not None]
+    if any(dims[name] is not None for name in caches) or (call["ring"] and table is None):
+        for name in caches:
             call[name] = to_front(call[name], dims[name], size)
         if table is not None:
             first = torch.arange(size, dtype=torch.int32, device=device) * call["key"].shape[1]
             call["block_table"] = (to_front(table, dims["block_table"], size) + first[:, None, None]).flatten(0, 1)
-        for name in ("key", "value"):
+        for name in caches:
             call[name] = call[name].flatten(0, 1)
     elif table is not None:
         call["block_table"] = to_front(table, dims["block_table"], size).flatten(0, 1).contiguous()
@@ -56,7 +57,9 @@ def vmap_mla_decode(signature: Signature, info: Any, in_dims: tuple, *flat: Any)
     if dims["kv_b_weight"] is not None or call["block_table"] is not None:
         return one_call_a_sample(signature, info, in_dims, flat)
     _fold(dims, call, size)
-    call["latent"] = to_front(call["latent"], dims["latent"], size).flatten(0, 1)
+    for name in ("latent", "latent_scale"):
+        if call[name] is not None:
+            call[name] = to_front(call[name], dims[name], size).flatten(0, 1)
     return _unfold(signature.call(tuple(call.values())), size)
 
 

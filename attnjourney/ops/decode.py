@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
+from .._dtypes import BYTE_DTYPES
 from ._attention_checks import check_caches, check_per_head, check_scores
 from ._decode_vmap import vmap_decode
 from ._registry.fakes import broadcasts, empty_lse, need, same_size
@@ -24,16 +25,19 @@ UNBOUNDED = (-1, -1)
 @overload
 def decode(
     query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, *, block_table: Tensor | None = ..., ring: bool = ...,
+    key_scale: Tensor | None = ..., value_scale: Tensor | None = ...,
     return_lse: Literal[False] = ..., **options: Unpack[DecodeOptions],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def decode(
     query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, *, block_table: Tensor | None = ..., ring: bool = ...,
+    key_scale: Tensor | None = ..., value_scale: Tensor | None = ...,
     return_lse: Literal[True], **options: Unpack[DecodeOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def decode(
     query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, *, block_table: Tensor | None = ..., ring: bool = ...,
+    key_scale: Tensor | None = ..., value_scale: Tensor | None = ...,
     return_lse: bool, **options: Unpack[DecodeOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def decode(
@@ -44,6 +48,8 @@ def decode(
     *,
     block_table: Tensor | None = None,
     ring: bool = False,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     is_causal: bool = True,
     window_size: tuple[int, int] | None = UNBOUNDED,
     scale: float | None = None,
@@ -63,13 +69,18 @@ def decode(
 
     Args:
         query: (B, Hq, Sq, E), float32, float64, bfloat16 or float16.
-        key: (B, Hkv, capacity, E), or with a block_table (num_blocks, Hkv, block_size, E); query's dtype; any strides
-            with a dense last dimension. Hq is a multiple of Hkv: query head h reads key/value head h // (Hq / Hkv).
+        key: (B, Hkv, capacity, E), or with a block_table (num_blocks, Hkv, block_size, E); query's dtype, or bytes
+            beside key_scale; any strides with a dense last dimension. Hq is a multiple of Hkv: query head h reads
+            key/value head h // (Hq / Hkv).
         value: the same with Ev in place of E.
         lengths: (B,) int64 or int32.
         block_table: (B, max_blocks) int32: key j of sequence b is row j % block_size of block
             block_table[b, j // block_size] (PagedAttention, arXiv 2309.06180).
         ring: key j lies at j % capacity and only the last `capacity` keys are there; needs a left window.
+        key_scale: of keys and values in bytes (int8 or float8_e4m3fn, on the CPU), which are read as they lie: key's
+            shape but for the last dimension, float32; each key is its bytes times its number. A query of float32,
+            bfloat16 or float16.
+        value_scale: the same of value.
         is_causal: a row sees the keys up to its own position.
         window_size: (left, right), inclusive: a row sees the keys p - left .. p + right; -1 is unbounded, None both.
         scale: E^-0.5 by default.
@@ -100,6 +111,10 @@ def decode(
         options["block_table"] = block_table
     if ring:
         options["ring"] = True
+    if key_scale is not None:
+        options["key_scale"] = key_scale
+    if value_scale is not None:
+        options["value_scale"] = value_scale
     out, lse = _decode(query, key, value, as_index(lengths), **options)
     return (out, lse) if return_lse else out
 
@@ -147,13 +162,31 @@ def check_options(
         need(fits, f"attn_mask: expected a shape that broadcasts to {want[:3]} and the keys", attn_mask)
 
 
+def check_scale(name: str, scale: Tensor | None, cache_name: str, cache: Tensor) -> None:
+    """A scale beside a cache of bytes, and beside no other."""
+    if scale is None:
+        if cache.dtype in BYTE_DTYPES:
+            raise ValueError(f"{name}: expected a tensor beside {cache_name} of {cache.dtype}, got None")
+        return
+    if cache.dtype not in BYTE_DTYPES:
+        expected = "dtype torch.int8 or torch.float8_e4m3fn"
+        raise RuntimeError(f"{cache_name}: expected {expected} beside {name}, got {cache.dtype}")
+    if scale.dtype != torch.float32:
+        raise RuntimeError(f"{name}: expected dtype torch.float32, got {scale.dtype}")
+    fits = scale.shape == cache.shape[:-1]
+    need(fits, f"{name}: expected the shape of {cache_name} but for its last dimension", scale)
+
+
 def _fake(
-    *, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, block_table: Tensor | None, **options: Any,
+    *, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, block_table: Tensor | None,
+    key_scale: Tensor | None, value_scale: Tensor | None, **options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     need(query.dim() == 4, "query: expected 4 dimensions", query)
     check_caches(query, key, value)
     fits = block_table is not None or same_size(key.shape[0], query.shape[0])
     need(fits, "key: expected query's batch size", key)
+    check_scale("key_scale", key_scale, "key", key)
+    check_scale("value_scale", value_scale, "value", value)
     need(lengths.shape == query.shape[:1], f"lengths: expected shape ({query.shape[0]},)", lengths)
     check_options(query, **options)
     return query.new_empty((*query.shape[:3], value.shape[3])), empty_lse(query, *query.shape[:3])

@@ -1,11 +1,16 @@
 """The operators that write caches, each with its mutation declared; attnjourney.nn.cache puts classes over them.
 
-    kv_cache_append(key_cache!, value_cache!, lengths!, key, value, *, counts, ring)   dense and ring
+    kv_cache_append(key_cache!, value_cache!, lengths!, key, value, *, counts, ring, key_scale!, value_scale!)
+                                                                                       dense and ring
     kv_cache_truncate(lengths!, new_lengths, *, lowest)
-    kv_cache_reorder(key_cache!, value_cache!, lengths!, batch_index)
-    paged_cache_append(key_cache!, value_cache!, lengths!, block_table!, block_refs!, key, value, *, counts)
+    kv_cache_reorder(key_cache!, value_cache!, lengths!, batch_index, *, key_scale!, value_scale!)
+    paged_cache_append(key_cache!, value_cache!, lengths!, block_table!, block_refs!, key, value, *, counts,
+                       key_scale!, value_scale!)
     paged_cache_truncate(lengths!, block_table!, block_refs!, new_lengths, *, block_size)
     paged_cache_reorder(lengths!, block_table!, block_refs!, batch_index)
+
+Caches of bytes (int8, float8_e4m3fn; on the CPU) have a scale for each token and head, their shape but for the last
+dimension: key_scale and value_scale. append then quantises what it is given.
 
 On the CPU they check every value first: an error leaves the cache as it was.
 
@@ -24,30 +29,38 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ._registry.fakes import need
 from ._registry.inference import register_inference
+from .decode import check_scale
 
 
-def _check_new(name: str, cache: Tensor, new: Tensor, lengths: Tensor) -> None:
+def _check_new(name: str, cache: Tensor, scale: Tensor | None, new: Tensor, lengths: Tensor) -> None:
     need(cache.dim() == 4, f"{name}_cache: expected 4 dimensions", cache)
     need(new.dim() == 4, f"{name}: expected 4 dimensions", new)
     need(lengths.dim() == 1, "lengths: expected 1 dimension", lengths)
     want = (lengths.shape[0], cache.shape[1], new.shape[2], cache.shape[3])
     need(tuple(new.shape) == want, f"{name}: expected shape {want} (batch, heads, tokens, dim)", new)
-    if new.dtype != cache.dtype:
+    check_scale(f"{name}_scale", scale, f"{name}_cache", cache)
+    if scale is not None:
+        if new.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            expected = "dtype torch.float32, torch.bfloat16 or torch.float16"
+            raise RuntimeError(f"{name}: expected {expected} beside {name}_cache of {cache.dtype}, got {new.dtype}")
+    elif new.dtype != cache.dtype:
         raise RuntimeError(f"{name}: expected the dtype of {name}_cache, {cache.dtype}, got {new.dtype}")
 
 
 def _fake_append(
-    *, key_cache: Tensor, value_cache: Tensor | None, lengths: Tensor, key: Tensor, value: Tensor | None, **_: Any,
+    *, key_cache: Tensor, value_cache: Tensor | None, lengths: Tensor, key: Tensor, value: Tensor | None,
+    key_scale: Tensor | None, value_scale: Tensor | None, **_: Any,
 ) -> None:  # fmt: skip
-    _check_new("key", key_cache, key, lengths)
+    _check_new("key", key_cache, key_scale, key, lengths)
     if (value_cache is None) != (value is None):
         raise ValueError("value: expected a tensor beside value_cache, and None without one")
     if value is not None and value_cache is not None:
-        _check_new("value", value_cache, value, lengths)
+        _check_new("value", value_cache, value_scale, value, lengths)
 
 
 def _fake_truncate(*, lengths: Tensor, new_lengths: Tensor, lowest: Tensor | None = None, **_: Any) -> None:

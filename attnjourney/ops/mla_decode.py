@@ -10,7 +10,7 @@ from torch import Tensor
 from ._decode_vmap import vmap_mla_decode
 from ._registry.fakes import empty_lse, need
 from ._registry.inference import as_index, register_inference
-from .decode import UNBOUNDED, check_options, decode_options
+from .decode import UNBOUNDED, check_options, check_scale, decode_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -21,16 +21,19 @@ if TYPE_CHECKING:
 @overload
 def mla_decode(
     query: Tensor, latent: Tensor, lengths: Tensor, kv_b_weight: Tensor, *, block_table: Tensor | None = ...,
+    latent_scale: Tensor | None = ...,
     return_lse: Literal[False] = ..., **options: Unpack[DecodeOptions],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def mla_decode(
     query: Tensor, latent: Tensor, lengths: Tensor, kv_b_weight: Tensor, *, block_table: Tensor | None = ...,
+    latent_scale: Tensor | None = ...,
     return_lse: Literal[True], **options: Unpack[DecodeOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def mla_decode(
     query: Tensor, latent: Tensor, lengths: Tensor, kv_b_weight: Tensor, *, block_table: Tensor | None = ...,
+    latent_scale: Tensor | None = ...,
     return_lse: bool, **options: Unpack[DecodeOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def mla_decode(
@@ -40,6 +43,7 @@ def mla_decode(
     kv_b_weight: Tensor,
     *,
     block_table: Tensor | None = None,
+    latent_scale: Tensor | None = None,
     is_causal: bool = True,
     window_size: tuple[int, int] | None = UNBOUNDED,
     scale: float | None = None,
@@ -64,6 +68,8 @@ def mla_decode(
         lengths: (B,) int64 or int32.
         kv_b_weight: (H * (nope + v), kv_lora), for each head nope rows W_UK, then v rows W_UV, as in transformers'
             deepseek_v3.
+        latent_scale: of latents in bytes (int8 or float8_e4m3fn, on the CPU): latent's shape but for the last
+            dimension, float32, as key_scale of :func:`attnjourney.decode`.
         block_table, is_causal, window_size, attn_mask, prefix_length, softcap, sinks, alibi_slopes, return_lse: as
             in :func:`attnjourney.decode`.
         scale: (nope + rope)^-0.5 by default.
@@ -75,12 +81,15 @@ def mla_decode(
         ValueError, RuntimeError: as :func:`attnjourney.decode`.
     """
     options = decode_options(is_causal, window_size, scale, attn_mask, prefix_length, softcap, sinks, alibi_slopes)
+    if latent_scale is not None:
+        options["latent_scale"] = latent_scale
     out, lse = _mla_decode(query, latent, as_index(lengths), kv_b_weight, block_table=block_table, **options)
     return (out, lse) if return_lse else out
 
 
 def _fake(
-    *, query: Tensor, latent: Tensor, lengths: Tensor, kv_b_weight: Tensor, block_table: Tensor | None, **options: Any,
+    *, query: Tensor, latent: Tensor, lengths: Tensor, kv_b_weight: Tensor, block_table: Tensor | None,
+    latent_scale: Tensor | None, **options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     need(query.dim() == 4, "query: expected 4 dimensions", query)
     if block_table is None:
@@ -89,6 +98,7 @@ def _fake(
         need(latent.dim() == 3, "latent: expected (num_blocks, block_size, dim)", latent)
         shape_ok = block_table.dim() == 2 and block_table.shape[0] == query.shape[0]
         need(shape_ok, "block_table: expected (batch, max_blocks)", block_table)
+    check_scale("latent_scale", latent_scale, "latent", latent)
     need(kv_b_weight.dim() == 2, "kv_b_weight: expected 2 dimensions", kv_b_weight)
     need(lengths.shape == query.shape[:1], f"lengths: expected shape ({query.shape[0]},)", lengths)
     _, _, v = _dims(query.shape, latent.shape, kv_b_weight.shape)

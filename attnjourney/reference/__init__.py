@@ -15,3 +15,5 @@ from .linear_attention import linear_attention as linear_attention
 from .longformer_attention import longformer_attention as longformer_attention
 from .mha import mha as mha
 from .mla import mla as mla
+from .quantization import dequantize as dequantize
+from .quantization import quantize as quantize

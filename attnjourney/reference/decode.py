@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from .attention import attention
+from .quantization import dequantize
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -19,16 +20,19 @@ if TYPE_CHECKING:
 @overload
 def decode(
     query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, *, block_table: Tensor | None = ..., ring: bool = ...,
+    key_scale: Tensor | None = ..., value_scale: Tensor | None = ...,
     return_lse: Literal[False] = ..., **options: Unpack[DecodeOptions],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def decode(
     query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, *, block_table: Tensor | None = ..., ring: bool = ...,
+    key_scale: Tensor | None = ..., value_scale: Tensor | None = ...,
     return_lse: Literal[True], **options: Unpack[DecodeOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def decode(
     query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, *, block_table: Tensor | None = ..., ring: bool = ...,
+    key_scale: Tensor | None = ..., value_scale: Tensor | None = ...,
     return_lse: bool, **options: Unpack[DecodeOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def decode(
@@ -39,6 +43,8 @@ def decode(
     *,
     block_table: Tensor | None = None,
     ring: bool = False,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     is_causal: bool = True,
     window_size: tuple[int, int] | None = (-1, -1),
     scale: float | None = None,
@@ -50,6 +56,8 @@ def decode(
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """attnjourney.decode, one sequence at a time: its keys put in order, then attention with a mask."""
+    if key_scale is not None and value_scale is not None:
+        key, value = dequantize(key, key_scale, query.dtype), dequantize(value, value_scale, query.dtype)
     results = []
     for b, length in enumerate(lengths.tolist()):
         first = max(0, length - key.shape[2]) if ring else 0  # older keys of a ring are gone
@@ -101,6 +109,7 @@ def mla_decode(
     kv_b_weight: Tensor,
     *,
     block_table: Tensor | None = None,
+    latent_scale: Tensor | None = None,
     is_causal: bool = True,
     window_size: tuple[int, int] | None = (-1, -1),
     scale: float | None = None,
@@ -112,6 +121,8 @@ def mla_decode(
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """attnjourney.mla_decode in its expanded form: every head's keys and values are made from the latents."""
+    if latent_scale is not None:
+        latent = dequantize(latent, latent_scale, query.dtype)
     heads, kv_lora = query.shape[1], kv_b_weight.shape[1]
     c, shared_key = latent.split([kv_lora, latent.shape[-1] - kv_lora], -1)
     nope = query.shape[-1] - shared_key.shape[-1]

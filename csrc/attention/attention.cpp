@@ -174,6 +174,8 @@ void check_paged(AttentionCall& c) {
   c.q_heads = heads_of(query);
   p.q_len = query.size(1), p.head_dim = query.size(2);
   check_query_dim(query);
+  check_same_dtype("key", key, "query", query);
+  check_same_dtype("value", value, "query", query);
   check_caches(key, value, -1, query, c.q_heads, p.head_dim);
   c.kv_heads = heads_of(key);
   p.group = c.kv_heads > 0 ? c.q_heads / c.kv_heads : 1;

@@ -45,19 +45,19 @@ bool share(const Tensor& a, const Tensor& b) {
 
 }  // namespace
 
-void check_apart(std::initializer_list<Written> written) {
+void check_apart(const std::vector<Written>& written) {
   for (const Written& w : written) {
     check_runtime(nested(w.tensor, false), w.name,
                   ": unsupported operation: more than one element of the written-to tensor refers to a single memory "
                   "location, expected a tensor that does not overlap itself, got shape ",
                   shape_text(w.tensor), ": clone() it before");
-    for (const Written* other = written.begin(); other != &w; other++)
+    for (const Written* other = written.data(); other != &w; other++)
       check_runtime(!share(w.tensor, other->tensor), w.name, ": unsupported operation: expected memory apart from ",
                     other->name, ", which is written too, got a tensor that shares memory with it: clone() it before");
   }
 }
 
-Tensor apart_from(const Tensor& read, std::initializer_list<Written> written) {
+Tensor apart_from(const Tensor& read, const std::vector<Written>& written) {
   for (const Written& w : written)
     if (may_share(read, w.tensor)) return torch::stable::clone(read);
   return read;

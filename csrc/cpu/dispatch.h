@@ -10,6 +10,8 @@ namespace attnjourney {
 
 enum class DType : int8_t { f64, f32, bf16, f16 };
 constexpr int dtype_count = 4;
+enum class ByteDType : int8_t { int8, e4m3 };
+constexpr int byte_dtype_count = 2;
 
 // Attention in one dtype. Spaces are bytes of 64-byte aligned scratch for one thread.
 struct AttentionKernels {
@@ -48,6 +50,13 @@ struct DecodeKernels {
   void (*product)(const HeadProductParams&, void* space);
 };
 
+// Caches of bytes with a scale for each row, see kernels/decode/quantized_rows.h; `decode` in the dtype of the query.
+struct QuantizedKernels {
+  DecodeKernels decode;
+  float (*quantize)(const void* row, int64_t n, void* bytes);  // returns the scale
+  void (*dequantize)(const void* bytes, float scale, int64_t n, void* row);
+};
+
 // Linear attention in one dtype: see kernels/linear/forward.h and kernels/linear/backward.h. Blocks and
 // scratch (bytes, for any of the functions) are 64-byte aligned.
 struct LinearKernels {
@@ -69,6 +78,7 @@ struct KernelTable {
   const char* isa;
   AttentionKernels attention[dtype_count];
   DecodeKernels decode[dtype_count];
+  QuantizedKernels quantized[dtype_count - 1][byte_dtype_count];  // of every dtype but the first, f64
   LinearKernels linear[dtype_count];
 };
 

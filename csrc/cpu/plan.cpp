@@ -82,6 +82,13 @@ const AttentionKernels& kernels_for(const AttentionCall& c) {
 }
 
 const DecodeKernels& decode_kernels(ScalarType t) { return kernels().decode[static_cast<int>(kernel_dtype(t))]; }
+const QuantizedKernels& quantized_kernels(ScalarType rows, ScalarType bytes) {
+  const ByteDType stored = bytes == ScalarType::Char ? ByteDType::int8 : ByteDType::e4m3;
+  return kernels().quantized[static_cast<int>(kernel_dtype(rows)) - 1][static_cast<int>(stored)];
+}
+const DecodeKernels& decode_kernels(ScalarType query, ScalarType cache) {
+  return query == cache ? decode_kernels(query) : quantized_kernels(query, cache).decode;
+}
 
 ForwardPlan plan_forward(const AttentionCall& c, const Sequences& s, const std::vector<int64_t>& left_out) {
   const AttentionParams& p = c.params;

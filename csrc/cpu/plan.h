@@ -11,6 +11,9 @@ namespace attnjourney {
 DType kernel_dtype(ScalarType t);
 const AttentionKernels& kernels_for(const AttentionCall& call);
 const DecodeKernels& decode_kernels(ScalarType t);
+const QuantizedKernels& quantized_kernels(ScalarType rows, ScalarType bytes);
+// of queries of one dtype and a cache of the same or of bytes
+const DecodeKernels& decode_kernels(ScalarType query, ScalarType cache);
 
 struct ForwardPlan {
   const AttentionKernels* kernel;

@@ -78,9 +78,10 @@ bool runs_on_cpu(const DecodeCall& c, const DecodeInputs& in) {
 void decode_on_cpu(const DecodeCall& c, const DecodeInputs& in, const Tensor& out, const Tensor& lse) {
   if (!runs_on_cpu(c, in)) return;
   const AttentionOptions& o = in.options;
-  const auto results = cpu_operator("attnjourney::decode", 2, in.query, in.key, in.value, in.lengths, in.block_table,
-                                    in.ring, o.is_causal, window_of(o), std::optional<double>(c.scale), o.attn_mask,
-                                    o.prefix_length, o.softcap, o.sinks, o.alibi_slopes);
+  const auto results =
+      cpu_operator("attnjourney::decode", 2, in.query, in.key, in.value, in.lengths, in.block_table, in.ring,
+                   in.key_scale, in.value_scale, o.is_causal, window_of(o), std::optional<double>(c.scale), o.attn_mask,
+                   o.prefix_length, o.softcap, o.sinks, o.alibi_slopes);
   copy(out, tensor(results[0]));
   copy(lse, tensor(results[1]));
 }

@@ -26,8 +26,17 @@ inline void check_served(const AttentionCall& c, bool backward) {
               ", ", o.heads, ")");
 }
 
+// Caches of bytes are the CPU's.
+inline void check_no_bytes(const char* name, const Tensor& cache) {
+  const ScalarType t = dtype_of(cache);
+  check_runtime(is_attention_dtype(t), name,
+                ": expected dtype torch.float32, torch.float64, torch.bfloat16 or torch.float16 on CUDA, got ",
+                dtype_text(t));
+}
+
 // Lengths are on the device: a mask has as many columns as keys are looked at, and lengths beyond count as that many.
 inline void check_decode_served(const DecodeCall& c, const DecodeInputs& in) {
+  check_no_bytes("key", in.key);
   check_value(c.head_dim <= 256 && c.v_head_dim <= 256, "query: expected head dimensions of at most 256 on CUDA, got ",
               c.head_dim, " and (value) ", c.v_head_dim);
   const int64_t limit = int64_t{1} << 28, blocks = in.block_table ? in.key.size(0) : 0;
@@ -41,6 +50,7 @@ inline void check_decode_served(const DecodeCall& c, const DecodeInputs& in) {
 }
 
 inline void check_latent_served(const DecodeCall& c, const DecodeInputs& in) {
+  check_no_bytes("latent", in.key);
   check_value(c.v_head_dim <= kLatentValueDim && c.head_dim <= kLatentDim, "latent: expected at most ", kLatentValueDim,
               " numbers of a latent and ", kLatentDim, " with the rotary key on CUDA, got ", c.v_head_dim, " and ",
               c.head_dim);

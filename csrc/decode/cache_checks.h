@@ -8,11 +8,28 @@
 
 namespace attnjourney {
 
-// (batch or blocks, heads, capacity or block size, dim), dense last dimension; batch < 0: any
-inline void check_cache(const char* name, const Tensor& cache, int64_t batch, const char* like_name,
-                        const Tensor& like) {
+inline bool is_byte_dtype(ScalarType t) { return t == ScalarType::Char || t == ScalarType::Float8_e4m3fn; }
+
+// The dtype of `like`, or beside a scale one of bytes. Then `like` may be of any dtype that has a smaller kind.
+inline void check_cache_dtype(const char* name, const Tensor& cache, const char* scale_name,
+                              const OptionalTensor& scale, const char* like_name, const Tensor& like) {
+  if (!scale) {
+    check_value(!is_byte_dtype(dtype_of(cache)), scale_name, ": expected a tensor beside ", name, " of ",
+                dtype_text(dtype_of(cache)), ", got None");
+    return check_same_dtype(name, cache, like_name, like);
+  }
+  check_dtype(is_byte_dtype(dtype_of(cache)), name, cache, "dtype torch.int8 or torch.float8_e4m3fn beside ",
+              scale_name);
+  const ScalarType t = dtype_of(like);
+  check_dtype(is_attention_dtype(t) && t != ScalarType::Double, like_name, like,
+              "dtype torch.float32, torch.bfloat16 or torch.float16 beside ", scale_name);
+}
+
+// (batch or blocks, heads, capacity or block size, dim), dense last dimension; batch < 0: any. Its dtype is checked
+// elsewhere.
+inline void check_cache_layout(const char* name, const Tensor& cache, int64_t batch, const char* like_name,
+                               const Tensor& like) {
   check_dim(name, cache, 4);
-  check_same_dtype(name, cache, like_name, like);
   check_same_device(name, cache, like_name, like);
   check_value(batch < 0 || cache.size(0) == batch, name, ": expected the batch size of ", like_name, ", ", batch,
               ", in dimension 0, got shape ", shape_text(cache));
@@ -21,11 +38,12 @@ inline void check_cache(const char* name, const Tensor& cache, int64_t batch, co
               cache.stride(3));
 }
 
-// Caches of keys and of values, (batch or blocks, heads, capacity or block size, dim), beside query.
+// Caches of keys and of values, (batch or blocks, heads, capacity or block size, dim), beside query; their
+// dtypes are the caller's.
 inline void check_caches(const Tensor& key, const Tensor& value, int64_t batch, const Tensor& query, int64_t q_heads,
                          int64_t head_dim) {
-  check_cache("key", key, batch, "query", query);
-  check_cache("value", value, batch, "query", query);
+  check_cache_layout("key", key, batch, "query", query);
+  check_cache_layout("value", value, batch, "query", query);
   const int64_t heads = key.size(1);
   check_value(heads > 0 ? q_heads % heads == 0 : q_heads == 0, "key: expected a head count that divides query's, ",
               q_heads, ", got ", heads, " (key has shape ", shape_text(key), ")");
@@ -34,6 +52,32 @@ inline void check_caches(const Tensor& key, const Tensor& value, int64_t batch, 
   check_value(value.size(0) == key.size(0) && value.size(1) == heads && value.size(2) == key.size(2),
               "value: expected the shape of key but for the last dimension (key has shape ", shape_text(key),
               "), got shape ", shape_text(value));
+}
+
+// a cache in the dtype of `like`
+inline void check_cache(const char* name, const Tensor& cache, int64_t batch, const char* like_name,
+                        const Tensor& like) {
+  check_same_dtype(name, cache, like_name, like);
+  check_cache_layout(name, cache, batch, like_name, like);
+}
+
+// float32, of the shape of a cache but for the last dimension; dense in the last
+inline void check_cache_scale(const char* name, const OptionalTensor& scale, const char* cache_name,
+                              const Tensor& cache) {
+  if (!scale) return;
+  const Tensor& s = *scale;
+  check_dtype(dtype_of(s) == ScalarType::Float, name, s, "dtype torch.float32");
+  check_tensor(s.dim() == 3 && s.size(0) == cache.size(0) && s.size(1) == cache.size(1) && s.size(2) == cache.size(2),
+               name, s, ": expected the shape of ", cache_name, " but for its last dimension (", cache_name,
+               " has shape ", shape_text(cache), "), got shape ", shape_text(s));
+  check_same_device(name, s, cache_name, cache);
+  check_value(s.stride(2) == 1 || s.size(2) <= 1, name, ": expected a dense last dimension, got stride ", s.stride(2));
+}
+
+// both caches of one kind
+inline void check_scale_pair(const OptionalTensor& key_scale, const OptionalTensor& value_scale) {
+  check_value(key_scale.has_value() == value_scale.has_value(),
+              "value_scale: expected a tensor beside key_scale, and None without one");
 }
 
 // (batch,) int64, dense

@@ -57,7 +57,13 @@ DecodeCall check_decode(const DecodeInputs& in) {
   c.batch = q.size(0), c.q_heads = q.size(1), c.q_len = q.size(2), c.head_dim = q.size(3);
   check_value(c.head_dim > 0, "query: expected a head_dim (last dimension) of at least 1, got shape ", shape_text(q));
   const bool paged = in.block_table.has_value();
+  check_scale_pair(in.key_scale, in.value_scale);
+  check_cache_dtype("key", k, "key_scale", in.key_scale, "query", q);
+  check_cache_dtype("value", v, "value_scale", in.value_scale, "query", q);
+  if (in.key_scale) check_same_dtype("value", v, "key", k);
   check_caches(k, v, paged ? -1 : c.batch, q, c.q_heads, c.head_dim);
+  check_cache_scale("key_scale", in.key_scale, "key", k);
+  check_cache_scale("value_scale", in.value_scale, "value", v);
   c.kv_heads = k.size(1), c.v_head_dim = v.size(3);
   c.group = c.kv_heads > 0 ? c.q_heads / c.kv_heads : 1;
   check_lengths_tensor("lengths", in.lengths, c.batch, "query", q);
@@ -103,7 +109,9 @@ std::tuple<Tensor, Tensor> decode(const Backend& backend, Arguments& arguments) 
                   .value = arguments.tensor(),
                   .lengths = arguments.tensor(),
                   .block_table = arguments.optional_tensor(),
-                  .ring = arguments.flag()};
+                  .ring = arguments.flag(),
+                  .key_scale = arguments.optional_tensor(),
+                  .value_scale = arguments.optional_tensor()};
   read_decode_options(arguments, in.options);
   return decode_with(backend.decode.decode, in);
 }

@@ -18,6 +18,10 @@ struct DecodeInputs {
   Tensor lengths;  // (batch,) int64
   OptionalTensor block_table = {};  // (batch, max_blocks) int32: block j / block_size of a sequence holds its key j
   bool ring = false;  // dense only: key j lies at j % capacity, and only the last `capacity` keys are there
+  // Of keys and values in bytes (int8 or float8_e4m3fn): what each is multiplied by, their shapes but for the last
+  // dimension, float32. A scale for each token and head: a token is written once and changes no other, whatever its
+  // size, for 4 bytes beside the head_dim bytes of each key and value.
+  OptionalTensor key_scale = {}, value_scale = {};
   // Grouped heads, aligned at the bottom right, the default scale head_dim^-0.5; attn_mask broadcasts to (batch,
   // q_heads, q_len, S), S the longest length or capacity. No dropout, lengths or masks of blocks: see
   // read_decode_options.
@@ -60,10 +64,14 @@ using DecodeFunction = void (*)(const DecodeCall&, const DecodeInputs&, const Te
 // n); all with a dense last dimension
 using HeadProducts = void (*)(const Tensor& x, const Tensor& w, bool transposed, const Tensor& out);
 
+// out (rows, dim), dense, = bytes (rows, dim), dense in the last dimension, times scale (rows,), dense
+using Dequantize = void (*)(const Tensor& bytes, const Tensor& scale, const Tensor& out);
+
 // What a device supplies.
 struct DecodeBackend {
   DecodeFunction decode, decode_latents;  // the second for one key/value head whose value is the front of its key
   HeadProducts products;
+  Dequantize dequantize = nullptr;                              // where caches of bytes are served
   int64_t most_head_dim = std::numeric_limits<int64_t>::max();  // of expanded keys and values (mla_decode.h)
 };
 

@@ -16,6 +16,16 @@ struct AppendInputs {
   Tensor key;                  // (batch, heads, N, dim)
   OptionalTensor value;        // (batch, heads, N, v_dim)
   OptionalTensor counts;       // (batch,) int64 from 0 to N; default: N for all
+  // of caches of bytes (decode.h), which then quantise tokens of float32, bfloat16 or float16: a cache's shape but for
+  // the last dimension
+  OptionalTensor key_scale = {}, value_scale = {};
+};
+
+struct ReorderInputs {
+  Tensor key_cache;
+  OptionalTensor value_cache;
+  Tensor lengths, batch_index;
+  OptionalTensor key_scale = {}, value_scale = {};
 };
 
 // of a paged cache
@@ -29,8 +39,7 @@ struct PagedTables {
 struct CacheBackend {
   void (*append)(const AppendInputs&, bool ring) = nullptr;
   void (*truncate)(const Tensor& lengths, const Tensor& new_lengths, const OptionalTensor& lowest) = nullptr;
-  void (*reorder)(const Tensor& key_cache, const OptionalTensor& value_cache, const Tensor& lengths,
-                  const Tensor& batch_index) = nullptr;
+  void (*reorder)(const ReorderInputs&) = nullptr;
   void (*paged_append)(const AppendInputs&, const PagedTables&) = nullptr;
   void (*paged_truncate)(const PagedTables&, const Tensor& new_lengths, int64_t block_size) = nullptr;
   void (*paged_reorder)(const PagedTables&, const Tensor& batch_index) = nullptr;

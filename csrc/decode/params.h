@@ -44,11 +44,13 @@ struct HeadProductParams {
   bool transposed = false;
 };
 
-// Keys that lie in one piece: key j of [first, first + count) is at key + (j - first) * k_row.
+// Keys that lie in one piece: key j of [first, first + count) is at key + (j - first) * k_row. Where they are bytes, it
+// and its value are these times key_scale[j - first] and value_scale[j - first].
 struct DecodeRun {
   const void* key;
   const void* value;
   int64_t first, count;
+  const float *key_scale = nullptr, *value_scale = nullptr;
 };
 
 }  // namespace attnjourney

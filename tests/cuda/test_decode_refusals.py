@@ -16,6 +16,7 @@ for name in ("_C_cpu.so", "_C_cuda.so"):
 tensors = {{
     "wide": torch.zeros(2, 2, 4, 300), "mask": torch.ones(1, 5, dtype=torch.bool), "heads": torch.zeros(2),
     "table": torch.zeros(2, 3, dtype=torch.int32), "columns": torch.zeros(4, 4),
+    "bytes": torch.zeros(2, 2, 4, 8, dtype=torch.int8), "scale": torch.ones(2, 2, 4),
 }}
 library = torch.library.Library("attnjourney", "FRAGMENT")
 library.define("_cuda_" + str(torch._C._get_schema("attnjourney::decode", "")).split("::", 1)[1])
@@ -23,9 +24,10 @@ messages = []
 for options in json.load(sys.stdin):
     dtype = getattr(torch, options.pop("dtype", "float32"))
     x = tensors[options.pop("x")] if "x" in options else torch.zeros(2, 2, 4, 8, dtype=dtype)
+    cache = tensors[options.pop("cache")] if "cache" in options else x
     options = {{k: tensors[v] if isinstance(v, str) else v for k, v in options.items()}}
     try:
-        torch.ops.attnjourney._cuda_decode(x, x, x, torch.tensor([99, -1]), **options)
+        torch.ops.attnjourney._cuda_decode(x, cache, cache, torch.tensor([99, -1]), **options)
         messages.append("served")
     except Exception as error:
         messages.append(f"{{type(error).__name__}}: {{str(error).splitlines()[0]}}")
@@ -33,6 +35,10 @@ print(json.dumps(messages))
 """
 REFUSED = [
     ({"x": "wide"}, "ValueError: query: expected head dimensions of at most 256 on CUDA, got 300 and (value) 300"),
+    (
+        {"cache": "bytes", "key_scale": "scale", "value_scale": "scale"},
+        "RuntimeError: key: expected dtype torch.float32, torch.float64, torch.bfloat16 or torch.float16 on CUDA, got ",
+    ),
     ({"attn_mask": "mask"}, "ValueError: attn_mask: expected a last dimension of at most the capacity, 4, got shape"),
 ]
 SERVED = [  # lengths out of range among them: nobody looks

@@ -284,6 +284,13 @@ def generate(query, key_cache, value_cache, lengths, key, value):
 
 
 @torch.no_grad()
+def generate_bytes(query, key_cache, value_cache, key_scale, value_scale, lengths, key, value):
+    scales = dict(key_scale=key_scale, value_scale=value_scale)
+    ops.kv_cache_append(key_cache, value_cache, lengths, key, value, **scales)
+    return attnjourney.decode(query, key_cache, value_cache, lengths, **scales)
+
+
+@torch.no_grad()
 def generate_latent(query, latent, lengths, weight):
     return attnjourney.mla_decode(query, latent, lengths, weight, return_lse=True)
 
@@ -294,12 +301,18 @@ def cache_cases(rules):
         lengths=torch.tensor([3, 0, 7, 5]), key=numbers(3, 4, 4, 2, 8), value=numbers(4, 4, 4, 2, 5),
     )  # fmt: skip
     dims = dict(query="BH..", key_cache="BH..", value_cache="BH..", lengths="B", key="BH..", value="BH..")
+    held = {n: attnjourney.reference.quantize(tensors[f"{n}_cache"], torch.int8) for n in ("key", "value")}
+    in_bytes = {n: x.float() if x.is_floating_point() else x for n, x in tensors.items()}
+    in_bytes |= {f"{n}_cache": x for n, (x, _) in held.items()}
+    in_bytes |= {f"{n}_scale": scale for n, (_, scale) in held.items()}
     latent = dict(
         query=numbers(0, 4, 4, 2, 7), latent=numbers(1, 4, 9, 8), lengths=torch.tensor([3, 2, 7, 5]),
         weight=numbers(2, 4 * 8, 5),
     )  # fmt: skip
     for rule, out in places(rules, "BH"):
         yield f"cache {rule}", generate, tensors, same(rule, **dims), dict(out=out)
+        placed = same(rule, **dims, key_scale="BH.", value_scale="BH.")
+        yield f"cache of bytes {rule}", generate_bytes, in_bytes, placed, dict(out=out)
         placed = same(rule, query="BH..", latent="B..", lengths="B", weight="H.")
         yield f"latent {rule}", generate_latent, latent, placed, dict(out=out)
 

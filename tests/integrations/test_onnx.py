@@ -111,6 +111,10 @@ def test_decode():
     program = exported(model, inputs)
     assert nodes(program).count("Attention") == 1
     assert_equal(program, inputs, [model(*inputs)])
+    (key, key_scale), (value, value_scale) = (attnjourney.reference.quantize(x, torch.int8) for x in (K, V))
+    model = Model(lambda q, k, v, n, s, t: attnjourney.decode(q, k, v, n, key_scale=s, value_scale=t))
+    inputs = (Q[:, :, :2], key, value, lengths, key_scale, value_scale)
+    assert_equal(exported(model, inputs), inputs, [model(*inputs)])
     with pytest.raises(Exception, match="ring: expected False"):
         exported(Model(attnjourney.decode, ring=True, window_size=(3, -1)), (Q[:, :, :1], K, V, lengths))
 

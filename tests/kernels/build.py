@@ -59,7 +59,8 @@ def program(machine: str) -> Path:
 def _bytes(x) -> bytes:
     if isinstance(x, torch.Tensor):
         x = x.contiguous()
-        return (x.view(torch.int16) if x.dtype.itemsize == 2 else x).numpy().tobytes()
+        bits = {1: torch.uint8, 2: torch.int16}.get(x.dtype.itemsize, x.dtype)
+        return x.view(bits).numpy().tobytes()
     return torch.tensor(float(x), dtype=torch.float64).numpy().tobytes()
 
 

@@ -1,5 +1,6 @@
 // Decoding, the keys of each head in chunks of several runs, and the products of MLA's heads.
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "program.h"
@@ -8,9 +9,16 @@ namespace kernel_tests {
 
 using namespace attnjourney;
 
-// query (Hq, L, E), key (Hk, S, E), value (Hk, S, Ev); `chunk` keys at a time, in runs of `run`
+// query (Hq, L, E), key (Hk, S, E), value (Hk, S, Ev); `chunk` keys at a time, in runs of `run`. `bytes` 1: keys and
+// values of int8, 2: of e4m3, beside key_scale and value_scale (Hk, S).
 void decode(const Inputs& in, const Types& types) {
-  const DecodeKernels& kernel = kernels().decode[types.dtype];
+  const bool quantized = in.has("bytes");
+  const DecodeKernels& kernel =
+      quantized ? kernels().quantized[types.dtype - 1][in.integer("bytes") - 1].decode : kernels().decode[types.dtype];
+  const int64_t cached = quantized ? 1 : types.item;
+  const auto scale_of = [&](const char* name, int64_t at) {
+    return quantized ? reinterpret_cast<const float*>(in.tensor(name)) + at : nullptr;
+  };
   const int64_t kv_heads = in.integer("kv_heads"), group = in.integer("group"), kv_len = in.integer("kv_len");
   DecodeParams p;
   p.q_len = in.integer("q_len"), p.head_dim = in.integer("head_dim"), p.v_head_dim = in.integer("v_head_dim");
@@ -42,9 +50,12 @@ void decode(const Inputs& in, const Types& types) {
     for (int64_t c = 0; c < chunks; c++) {
       std::vector<DecodeRun> runs;
       for (int64_t k = c * chunk; k < std::min(end, (c + 1) * chunk); k += run)
-        runs.push_back({in.tensor("key") + (kv * kv_len + k) * p.head_dim * types.item,
-                        in.tensor("value") + (kv * kv_len + k) * p.v_head_dim * types.item, k,
-                        std::min({run, end - k, (c + 1) * chunk - k})});
+        runs.push_back({.key = in.tensor("key") + (kv * kv_len + k) * p.head_dim * cached,
+                        .value = in.tensor("value") + (kv * kv_len + k) * p.v_head_dim * cached,
+                        .first = k,
+                        .count = std::min({run, end - k, (c + 1) * chunk - k}),
+                        .key_scale = scale_of("key_scale", kv * kv_len + k),
+                        .value_scale = scale_of("value_scale", kv * kv_len + k)});
       kernel.chunk(p, r, runs.data(), static_cast<int64_t>(runs.size()), partials.at(c * partial), space.get());
     }
     if (!kernel.merge(p, r, partials.get(), chunks)) throw std::runtime_error("merge: rows are to be computed again");
@@ -64,6 +75,17 @@ void head_product(const Inputs& in, const Types& types) {
   p.out = out.get();
   kernel.product(p, space.get());
   give("out", out);
+}
+
+// row (n,) to bytes (1: int8, 2: e4m3) and their scale, and these back to numbers
+void quantized_row(const Inputs& in, const Types& types) {
+  const QuantizedKernels& kernel = kernels().quantized[types.dtype - 1][in.integer("bytes") - 1];
+  const int64_t n = in.integer("n");
+  Memory bytes(n), scale(sizeof(float)), row(n * types.item);
+  const float factor = kernel.quantize(in.tensor("row"), n, bytes.get());
+  memcpy(scale.get(), &factor, sizeof factor);
+  kernel.dequantize(bytes.get(), factor, n, row.get());
+  give("bytes", bytes), give("scale", scale), give("row", row);
 }
 
 }  // namespace kernel_tests

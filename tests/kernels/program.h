@@ -27,6 +27,7 @@ inline attnjourney::MaskKind mask_of(const Inputs& in) {
 void attention(const Inputs&, const Types&);
 void decode(const Inputs&, const Types&);
 void head_product(const Inputs&, const Types&);
+void quantized_row(const Inputs&, const Types&);
 void linear(const Inputs&, const Types&);
 
 }  // namespace kernel_tests

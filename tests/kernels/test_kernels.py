@@ -149,6 +149,28 @@ def test_decode(table, q_len, names, dtype):
         assert_close_to_reference(results[name], in_plain, exact[name], OUTPUT_FACTOR, name, rounding)
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("bytes_", (torch.int8, torch.float8_e4m3fn), ids=str)
+def test_decode_of_bytes(table, bytes_, dtype):
+    query, key, value, _ = options_cases.make((), dtype, 1, 4, 2, q_len=3, kv_len=150, dim=72, v_dim=40)
+    kind = 1 + (bytes_ != torch.int8)
+    (key, key_scale), (value, value_scale) = (reference.quantize(x, bytes_) for x in (key, value))
+    scales = dict(key_scale=key_scale, value_scale=value_scale)
+    given = arguments_of(query, key, value, {}) | dict(chunk=64, run=48, bytes=kind, **scales)
+    found = build.run(*table, "decode", dtype, given)
+    out = build.tensor(found["out"], dtype, (1, 4, 3, 40))
+    call = dict(lengths=torch.tensor([150]), is_causal=False, **scales)
+    plain, exact = (reference.decode(q, key, value, **call) for q in (query, query.double()))
+    assert_close_to_reference(out, plain, exact, OUTPUT_FACTOR, str(bytes_))
+
+    row = random_tensor((73,), dtype, 5)
+    found = build.run(*table, "quantized_row", dtype, dict(row=row, n=73, bytes=kind))
+    expected, scale = reference.quantize(row, bytes_)
+    assert build.tensor(found["scale"], torch.float32, ()) == scale
+    assert torch.equal(build.tensor(found["bytes"], torch.int8, (73,)), expected.view(torch.int8))
+    assert torch.equal(build.tensor(found["row"], dtype, (73,)), reference.dequantize(expected, scale, dtype))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_head_product(table, transposed, dtype):

@@ -157,7 +157,7 @@ def test_dict_and_table():
     result = account(DEEPSEEK_V3, 4096, 2, torch.float8_e4m3fn)
     as_dict = result.as_dict()
     assert as_dict["parameters"] == sum(part["parameters"] for part in as_dict["parts"])
-    assert as_dict["dtype"] == "float8_e4m3fn" and as_dict["cache_bytes_per_token"] == 61 * 576
+    assert as_dict["dtype"] == "float8_e4m3fn" and as_dict["cache_bytes_per_token"] == 61 * (576 + 4)
     text = str(result)
     for row in result.parts:
         assert row.name in text and f"{row.parameters:,}" in text

@@ -156,6 +156,21 @@ def paged_attention(m):
     return {**call, **caches, "cu_seqlens_k": ends.to(call["cu_seqlens_q"].dtype), "block_table": table}
 
 
+def in_bytes(m, call, caches):
+    """The call, its caches ({name: name of its scale}) sometimes of bytes."""
+    call |= dict.fromkeys(caches.values())
+    kind = m.pick(None, None, torch.int8, torch.float8_e4m3fn)
+    if kind is not None and m.dtype != torch.float64:
+        for name, scale in caches.items():
+            if call[name] is not None:
+                call[name], call[scale] = attnjourney.reference.quantize(call[name], kind)
+    return call
+
+
+SCALES = {"key": "key_scale", "value": "value_scale"}
+CACHE_SCALES = {"key_cache": "key_scale", "value_cache": "value_scale"}
+
+
 def decode(m):
     batch, heads, group, dim, v_dim = m.pick(0, 1, 2), m.pick(1, 2), m.pick(1, 3), m.pick(1, 8, 17), m.pick(1, 12)
     q_len, kind = m.pick(0, 1, 1, 2, 20), m.pick("dense", "paged", "ring")
@@ -170,13 +185,14 @@ def decode(m):
     if kind == "ring":
         window = [m.pick(0, 3), 0]
         options |= {"ring": True, "window_size": window, "prefix_length": 0, "attn_mask": None}
-    return {
+    call = {
         "query": m.normal(batch, heads * group, q_len, dim),
         "key": m.normal(outer, heads, slots, dim),
         "value": m.normal(outer, heads, slots, v_dim),
         "lengths": lengths,
         **options,
     }
+    return in_bytes(m, call, SCALES)
 
 
 def mla_decode(m):
@@ -186,7 +202,7 @@ def mla_decode(m):
     if m.pick(False, True):
         outer, slots, capacity = 5, 8, 16
         options["block_table"] = block_table(m, batch, 2, outer)
-    return {
+    call = {
         "query": m.normal(batch, heads, q_len, nope + rope),
         "latent": m.normal(outer, slots, kv_lora + rope),
         "lengths": m.whole(0, capacity, batch),
@@ -194,6 +210,7 @@ def mla_decode(m):
         **options,
         **decode_options(m, batch, heads, q_len, capacity),
     }
+    return in_bytes(m, call, {"latent": "latent_scale"})
 
 
 def _new(m, batch, heads, dim, v_dim):
@@ -213,7 +230,7 @@ def kv_cache_append(m):
     }
     if m.pick(False, False, True):
         call["value_cache"] = call["value"] = None
-    return call
+    return in_bytes(m, call, CACHE_SCALES)
 
 
 def kv_cache_truncate(m):
@@ -226,7 +243,8 @@ def kv_cache_reorder(m):
     call, batch = kv_cache_append(m), 0
     batch = len(call["lengths"])
     index = m.whole(0, batch - 1, batch) if batch else m.whole(0, 0, 0)
-    return {name: call[name] for name in ("key_cache", "value_cache", "lengths")} | {"batch_index": index}
+    kept = ("key_cache", "value_cache", "lengths", *CACHE_SCALES.values())
+    return {name: call[name] for name in kept} | {"batch_index": index}
 
 
 def _tables(m, batch, size=4, width=3):
@@ -250,7 +268,7 @@ def paged_cache_append(m):
     tables = _tables(m, batch)
     blocks = len(tables["block_refs"])
     caches = {"key_cache": m.normal(blocks, heads, 4, dim), "value_cache": m.normal(blocks, heads, 4, v_dim)}
-    return {**caches, **tables, **_new(m, batch, heads, dim, v_dim)}
+    return in_bytes(m, {**caches, **tables, **_new(m, batch, heads, dim, v_dim)}, CACHE_SCALES)
 
 
 def paged_cache_truncate(m):

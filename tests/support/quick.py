@@ -36,6 +36,13 @@ QUICK: dict[str, dict[str, int | None]] = {
     "cache/test_decode.py": {"test_values": 12, "test_paged": 6, "test_ring": 1, "test_bad_input": 4},
     "cache/test_decode_options.py": {"test_values": 48, "test_latents": 16},
     "cache/test_mla_decode.py": {"test_dtypes": None, "test_paged": 2},
+    "cache/test_quantized_cache.py": {
+        "test_what_append_stores": 2,
+        "test_values": 4,
+        "test_scales_go_where_their_tokens_go": 3,
+        "test_latents": 2,
+    },
+    "cache/test_tree_mask.py": {"test_each_token_equals_decoding_its_path_alone": 2},
     "cache/test_kv_cache.py": {
         "test_prefill_then_decode_equals_one_full_causal_pass": None,
         "test_a_shared_block_is_copied_by_who_writes_first": None,

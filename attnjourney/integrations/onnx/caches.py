@@ -72,12 +72,13 @@ def with_past(
 
 def decode(
     query: Any, key: Any, value: Any, lengths: Any, *, block_table: Any = None, ring: bool = False,
-    is_causal: bool = True, attn_mask: Any = None, **options: Any,
+    key_scale: Any = None, value_scale: Any = None, is_causal: bool = True, attn_mask: Any = None, **options: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Out and lse of torch.ops.attnjourney.decode: the rows are the last of the first `lengths` keys."""
     if ring:
         raise ValueError("ring: expected False in a program for ONNX, got True")
     key_heads, has_bool_mask = int(key.shape[1]), attn_mask is not None and attn_mask.dtype.name == "BOOL"
+    key, value = _numbers(key, key_scale, query), _numbers(value, value_scale, query)
     if block_table is not None:
         key, value = (_gathered(x, block_table) for x in (key, value))
     if attn_mask is not None:
@@ -86,6 +87,13 @@ def decode(
         query, key, value, attn_mask, 0.0, is_causal, enable_gqa=True, causal_alignment=1, key_lengths=lengths,
         key_heads=key_heads, has_bool_mask=has_bool_mask, **options,
     )  # fmt: skip
+
+
+def _numbers(cache: Any, scale: Any, query: Any) -> Any:
+    """A cache of bytes in the dtype of the query."""
+    if scale is None:
+        return cache
+    return op.CastLike(op.Mul(op.Cast(cache, to=FLOAT), op.Unsqueeze(scale, ints(-1))), query)
 
 
 def _gathered(pool: Any, block_table: Any) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
+from ..._dtypes import BYTE_DTYPES
 from ..._errors import raise_typed
 from .operator import NAMESPACE, Signature, carries_tangent
 from .registration import LIBRARY
@@ -43,7 +44,8 @@ def register_inference(
     Args:
         fake: the results as empty tensors, from tensors without data; receives the arguments by name.
         flops: of one call, from shapes in place of tensors.
-        autocast: {input: cache}: under autocast a floating input takes the dtype of that cache, which is never cast.
+        autocast: {input: cache}: under autocast a floating input takes the dtype of that cache, which is never cast;
+            beside one of bytes, autocast's.
         vmap: `vmap(signature, info, in_dims, *flat)`, the batching rule as of torch.autograd.Function.vmap, the
             arguments flat in the order of the schema. Without it, vmap of the operator raises NotImplementedError.
     """
@@ -62,20 +64,21 @@ def register_inference(
             )
         if forward_ad._current_level >= 0 and any(map(carries_tangent, (*args, *kwargs.values()))):
             raise NotImplementedError(f"{NAMESPACE}::{name} has no forward derivative: its tangent would be lost")
-        check_written(args)
+        flat = signature.flat(args, kwargs) if written else ()
+        check_written(flat)
         try:
             with below_autograd():
                 result = operator(*args, **kwargs)
         except (ValueError, RuntimeError) as error:
             raise_typed(error)
         for i in written:
-            if args[i] is not None:
-                torch.autograd.graph.increment_version(args[i])
+            if flat[i] is not None:
+                torch.autograd.graph.increment_version(flat[i])
         return result
 
-    def check_written(args: tuple) -> None:
+    def check_written(flat: tuple) -> None:
         for i in written:
-            if args[i] is not None and args[i].is_inference() and not torch.is_inference_mode_enabled():
+            if flat[i] is not None and flat[i].is_inference() and not torch.is_inference_mode_enabled():
                 raise RuntimeError(
                     f"{signature.names[i]}: inplace update to inference tensor outside InferenceMode is not allowed: "
                     "clone() it before"
@@ -104,7 +107,9 @@ def register_inference(
             named = signature.named(args, kwargs)
             for x, like in cast_like.items():
                 if isinstance(named[x], Tensor) and named[x].is_floating_point() and named[x].dtype != torch.float64:
-                    named[x] = named[x].to(named[like].dtype)
+                    dtype = named[like].dtype
+                    of_bytes = dtype in BYTE_DTYPES  # which every dtype goes with
+                    named[x] = named[x].to(torch.get_autocast_dtype(device_type) if of_bytes else dtype)
             with torch._C._ExcludeDispatchKeyGuard(excluded):
                 return operator(**named)
 

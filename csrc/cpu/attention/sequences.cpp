@@ -16,6 +16,8 @@ int64_t item_size(ScalarType t) {
     case ScalarType::Int:
       return 4;
     case ScalarType::Bool:
+    case ScalarType::Char:
+    case ScalarType::Float8_e4m3fn:
       return 1;
     default:
       return 2;

@@ -1,22 +1,23 @@
-// What the CPU entries of the caches share: rows as bytes, and the checks of values.
+// What the CPU entries of the caches share: rows as memory, how new ones are written, and the checks of values.
 #pragma once
 #include <algorithm>
 #include <cstring>
 #include <vector>
 
+#include "cpu/plan.h"
 #include "cpu/threads.h"
 #include "decode/kv_cache.h"
 
 namespace attnjourney {
 
-// Rows (outer, head, slot) of a tensor (outer, heads, slots, dim) with a dense last dimension.
+// Rows (outer, head, slot) of a tensor (outer, heads, slots, dim) with a dense last dimension, or the numbers of one
+// without it.
 class CacheRows {
  public:
   explicit CacheRows(const Tensor& t) : data_(static_cast<char*>(t.data_ptr())) {
-    const ScalarType s = t.scalar_type();
-    const int64_t item = s == ScalarType::Double ? 8 : s == ScalarType::Float ? 4 : 2;
+    const int64_t item = item_size(t.scalar_type());
     outer_ = stride_of(t, 0) * item, head_ = stride_of(t, 1) * item, slot_ = stride_of(t, 2) * item;
-    bytes_ = t.size(3) * item;
+    bytes_ = t.dim() == 4 ? t.size(3) * item : item;
   }
   char* at(int64_t outer, int64_t head, int64_t slot) const {
     return data_ + outer * outer_ + head * head_ + slot * slot_;
@@ -30,6 +31,35 @@ class CacheRows {
  private:
   char* data_;
   int64_t outer_, head_, slot_, bytes_;
+};
+
+// Writes tokens (batch, heads, tokens, dim) into a cache (outer, heads, slots, dim): as they are, or beside scales
+// (outer, heads, slots) as bytes.
+class TokenWriter {
+ public:
+  TokenWriter(const Tensor& cache, const OptionalTensor& scale, const Tensor& tokens)
+      : rows_(aten::rows_contiguous(tokens)), to_(cache), from_(rows_), dim_(cache.size(3)) {
+    if (!scale) return;
+    scales_.emplace(*scale);
+    quantize_ = quantized_kernels(tokens.scalar_type(), cache.scalar_type()).quantize;
+  }
+  void write(int64_t outer, int64_t head, int64_t slot, int64_t batch, int64_t token) const {
+    if (!scales_) return to_.copy(outer, head, slot, from_, batch, head, token);
+    const float scale = quantize_(from_.at(batch, head, token), dim_, to_.at(outer, head, slot));
+    std::memcpy(scales_->at(outer, head, slot), &scale, sizeof scale);
+  }
+  // a token of the cache to another place in it
+  void move(int64_t outer, int64_t head, int64_t slot, int64_t from_outer, int64_t from_slot) const {
+    to_.copy(outer, head, slot, to_, from_outer, head, from_slot);
+    if (scales_) scales_->copy(outer, head, slot, *scales_, from_outer, head, from_slot);
+  }
+
+ private:
+  Tensor rows_;  // holds what from_ reads
+  CacheRows to_, from_;
+  std::optional<CacheRows> scales_;
+  float (*quantize_)(const void* row, int64_t n, void* bytes) = nullptr;
+  int64_t dim_;
 };
 
 // f(begin, end) over (batch, head) pairs, each of `width` numbers

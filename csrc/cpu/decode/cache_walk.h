@@ -3,12 +3,11 @@
 #include <algorithm>
 #include <vector>
 
+#include "cpu/attention/sequences.h"
 #include "decode/decode.h"
 #include "decode/params.h"
 
 namespace attnjourney {
-
-inline int64_t bytes_of(ScalarType t) { return t == ScalarType::Double ? 8 : t == ScalarType::Float ? 4 : 2; }
 
 class CacheWalk {
  public:
@@ -16,6 +15,8 @@ class CacheWalk {
       : call_(call),
         key_(plane(in.key)),
         value_(plane(in.value)),
+        key_scale_(plane(in.key_scale)),
+        value_scale_(plane(in.value_scale)),
         table_(in.block_table ? static_cast<const int32_t*>(in.block_table->const_data_ptr()) : nullptr),
         max_blocks_(in.block_table ? in.block_table->size(1) : 0) {}
 
@@ -26,7 +27,12 @@ class CacheWalk {
       const int64_t slot = call_.ring || table_ ? from % piece : from;
       const int64_t count = std::min(to - from, piece - slot);
       const int64_t outer = table_ ? table_[batch * max_blocks_ + from / piece] : batch;
-      found.push_back({key_.at(outer, head, slot), value_.at(outer, head, slot), from, count});
+      found.push_back({.key = key_.at(outer, head, slot),
+                       .value = value_.at(outer, head, slot),
+                       .first = from,
+                       .count = count,
+                       .key_scale = static_cast<const float*>(key_scale_.at(outer, head, slot)),
+                       .value_scale = static_cast<const float*>(value_scale_.at(outer, head, slot))});
       from += count;
     }
   }
@@ -41,15 +47,16 @@ class CacheWalk {
     const char* data;
     int64_t item, outer, head, row;  // bytes of an element; strides in elements
     const void* at(int64_t o, int64_t h, int64_t slot) const {
-      return data + (o * outer + h * head + slot * row) * item;
+      return data ? data + (o * outer + h * head + slot * row) * item : nullptr;
     }
   };
   static Plane plane(const Tensor& t) {
-    return {static_cast<const char*>(t.const_data_ptr()), bytes_of(t.scalar_type()), stride_of(t, 0), stride_of(t, 1),
+    return {static_cast<const char*>(t.const_data_ptr()), item_size(t.scalar_type()), stride_of(t, 0), stride_of(t, 1),
             stride_of(t, 2)};
   }
+  static Plane plane(const OptionalTensor& t) { return t ? plane(*t) : Plane{}; }
   const DecodeCall& call_;
-  Plane key_, value_;
+  Plane key_, value_, key_scale_, value_scale_;
   const int32_t* table_;
   int64_t max_blocks_;
 };

@@ -1,7 +1,6 @@
 // CPU entry of decode. Few query rows go through few_rows.cpp, many (a prompt, or a large piece of one) through
 // decode_tiled.cpp.
 #include "cache_walk.h"
-#include "cpu/attention/sequences.h"
 #include "decode_cpu.h"
 #include "few_rows.h"
 
@@ -20,7 +19,8 @@ void decode_few(const DecodeCall& c, const DecodeInputs& in, const Tensor& query
       in.options.attn_mask ? static_cast<const char*>(in.options.attn_mask->const_data_ptr()) : nullptr;
   const int64_t mask_item = mask ? item_size(in.options.attn_mask->scalar_type()) : 0;
 
-  FewRows call{.dtype = query.scalar_type(), .kv_heads = c.kv_heads, .group = c.group};
+  FewRows call{
+      .dtype = query.scalar_type(), .cache_dtype = in.key.scalar_type(), .kv_heads = c.kv_heads, .group = c.group};
   DecodeParams p;
   p.q_len = c.q_len, p.head_dim = c.head_dim, p.v_head_dim = c.v_head_dim;
   p.q_head = stride_of(query, 1), p.q_row = stride_of(query, 2), p.k_row = walk.key_row(), p.v_row = walk.value_row();
@@ -35,7 +35,7 @@ void decode_few(const DecodeCall& c, const DecodeInputs& in, const Tensor& query
   }
   const char* const q = static_cast<const char*>(query.const_data_ptr());
   char *const o = static_cast<char*>(out.mutable_data_ptr()), *const l = static_cast<char*>(lse.mutable_data_ptr());
-  const int64_t item = bytes_of(query.scalar_type()), lse_item = bytes_of(lse.scalar_type());
+  const int64_t item = item_size(query.scalar_type()), lse_item = item_size(lse.scalar_type());
   call.rows = [&](int64_t b, int64_t kv) {
     const int64_t bh = b * c.q_heads + kv * c.group;
     DecodeRows r;

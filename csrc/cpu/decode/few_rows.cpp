@@ -83,11 +83,11 @@ class Walk {
 };
 
 FewRowsPlan plan_of(const FewRows& call, const Walk& walk) {
-  const DecodeKernels& kernel = decode_kernels(call.dtype);
+  const DecodeKernels& kernel = decode_kernels(call.dtype, call.cache_dtype);
   const DecodeParams& any = call.sequences.front();
   // 200 KB of keys and values, or 1 MFLOP, are about 10 us
   const double row = static_cast<double>((any.head_dim + any.v_head_dim) * call.kv_heads);
-  const double bytes = 5.0 * static_cast<double>(walk.keys() * item_size(call.dtype));
+  const double bytes = 5.0 * static_cast<double>(walk.keys() * item_size(call.cache_dtype));
   const double cost = row * std::max(bytes, 2.0 * static_cast<double>(walk.pairs()));
   return {.items = walk.items(),
           .threads = thread_count(walk.items(), cost),
@@ -107,7 +107,7 @@ FewRowsPlan plan_few_rows(const FewRows& call) {
 }
 
 void run_few_rows(const FewRows& call, const Tensor& like) {
-  const DecodeKernels& kernel = decode_kernels(call.dtype);
+  const DecodeKernels& kernel = decode_kernels(call.dtype, call.cache_dtype);
   const Walk walk(call);
   if (walk.items() == 0) return;
   const int64_t partial = kernel.partial_size(call.sequences.front(), walk.most_rows());

@@ -10,7 +10,7 @@
 namespace attnjourney {
 
 struct FewRows {
-  ScalarType dtype;
+  ScalarType dtype, cache_dtype;  // of queries and results, of keys and values
   int64_t kv_heads, group;
   std::vector<DecodeParams> sequences = {};  // one a batch item; their q_len may differ
   // what the query heads of a key/value head read and write; its first and count are not read

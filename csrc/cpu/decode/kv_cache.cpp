@@ -7,7 +7,7 @@
 namespace attnjourney {
 
 void cpu_cache_append(const AppendInputs& in, bool ring) {
-  const auto& [key_cache, value_cache, lengths, key, value, counts] = in;
+  const auto& [key_cache, value_cache, lengths, key, value, counts, key_scale, value_scale] = in;
   const int64_t batch = lengths.size(0), n = key.size(2), capacity = key_cache.size(2);
   int64_t* const have = static_cast<int64_t*>(lengths.mutable_data_ptr());
   const std::vector<int64_t> fresh = new_tokens(in);
@@ -17,21 +17,20 @@ void cpu_cache_append(const AppendInputs& in, bool ring) {
                 capacity - have[b], " new tokens for batch row ", b, " (capacity ", capacity, ", length ", have[b],
                 "), got ", fresh[b]);
   }
-  const auto write = [&](const Tensor& cache, const Tensor& tokens) {
-    const Tensor rows = aten::rows_contiguous(tokens);
-    const CacheRows to(cache), from(rows);
+  const auto write = [&](const Tensor& cache, const OptionalTensor& scale, const Tensor& tokens) {
+    const TokenWriter writer(cache, scale, tokens);
     parallel_tokens(batch * cache.size(1), n * cache.size(3), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; i++) {
         const int64_t b = i / cache.size(1), h = i % cache.size(1), count = fresh[b];
         for (int64_t t = ring ? std::max<int64_t>(0, count - capacity) : 0; t < count; t++) {  // a ring keeps the last
           const int64_t at = have[b] + t;
-          to.copy(b, h, ring ? at % capacity : at, from, b, h, n - count + t);
+          writer.write(b, h, ring ? at % capacity : at, b, n - count + t);
         }
       }
     });
   };
-  write(key_cache, key);
-  if (value) write(*value_cache, *value);
+  write(key_cache, key_scale, key);
+  if (value) write(*value_cache, value_scale, *value);
   for (int64_t b = 0; b < batch; b++) have[b] += fresh[b];
 }
 
@@ -47,8 +46,8 @@ void cpu_cache_truncate(const Tensor& lengths, const Tensor& new_lengths, const 
   std::copy(wanted, wanted + batch, static_cast<int64_t*>(lengths.mutable_data_ptr()));
 }
 
-void cpu_cache_reorder(const Tensor& key_cache, const OptionalTensor& value_cache, const Tensor& lengths,
-                       const Tensor& batch_index) {
+void cpu_cache_reorder(const ReorderInputs& in) {
+  const auto& [key_cache, value_cache, lengths, batch_index, key_scale, value_scale] = in;
   const int64_t batch = lengths.size(0);
   const int64_t* const index = checked_batch_index(batch_index, lengths);
   int64_t* const have = static_cast<int64_t*>(lengths.mutable_data_ptr());
@@ -73,7 +72,8 @@ void cpu_cache_reorder(const Tensor& key_cache, const OptionalTensor& value_cach
     each([&](int64_t b, int64_t h, int64_t slot, char* c) { std::memcpy(to.at(b, h, slot), c, to.row_bytes()); });
   };
   move(key_cache);
-  if (value_cache) move(*value_cache);
+  for (const OptionalTensor* other : {&value_cache, &key_scale, &value_scale})
+    if (*other) move(**other);
   for (int64_t b = 0; b < batch; b++) have[b] = before[index[b]];
 }
 

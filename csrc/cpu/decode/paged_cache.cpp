@@ -61,7 +61,7 @@ class Blocks {
 }  // namespace
 
 void cpu_paged_append(const AppendInputs& in, const PagedTables& tables) {
-  const auto& [key_cache, value_cache, lengths, key, value, counts] = in;
+  const auto& [key_cache, value_cache, lengths, key, value, counts, key_scale, value_scale] = in;
   Blocks blocks(tables);
   const int64_t batch = lengths.size(0), n = key.size(2), size = key_cache.size(2);
   int64_t* const have = static_cast<int64_t*>(lengths.mutable_data_ptr());
@@ -91,25 +91,24 @@ void cpu_paged_append(const AppendInputs& in, const PagedTables& tables) {
       blocks.entry(b, j) = blocks.take();
   }
 
-  const auto write = [&](const Tensor& cache, const Tensor& tokens) {
-    const Tensor rows = aten::rows_contiguous(tokens);
-    const CacheRows to(cache), from(rows);
+  const auto write = [&](const Tensor& cache, const OptionalTensor& scale, const Tensor& tokens) {
+    const TokenWriter writer(cache, scale, tokens);
     const int64_t heads = cache.size(1);
     for (const Copy& c : copies)
       for (int64_t h = 0; h < heads; h++)
-        for (int64_t t = 0; t < c.tokens; t++) to.copy(c.to, h, t, to, c.from, h, t);
+        for (int64_t t = 0; t < c.tokens; t++) writer.move(c.to, h, t, c.from, t);
     parallel_tokens(batch * heads, n * cache.size(3), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; i++) {
         const int64_t b = i / heads, h = i % heads, count = fresh[static_cast<size_t>(b)];
         for (int64_t t = 0; t < count; t++) {
           const int64_t at = have[b] + t;
-          to.copy(blocks.entry(b, at / size), h, at % size, from, b, h, n - count + t);
+          writer.write(blocks.entry(b, at / size), h, at % size, b, n - count + t);
         }
       }
     });
   };
-  write(key_cache, key);
-  write(*value_cache, *value);
+  write(key_cache, key_scale, key);
+  write(*value_cache, value_scale, *value);
   blocks.commit();
   for (int64_t b = 0; b < batch; b++) have[b] += fresh[static_cast<size_t>(b)];
 }

@@ -44,6 +44,35 @@ ATTN_INLINE Vf load(const mask_bool* p) {
   const __m256 hidden = _mm256_castsi256_ps(_mm256_cmpeq_epi32(u, _mm256_setzero_si256()));
   return {_mm256_and_ps(hidden, _mm256_set1_ps(-__builtin_inff()))};
 }
+ATTN_INLINE __m256i load_bytes(const void* p) {  // with their signs
+  return _mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p)));
+}
+ATTN_INLINE Vf load(const i8* p) { return {_mm256_cvtepi32_ps(load_bytes(p))}; }
+ATTN_INLINE Vf widened_e4m3(__m256i bytes) {  // as load_one
+  const __m256i bits = _mm256_and_si256(_mm256_slli_epi32(bytes, 20), _mm256_set1_epi32(int(0x87f00000)));
+  return {_mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(0x1p120f))};
+}
+ATTN_INLINE Vf load(const finite_e4m3* p) { return widened_e4m3(load_bytes(p)); }
+ATTN_INLINE Vf load(const e4m3* p) {
+  const __m256i bytes = load_bytes(p);
+  const __m256i nan = _mm256_cmpeq_epi32(_mm256_slli_epi32(bytes, 25), _mm256_set1_epi32(int(0xfe000000)));
+  return {_mm256_or_ps(widened_e4m3(bytes).v, _mm256_castsi256_ps(nan))};
+}
+// whether there is a NaN in `count` rows of n numbers, `row` apart
+ATTN_INLINE bool any_nan(const e4m3* rows, int64_t row, int64_t count, int64_t n) {
+  const __m256i magnitude = _mm256_set1_epi8(0x7f);
+  __m256i largest = _mm256_setzero_si256();
+  bool any = false;
+  for (int64_t k = 0; k < count; k++, rows += row) {
+    int64_t i = 0;
+    for (; i + 32 <= n; i += 32) {
+      const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows + i));
+      largest = _mm256_max_epu8(largest, _mm256_and_si256(bytes, magnitude));
+    }
+    for (; i < n; i++) any |= (rows[i].bits & 0x7f) == 0x7f;
+  }
+  return any || _mm256_movemask_epi8(_mm256_cmpeq_epi8(largest, magnitude)) != 0;
+}
 ATTN_INLINE void store(float* p, Vf a) { _mm256_storeu_ps(p, a.v); }
 ATTN_INLINE void store(double* p, Vd a) { _mm256_storeu_pd(p, a.v); }
 ATTN_INLINE void store(f16* p, Vf a) {

@@ -47,6 +47,31 @@ ATTN_INLINE Vf load(const mask_bool* p) {
   const __mmask16 hidden = _mm_cmpeq_epi8_mask(u, _mm_setzero_si128());
   return {_mm512_maskz_mov_ps(hidden, _mm512_set1_ps(-__builtin_inff()))};
 }
+ATTN_INLINE __m512i load_bytes(const void* p) {  // with their signs
+  return _mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+}
+ATTN_INLINE Vf load(const i8* p) { return {_mm512_cvtepi32_ps(load_bytes(p))}; }
+ATTN_INLINE Vf widened_e4m3(__m512i bytes) {  // as load_one
+  const __m512i bits = _mm512_and_si512(_mm512_slli_epi32(bytes, 20), _mm512_set1_epi32(int(0x87f00000)));
+  return {_mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(0x1p120f))};
+}
+ATTN_INLINE Vf load(const finite_e4m3* p) { return widened_e4m3(load_bytes(p)); }
+ATTN_INLINE Vf load(const e4m3* p) {
+  const __m512i bytes = load_bytes(p);
+  const __mmask16 nan = _mm512_cmpeq_epi32_mask(_mm512_slli_epi32(bytes, 25), _mm512_set1_epi32(int(0xfe000000)));
+  return {_mm512_mask_mov_ps(widened_e4m3(bytes).v, nan, _mm512_set1_ps(__builtin_nanf("")))};
+}
+// whether there is a NaN in `count` rows of n numbers, `row` apart
+ATTN_INLINE bool any_nan(const e4m3* rows, int64_t row, int64_t count, int64_t n) {
+  const __m512i magnitude = _mm512_set1_epi8(0x7f);
+  __m512i largest = _mm512_setzero_si512();
+  for (int64_t k = 0; k < count; k++, rows += row)
+    for (int64_t i = 0; i < n; i += 64) {
+      const __mmask64 there = n - i >= 64 ? ~__mmask64{0} : (__mmask64{1} << (n - i)) - 1;
+      largest = _mm512_max_epu8(largest, _mm512_and_si512(_mm512_maskz_loadu_epi8(there, rows + i), magnitude));
+    }
+  return _mm512_cmpeq_epi8_mask(largest, magnitude) != 0;
+}
 ATTN_INLINE void store(float* p, Vf a) { _mm512_storeu_ps(p, a.v); }
 ATTN_INLINE void store(double* p, Vd a) { _mm512_storeu_pd(p, a.v); }
 ATTN_INLINE void store(f16* p, Vf a) {

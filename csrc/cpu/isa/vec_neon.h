@@ -55,6 +55,32 @@ ATTN_INLINE Vf load(const mask_bool* p) {
   const uint32x4_t infinite = vreinterpretq_u32_f32(vdupq_n_f32(-__builtin_inff()));
   return {vreinterpretq_f32_u32(vandq_u32(vceqzq_u32(allowed), infinite))};
 }
+ATTN_INLINE int32x4_t load_bytes(const void* p) {  // with their signs
+  return vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(from_memory<uint32_t>(p)))));
+}
+ATTN_INLINE Vf load(const i8* p) { return {vcvtq_f32_s32(load_bytes(p))}; }
+ATTN_INLINE Vf widened_e4m3(uint32x4_t bytes) {  // as load_one
+  const uint32x4_t bits = vandq_u32(vshlq_n_u32(bytes, 20), vdupq_n_u32(0x87f00000));
+  return {vmulq_n_f32(vreinterpretq_f32_u32(bits), 0x1p120f)};
+}
+ATTN_INLINE Vf load(const finite_e4m3* p) { return widened_e4m3(vreinterpretq_u32_s32(load_bytes(p))); }
+ATTN_INLINE Vf load(const e4m3* p) {
+  const uint32x4_t bytes = vreinterpretq_u32_s32(load_bytes(p));
+  const uint32x4_t nan = vceqq_u32(vshlq_n_u32(bytes, 25), vdupq_n_u32(0xfe000000));
+  return {vreinterpretq_f32_u32(vorrq_u32(vreinterpretq_u32_f32(widened_e4m3(bytes).v), nan))};
+}
+// whether there is a NaN in `count` rows of n numbers, `row` apart
+ATTN_INLINE bool any_nan(const e4m3* rows, int64_t row, int64_t count, int64_t n) {
+  uint8x16_t largest = vdupq_n_u8(0);
+  bool any = false;
+  for (int64_t k = 0; k < count; k++, rows += row) {
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16)
+      largest = vmaxq_u8(largest, vandq_u8(from_memory<uint8x16_t>(rows + i), vdupq_n_u8(0x7f)));
+    for (; i < n; i++) any |= (rows[i].bits & 0x7f) == 0x7f;
+  }
+  return any || vmaxvq_u8(largest) == 0x7f;
+}
 ATTN_INLINE void store(float* p, Vf a) { to_memory(p, a.v); }
 ATTN_INLINE void store(double* p, Vd a) { to_memory(p, a.v); }
 ATTN_INLINE void store(f16* p, Vf a) { to_memory(p, vcvt_f16_f32(a.v)); }

@@ -27,6 +27,14 @@ ATTN_INLINE void store(T* p, Vec<Compute<T>> a) {
   store_one(p, a.v);
 }
 
+// whether there is a NaN in `count` rows of n numbers, `row` apart
+ATTN_INLINE bool any_nan(const e4m3* rows, int64_t row, int64_t count, int64_t n) {
+  bool any = false;
+  for (int64_t k = 0; k < count; k++, rows += row)
+    for (int64_t i = 0; i < n; i++) any |= (rows[i].bits & 0x7f) == 0x7f;
+  return any;
+}
+
 template <class C>
 ATTN_INLINE Vec<C> fma(Vec<C> a, Vec<C> b, Vec<C> c) {
   return {a.v * b.v + c.v};

@@ -9,6 +9,7 @@
 #include "cpu/kernels/attention/weights.h"
 #include "cpu/kernels/decode/decode.h"
 #include "cpu/kernels/decode/head_product.h"
+#include "cpu/kernels/decode/quantized_rows.h"
 #include "cpu/kernels/linear/table.h"
 
 namespace attnjourney {
@@ -46,16 +47,22 @@ constexpr AttentionKernels attention_kernels() {
   };
 }
 
-template <class T>
+template <class T, class Stored = T>
 constexpr DecodeKernels decode_kernels() {
-  using D = Decode<T>;
+  using D = Decode<T, NoPairs, Stored>;
   return {.few_rows = D::few_rows,
           .space = D::space,
-          .partial_size = D::partial_size,
+          .partial_size = Decode<T>::partial_size,  // partial results know no keys
           .chunk = D::chunk,
-          .merge = D::merge,
+          .merge = Decode<T>::merge,
           .product_space = HeadProduct<T>::space,
           .product = HeadProduct<T>::run};
+}
+
+template <class T, class Stored>
+constexpr QuantizedKernels quantized_kernels() {
+  using Rows = QuantizedRows<T, Stored>;
+  return {.decode = decode_kernels<T, Stored>(), .quantize = Rows::quantize, .dequantize = Rows::dequantize};
 }
 
 constexpr KernelTable make_table(const char* isa) {
@@ -63,6 +70,9 @@ constexpr KernelTable make_table(const char* isa) {
       isa,
       {attention_kernels<double>(), attention_kernels<float>(), attention_kernels<bf16>(), attention_kernels<f16>()},
       {decode_kernels<double>(), decode_kernels<float>(), decode_kernels<bf16>(), decode_kernels<f16>()},
+      {{quantized_kernels<float, i8>(), quantized_kernels<float, e4m3>()},
+       {quantized_kernels<bf16, i8>(), quantized_kernels<bf16, e4m3>()},
+       {quantized_kernels<f16, i8>(), quantized_kernels<f16, e4m3>()}},
       {linear_kernels<double>(), linear_kernels<float>(), linear_kernels<bf16>(), linear_kernels<f16>()}};
 }
 

@@ -6,6 +6,7 @@
 #include <initializer_list>
 
 #include "cuda/device.h"
+#include "cuda/refusals.h"
 #include "decode/kv_cache.h"
 #include "launch_cache.h"
 

@@ -5,6 +5,7 @@
 namespace attnjourney {
 
 void cuda_cache_append(const AppendInputs& in, bool ring) {
+  check_no_bytes("key_cache", in.key_cache);
   const Tensor& lengths = in.lengths;
   if (lengths.size(0) * in.key.size(2) == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(lengths.get_device_index());
@@ -19,8 +20,10 @@ void cuda_cache_truncate(const Tensor& lengths, const Tensor& new_lengths, const
                         current_stream(lengths.get_device_index()));
 }
 
-void cuda_cache_reorder(const Tensor& key_cache, const OptionalTensor& value_cache, const Tensor& lengths,
-                        const Tensor& batch_index) {
+void cuda_cache_reorder(const ReorderInputs& in) {
+  const auto& [key_cache, value_cache, lengths, batch_index, key_scale, value_scale] = in;
+  (void)key_scale, (void)value_scale;  // of caches of bytes
+  check_no_bytes("key_cache", key_cache);
   const int64_t batch = lengths.size(0);
   check_reorder_batch(batch);
   if (batch == 0) return;

@@ -20,6 +20,7 @@ PagedTask paged_task(const PagedTables& tables) {
 }  // namespace
 
 void cuda_paged_append(const AppendInputs& in, const PagedTables& tables) {
+  check_no_bytes("key_cache", in.key_cache);
   const auto& [lengths, block_table, block_refs] = tables;
   PagedTask p = paged_task(tables);
   if (p.batch == 0 || in.key.size(2) == 0) return;

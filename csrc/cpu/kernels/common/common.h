@@ -17,13 +17,22 @@ ATTN_INLINE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 ATTN_INLINE int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 ATTN_INLINE int64_t round_up(int64_t x, int64_t m) { return (x + m - 1) / m * m; }
 
-// Numbers as they lie in memory. 16-bit ones are computed with in float.
+// Numbers as they lie in memory. Those of 16 and 8 bits are computed with in float.
 struct bf16 {
   uint16_t bits;
 };
 struct f16 {
   uint16_t bits;
 };
+struct i8 {
+  int8_t value;
+};
+struct e4m3 {
+  uint8_t bits;
+};  // float8_e4m3fn: sign, 4 bits of exponent (bias 7), 3 of mantissa; no inf, NaN where the last seven are set
+struct finite_e4m3 {
+  uint8_t bits;
+};  // one that is no NaN, which takes a third less to widen
 struct mask_bool {
   uint8_t value;
 };  // true = may attend; loads as 0 or -inf, to be added
@@ -60,6 +69,15 @@ ATTN_INLINE float load_one(const f16* p) {
   // exponent moved by a multiplication, which also normalises the small ones: 2^(127-15)
   return bits_float(sign | float_bits(bits_float(magnitude << 13) * 0x1p112f));
 }
+ATTN_INLINE float load_one(const i8* p) { return float(p->value); }
+ATTN_INLINE float load_one(const finite_e4m3* p) {
+  const uint32_t sign = uint32_t(p->bits & 0x80) << 24, magnitude = p->bits & 0x7f;
+  return bits_float(sign | float_bits(bits_float(magnitude << 20) * 0x1p120f));  // as above: 2^(127-7)
+}
+ATTN_INLINE float load_one(const e4m3* p) {
+  const finite_e4m3 finite{p->bits};
+  return (p->bits & 0x7f) == 0x7f ? __builtin_nanf("") : load_one(&finite);
+}
 
 ATTN_INLINE void store_one(float* p, float x) { *p = x; }
 ATTN_INLINE void store_one(double* p, double x) { *p = x; }
@@ -79,6 +97,20 @@ ATTN_INLINE void store_one(f16* p, float x) {
   else
     r = (a - 0x38000000 + 0xfff + ((a >> 13) & 1)) >> 13;
   p->bits = uint16_t(sign | r);
+}
+// To nearest even, at most the largest number. A NaN becomes 0: bytes have none.
+ATTN_INLINE void store_one(i8* p, float x) {
+  const float bounded = x < -127.f ? -127.f : x > 127.f ? 127.f : x;
+  const uint32_t rounded = float_bits(bounded + 0x1.8p23f) - float_bits(0x1.8p23f);
+  p->value = int8_t(x == x ? rounded : 0);
+}
+// To nearest even, at most the largest number, 448; an inf, too, becomes a NaN.
+ATTN_INLINE void store_one(e4m3* p, float x) {
+  const uint32_t u = float_bits(x), sign = (u >> 24) & 0x80, a = u & 0x7fffffff;
+  const uint32_t small = float_bits(bits_float(a) + 0x1p14f) - float_bits(0x1p14f);  // below 2^-6: of 2^-9
+  const uint32_t normal = ((a + 0x7ffff + ((a >> 20) & 1)) >> 20) - (120 << 3);
+  const uint32_t rounded = a < 0x3c800000 ? small : normal < 0x7e ? normal : 0x7e;
+  p->bits = uint8_t(a >= 0x7f800000 ? 0x7f : sign | rounded);
 }
 
 }  // namespace

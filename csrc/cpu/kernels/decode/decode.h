@@ -1,5 +1,7 @@
 // Attention of a few query rows over many keys, as decoding with a cache needs it: bound by memory, so every key and
 // every value is read once, in its stored dtype, for all rows that share its head.
+// Bytes (Stored: i8 or e4m3) have a scale for each key and each value, by which scores and weights are multiplied: both
+// products only widen bytes.
 //
 // A chunk of keys gives an unnormalised output, the largest score and the sum of exponentials per row; `merge` joins
 // the chunks. Within a chunk, blocks of keys: scores as dot products with lanes over the head dimension (as many sums
@@ -12,14 +14,16 @@
 #include "decode/params.h"
 #include "decode_bias.h"
 #include "row_products.h"
+#include "scales.h"
 #include "softmax.h"
 
 namespace attnjourney {
 namespace {
 
-template <class T, class ByPairs = NoPairs>
+// T: of queries and results. Stored: of keys and values.
+template <class T, class ByPairs = NoPairs, class Stored = T>
 struct Decode {
-  using Products = RowProducts<T>;
+  using Products = RowProducts<Stored>;
   using Real = Compute<T>;
   using Softmax = DecodeSoftmax<Real, ByPairs>;
   using V = Vec<Real>;
@@ -30,6 +34,7 @@ struct Decode {
   static constexpr int lanes_of_rows = sizeof(T) == 4 ? width / 2 : width;
   static constexpr int64_t few_rows = lanes_of_rows < max_rows ? lanes_of_rows : max_rows;
   static constexpr Real lowest = Softmax::lowest;
+  static constexpr bool scaled = sizeof(Stored) == 1;
 
   // rows of one pass, passes, and keys of one block
   struct Shape {
@@ -39,7 +44,7 @@ struct Decode {
       groups = (count + rows - 1) / rows;
       // 16 KB of keys; where many passes read queries and outputs again for every block, what the second-level cache
       // holds
-      const int64_t row = params.head_dim * int64_t(sizeof(T));
+      const int64_t row = params.head_dim * int64_t(sizeof(Stored));
       keys = groups > 1 ? 64 : max_of(16, min_of(1024, 16384 / row / 16 * 16));
       const int64_t lanes = ByPairs::on ? ByPairs::lanes : width;
       qd = round_up(params.head_dim, lanes);
@@ -133,9 +138,9 @@ struct Decode {
 
   static LinePrefetch line_prefetch(const DecodeParams& params, const Shape& s, const DecodeRun* runs,
                                     const BlockWalk& walk) {
-    constexpr int64_t size = sizeof(T);
-    const T* const key = static_cast<const T*>(runs->key);
-    const T* const value = static_cast<const T*>(runs->value);
+    constexpr int64_t size = sizeof(Stored);
+    const Stored* const key = static_cast<const Stored*>(runs->key);
+    const Stored* const value = static_cast<const Stored*>(runs->value);
     const bool inside =
         value >= key && value + params.v_head_dim <= key + params.head_dim && params.v_row == params.k_row;
     const int64_t key_bytes = params.head_dim * size, value_bytes = inside ? 0 : params.v_head_dim * size;
@@ -170,15 +175,16 @@ struct Decode {
     BlockWalk walk(runs, n_runs, shape.keys);
     LinePrefetch prefetch = line_prefetch(params, shape, runs, walk);
     const auto of_keys = [&](const DecodeRun& run, int64_t k) {
-      return static_cast<const T*>(run.key) + k * params.k_row;
+      return static_cast<const Stored*>(run.key) + k * params.k_row;
     };
     const auto of_values = [&](const DecodeRun& run, int64_t k) {
-      return static_cast<const T*>(run.value) + k * params.v_row;
+      return static_cast<const Stored*>(run.value) + k * params.v_row;
     };
-    for (DecodeBlock block; walk.next(block);) {
+    for (DecodeBlock block{0, 0, 0, 0}; walk.next(block);) {
       const int64_t n = block.count;
       const bool border = !all.one_holds(block.first, block.first + n);
       bool hides = border;
+      if constexpr (scaled) prefetch_scales(runs, walk);
       for (int64_t g = 0; g < shape.groups; g++) {
         Real *const scores = buffers.scores + g * shape.score_size(), *const query = buffers.query + g * query_size;
         const int64_t row = rows.first + g * R, count = rows.count - g * R;
@@ -198,6 +204,7 @@ struct Decode {
             else
               Products::template scores<r.count>(query, shape.qd, of_keys(run, k), params.k_row, params.head_dim, count,
                                                  scores + done * R, prefetch);
+            if constexpr (scaled) scale_scores<r.count>(scores + done * R, run.key_scale + k, count);
           });
         });
         const typename Softmax::RowGroup group{.first = row,
@@ -212,8 +219,12 @@ struct Decode {
       }
       for (int64_t g = 0; g < shape.groups; g++) {
         if (unseen[g]) continue;
-        const Real* const weights = buffers.scores + g * shape.score_size();
+        Real* const weights = buffers.scores + g * shape.score_size();
         Real* const output = partial.output + g * output_size;
+        if constexpr (scaled)
+          BlockWalk::pieces(runs, block, [&](const DecodeRun& run, int64_t k, int64_t count, int64_t done) {
+            with_pass(R, [&](auto r) { scale_weights<r.count>(weights + done * R, run.value_scale + k, count); });
+          });
         if (hides) memcpy(buffers.before, output, sizeof(Real) * size_t(output_size));
         BlockWalk::pieces(runs, block, [&](const DecodeRun& run, int64_t k, int64_t count, int64_t done) {
           with_pass(R, [&](auto r) {

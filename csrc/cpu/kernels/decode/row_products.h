@@ -14,6 +14,17 @@ ATTN_NOINLINE Vec<Compute<T>> load_part(const T* from, int64_t n) {
   return load(numbers);
 }
 
+// How numbers of T are read where any_nan has found none among them.
+template <class T>
+struct WithoutNan {
+  static constexpr bool differs = false;
+};
+template <>
+struct WithoutNan<e4m3> {
+  static constexpr bool differs = true;
+  using type = finite_e4m3;
+};
+
 template <class T>
 struct RowProducts {
   using Real = Compute<T>;
@@ -23,6 +34,8 @@ struct RowProducts {
   static constexpr int sums_at_once = width > 8 ? width : 8;  // dot products, one accumulator each
   static constexpr int pv_rows = Tuning::rows >= 8 ? 8 : 4;   // rows of P V in registers together
   static constexpr int pv_tile = Tuning::rows >= 8 ? 16 : 8;  // accumulators of P V
+  // whose values are summed before they join the output: those that are looked at for a NaN together
+  static ATTN_INLINE int64_t keys_together(int64_t n) { return WithoutNan<T>::differs ? 32 : max_of(1, n); }
 
   static ATTN_INLINE int64_t padded(int64_t n) { return round_up(n, width); }
 
@@ -80,7 +93,17 @@ struct RowProducts {
                                    int64_t n, Real* scores, LinePrefetch& prefetch) {
     constexpr int K = sums_at_once / R;
     int64_t k = 0;
-    for (; k + K <= n; k += K) dot_tile<R>(query, query_ld, key + k * k_row, k_row, dim, scores + k * R, prefetch);
+    for (; k + K <= n; k += K) {
+      const T* const rows = key + k * k_row;
+      if constexpr (WithoutNan<T>::differs)
+        if (!any_nan(rows, k_row, K, dim)) {
+          using Finite = typename WithoutNan<T>::type;
+          RowProducts<Finite>::template dot_tile<R>(query, query_ld, reinterpret_cast<const Finite*>(rows), k_row, dim,
+                                                    scores + k * R, prefetch);
+          continue;
+        }
+      dot_tile<R>(query, query_ld, rows, k_row, dim, scores + k * R, prefetch);
+    }
     const int64_t whole = dim / width * width;
     for (; k < n; k++) {
       V acc[R];
@@ -137,9 +160,10 @@ struct RowProducts {
     if constexpr (N > 1)
       pv_columns<R, N / 2>(d, whole, weights, weights_ld, n, value, v_row, output, output_ld, prefetch);
   }
+  // output[r] += sum over n keys of weights[k * R + r] value[k]
   template <int R>
-  static ATTN_NOINLINE void weighted_values(const Real* weights, int64_t n, const T* value, int64_t v_row, int64_t dim,
-                                            Real* output, int64_t output_ld, LinePrefetch& prefetch) {
+  static ATTN_INLINE void pv_keys(const Real* weights, int64_t n, const T* value, int64_t v_row, int64_t dim,
+                                  Real* output, int64_t output_ld, LinePrefetch& prefetch) {
     constexpr int M = R < pv_rows ? R : pv_rows, N = pv_tile / M < 8 ? pv_tile / M : 8;
     for (int r = 0; r < R; r += M) {
       int64_t d = 0;
@@ -148,19 +172,39 @@ struct RowProducts {
       if (d < dim) pv_tail<M>(weights + r, R, n, value + d, v_row, dim - d, output + r * output_ld + d, output_ld);
     }
   }
+  template <int R>
+  static ATTN_NOINLINE void weighted_values(const Real* weights, int64_t n, const T* value, int64_t v_row, int64_t dim,
+                                            Real* output, int64_t output_ld, LinePrefetch& prefetch) {
+    if constexpr (WithoutNan<T>::differs) {
+      using Finite = typename WithoutNan<T>::type;
+      for (int64_t k = 0; k < n; k += keys_together(n), weights += keys_together(n) * R) {
+        const int64_t count = min_of(keys_together(n), n - k);
+        const T* const rows = value + k * v_row;
+        if (any_nan(rows, v_row, count, dim))
+          pv_keys<R>(weights, count, rows, v_row, dim, output, output_ld, prefetch);
+        else
+          RowProducts<Finite>::template pv_keys<R>(weights, count, reinterpret_cast<const Finite*>(rows), v_row, dim,
+                                                   output, output_ld, prefetch);
+      }
+    } else {
+      pv_keys<R>(weights, n, value, v_row, dim, output, output_ld, prefetch);
+    }
+  }
   // The same, with the same bits, where a row may not see a value that is an inf or a NaN: a weight of exactly 0 hides
   // it.
   static ATTN_NOINLINE void weighted_values_guarded(const Real* weights, int64_t rows, int64_t n, const T* value,
                                                     int64_t v_row, int64_t dim, Real* output, int64_t output_ld) {
-    for (int64_t r = 0; r < rows; r++)
-      for (int64_t d = 0; d < dim; d++) {
-        Real sum = 0;
-        for (int64_t k = 0; k < n; k++) {
-          const Real weight = weights[k * rows + r];
-          if (weight != Real(0)) sum = fma(weight, load_one(value + k * v_row + d), sum);
+    const int64_t most = keys_together(n);
+    for (int64_t first = 0; first < n; first += most)
+      for (int64_t r = 0; r < rows; r++)
+        for (int64_t d = 0; d < dim; d++) {
+          Real sum = 0;
+          for (int64_t k = first; k < min_of(first + most, n); k++) {
+            const Real weight = weights[k * rows + r];
+            if (weight != Real(0)) sum = fma(weight, load_one(value + k * v_row + d), sum);
+          }
+          output[r * output_ld + d] += sum;
         }
-        output[r * output_ld + d] += sum;
-      }
   }
 };
 
