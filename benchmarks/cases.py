@@ -15,6 +15,9 @@ PASSES = ("forward", "backward", "both")
 DERIVATIVES = ("jvp", "double_backward")  # of the cases that list them
 
 
+BYTE_CACHES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
+
+
 @dataclass(frozen=True)
 class Case:
     """One attention call, or one layer where `layer` is set; all lengths and counts as in the operators' docstrings."""
@@ -119,6 +122,8 @@ class Case:
         out = self.batch * self.heads * self.q_len * self.v_head_dim
         key = self.batch * self.kv_heads * self.kv_len * self.head_dim
         value = self.batch * self.kv_heads * self.kv_len * self.v_head_dim * (self.decode != "latent")
+        if self.decode in BYTE_CACHES:  # with a float32 scale for each key and each value
+            return (query + out) * size + key + value + 8 * self.batch * self.kv_heads * self.kv_len
         mask = self.batch * self.heads * self.q_len * self.kv_len * size if self.mask.startswith("float") else 0
         if which == "forward":
             return (query + key + value + out) * size + mask
@@ -195,6 +200,11 @@ def _decode() -> list[Case]:
         for heads, n in ((16, 32768), (128, 8192)):  # DeepSeek-V2-Lite's and V3's
             cases.append(Case(f"decode-{dtype}-mla-h{heads}-s{n}", "decode", 1, heads, 1, q_len=1, kv_len=n,
                               head_dim=576, v_head_dim=512, dtype=dtype, decode="latent",
+                              passes=("forward",)))  # fmt: skip
+    for heads in (8, 64):
+        for kind in BYTE_CACHES:
+            cases.append(Case(f"decode-bf16-b1-h{heads}.8-s32768-{kind}", "decode", 1, heads, 8, q_len=1, kv_len=32768,
+                              head_dim=128, dtype="bf16", decode=kind, check=False,
                               passes=("forward",)))  # fmt: skip
     return cases
 

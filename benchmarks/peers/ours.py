@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .. import functions, layers
+from ..cases import BYTE_CACHES
 from ..options import ours as with_option
 from .base import Skip, TorchPeer
 
@@ -55,10 +56,15 @@ BLOCK = 16  # tokens of a block of a paged cache
 
 
 def _cache(case, inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict]:
-    """key, value, lengths and options of `decode`: the keys of inputs in a dense cache, in shuffled blocks, or in a
-    ring that has gone round one and a half times."""
+    """key, value, lengths and options of `decode`: the keys of inputs in a dense cache, as bytes, in shuffled blocks,
+    or in a ring that has gone round one and a half times."""
     _, key, value = inputs.tensors
     lengths = torch.full((case.batch,), case.kv_len, device=key.device)
+    if case.decode in BYTE_CACHES:
+        from attnjourney.reference import quantize
+
+        (key, key_scale), (value, value_scale) = (quantize(x, BYTE_CACHES[case.decode]) for x in (key, value))
+        return key, value, lengths, {"key_scale": key_scale, "value_scale": value_scale}
     if case.decode == "ring":
         return key, value, lengths * 3 // 2, {"ring": True, "window_size": (case.kv_len - 1, -1)}
     if case.decode != "paged":

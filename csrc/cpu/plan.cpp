@@ -127,11 +127,12 @@ ForwardPlan plan_forward(const AttentionCall& c, const Sequences& s, const std::
   }
   // The last items of a queue leave threads idle for up to an item's time: with few a thread these are cut, into single
   // tiles or, where there are too few of those, into vectors. Each one converts keys and values of 16 bits for itself.
+  // Not with a mask of blocks, where the keys that are taken together are those of all rows of an item.
   const bool converts = item_size(c.dtype) == 2;
   const int64_t few_tiles = (converts ? 8 : 33) * plan.threads, last_items = (converts ? 1 : 2) * plan.threads;
   plan.uncut = plan.items;
   plan.cut_rows = std::min(plan.rows, c.q_heads * all_tiles < few_tiles ? int64_t{16} : tile);
-  if (plan.threads > 1 && plan.items < 64 * plan.threads && plan.cut_rows < plan.rows) {
+  if (plan.threads > 1 && !p.block_size && plan.items < 64 * plan.threads && plan.cut_rows < plan.rows) {
     plan.uncut = std::max<int64_t>(0, plan.items - last_items);
     plan.items = plan.uncut + (plan.items - plan.uncut) * pieces(plan.rows, plan.cut_rows);
   }
