@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +17,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from . import ceilings, compare, crossover, files, inputs, machine, markdown, memory, peers, report
 from .cases import CASES, DERIVATIVES, GPU_CASES, PASSES, Case, from_shape, select
 from .measure import blank, measure
+from .readme import CALLS, LAYERS
 from .truth import Truth
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
-    p.add_argument("--case", metavar="PATTERN", help="cases by name, group or wildcard, comma-separated (see --list)")
+    p.add_argument(
+        "--case",
+        metavar="PATTERN",
+        help="cases by name, group or wildcard, comma-separated (see --list); tables: the rows of the documents",
+    )
     p.add_argument(
         "--shape", action="append", default=[], metavar='"B,H,Hkv,L,S,D,Dv[,causal][,dtype]"', help="a case of your own"
     )
@@ -69,6 +75,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     except ValueError as error:
         p.error(str(error))
     cases = GPU_CASES if args.device == "cuda" else CASES
+    if args.case:
+        args.case = re.sub(r"\btables\b", ",".join((*CALLS.values(), *LAYERS.values())), args.case)
     if args.case or not args.shape:
         args.cases += [case for case in select(args.case, cases) if case.quick or not args.quick]
     if not args.cases:
