@@ -101,6 +101,7 @@ void in_ranges(int64_t count, int64_t least, const F& f) {
 // work(item, scratch) for all items, in order from one queue: the threads take the next one when they are free.
 template <class F>
 void run_queue(int64_t items, int64_t threads, int64_t scratch_bytes, const F& work) {
+  if (items == 0) return;
   if (threads <= 1) {
     const Scratch scratch(scratch_bytes);
     for (int64_t i = 0; i < items; i++) work(i, scratch.data());

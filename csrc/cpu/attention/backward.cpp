@@ -104,22 +104,23 @@ void backward(AttentionCall& c, const AttentionSaved& saved, const AttentionTang
   const int64_t ld = (p.head_dim + 64 / compute_item - 1) / (64 / compute_item) * (64 / compute_item);
   const int64_t part_numbers = p.group * largest.q_len * ld;
   for (const BackwardPlan& plan : plans) {
-    Tensor partials = aten::empty(query, {gradients.query ? plan.partials * part_numbers : 0}, c.lse_dtype);
-    char* const partial = static_cast<char*>(partials.mutable_data_ptr());
+    OptionalTensor partials;
+    if (gradients.query && plan.partials) partials = aten::empty(query, {plan.partials * part_numbers}, c.lse_dtype);
+    char* const partial = partials ? static_cast<char*>(partials->mutable_data_ptr()) : nullptr;
     run_queue(static_cast<int64_t>(plan.pieces.size()), plan.threads, space, [&](int64_t i, void* scratch) {
       const auto [item, part, parts, index] = plan.pieces[static_cast<size_t>(i)];
       std::vector<HeadPointers> h(static_cast<size_t>(p.group));
       std::vector<HeadGradients> g(static_cast<size_t>(p.group));
       group_of(item, part, h.data(), g.data());
       const AttentionParams own = sequences.params(item / c.kv_heads);
-      void* const own_dq = parts > 1 && gradients.query ? partial + index * part_numbers * compute_item : nullptr;
+      void* const own_dq = parts > 1 && partial ? partial + index * part_numbers * compute_item : nullptr;
       if (!tangents) return kernel.backward(own, h.data(), g.data(), part, parts, own_dq, scratch);
       std::vector<HeadTangents> d;
       for (int64_t i = 0; i < p.group; i++)
         d.push_back(directions.at(sequences, item / c.kv_heads, item % c.kv_heads * p.group + i));
       kernel.backward_jvp(own, h.data(), d.data(), g.data(), part, parts, own_dq, scratch);
     });
-    if (!gradients.query) continue;
+    if (!partial) continue;
     constexpr int64_t rows = 256;
     const int64_t blocks = (largest.q_len + rows - 1) / rows, units = p.group * blocks;
     run_queue(static_cast<int64_t>(plan.cuts.size()) * units, plan.threads, 0, [&](int64_t i, void*) {

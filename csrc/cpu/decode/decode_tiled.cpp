@@ -26,10 +26,11 @@ Pieces in_one_piece(const DecodeCall& c, const DecodeInputs& in, const std::vect
   const int64_t item = item_size(dtype), kb = c.head_dim * item, vb = c.v_head_dim * item;
   const int64_t cached_item = item_size(cached);
   const bool bytes = in.key_scale.has_value(), pages = in_pages(c, in), copy = c.ring || bytes;
+  const auto dequantize = bytes ? quantized_kernels(dtype, cached).dequantize : nullptr;
   const auto put = [&](char* to, const void* rows, int64_t j, int64_t row, int64_t dim, const float* scales) {
     const char* const from = static_cast<const char*>(rows) + j * row * cached_item;
-    if (bytes)
-      quantized_kernels(dtype, cached).dequantize(from, scales[j], dim, to);
+    if (dequantize)
+      dequantize(from, scales[j], dim, to);
     else
       std::memcpy(to, from, static_cast<size_t>(dim * item));
   };
