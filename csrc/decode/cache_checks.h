@@ -61,17 +61,23 @@ inline void check_cache(const char* name, const Tensor& cache, int64_t batch, co
   check_cache_layout(name, cache, batch, like_name, like);
 }
 
-// float32, of the shape of a cache but for the last dimension; dense in the last
+// float32, of the shape of a cache, of any rank, but for the last dimension
+inline void check_scale_of(const char* name, const Tensor& s, const char* cache_name, const Tensor& cache) {
+  check_dtype(dtype_of(s) == ScalarType::Float, name, s, "dtype torch.float32");
+  bool fits = s.dim() + 1 == cache.dim();
+  for (int64_t d = 0; fits && d < s.dim(); d++) fits = s.size(d) == cache.size(d);
+  check_tensor(fits, name, s, ": expected the shape of ", cache_name, " but for its last dimension (", cache_name,
+               " has shape ", shape_text(cache), "), got shape ", shape_text(s));
+  check_same_device(name, s, cache_name, cache);
+}
+
+// the same of (batch or blocks, heads, capacity or block size, dim), dense in the last
 inline void check_cache_scale(const char* name, const OptionalTensor& scale, const char* cache_name,
                               const Tensor& cache) {
   if (!scale) return;
-  const Tensor& s = *scale;
-  check_dtype(dtype_of(s) == ScalarType::Float, name, s, "dtype torch.float32");
-  check_tensor(s.dim() == 3 && s.size(0) == cache.size(0) && s.size(1) == cache.size(1) && s.size(2) == cache.size(2),
-               name, s, ": expected the shape of ", cache_name, " but for its last dimension (", cache_name,
-               " has shape ", shape_text(cache), "), got shape ", shape_text(s));
-  check_same_device(name, s, cache_name, cache);
-  check_value(s.stride(2) == 1 || s.size(2) <= 1, name, ": expected a dense last dimension, got stride ", s.stride(2));
+  check_scale_of(name, *scale, cache_name, cache);
+  check_value(scale->stride(2) == 1 || scale->size(2) <= 1, name, ": expected a dense last dimension, got stride ",
+              scale->stride(2));
 }
 
 // both caches of one kind

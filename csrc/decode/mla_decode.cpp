@@ -33,14 +33,7 @@ Shape check(const MlaDecodeInputs& in) {
   check_same_device("latent", in.latent, "query", q);
   check_value(in.decode.block_table || in.latent.size(0) == s.batch, "latent: expected the batch size of query, ",
               s.batch, ", got shape ", shape_text(in.latent));
-  if (in.latent_scale) {
-    const Tensor& scale = *in.latent_scale;
-    check_dtype(dtype_of(scale) == ScalarType::Float, "latent_scale", scale, "dtype torch.float32");
-    check_same_device("latent_scale", scale, "latent", in.latent);
-    check_value(scale.dim() == 2 && scale.size(0) == in.latent.size(0) && scale.size(1) == in.latent.size(1),
-                "latent_scale: expected the shape of latent but for its last dimension (latent has shape ",
-                shape_text(in.latent), "), got shape ", shape_text(scale));
-  }
+  if (in.latent_scale) check_scale_of("latent_scale", *in.latent_scale, "latent", in.latent);
   check_dim("kv_b_weight", w, 2);
   check_same_dtype("kv_b_weight", w, "query", q);
   check_same_device("kv_b_weight", w, "query", q);
