@@ -1,24 +1,14 @@
 """Attention operators for PyTorch in C++: forward and backward, on CPU and CUDA."""
 
+from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
 from . import _requirements as _requirements  # isort: skip
-from . import nn as nn
-from . import reference as reference
 from ._version import __version__ as __version__
-from .accounting import account as account
 from .block_mask import BlockMask as BlockMask
 from .info import cpu_info as cpu_info
 from .info import explain as explain
-from .integrations.activity import activity as activity
-from .integrations.sdpa import activate as activate
-from .integrations.sdpa import activated as activated
-from .integrations.sdpa import active as active
-from .integrations.sdpa import deactivate as deactivate
-from .nn.cache import KVCache as KVCache
-from .nn.cache import LatentCache as LatentCache
-from .nn.cache import WindowCache as WindowCache
-from .nn.cache_paged import PagedKVCache as PagedKVCache
+from .integrations import flash_registry as _flash_registry  # noqa: F401
 from .ops import attention as attention
 from .ops import attention_weights as attention_weights
 from .ops import decode as decode
@@ -38,20 +28,55 @@ from .positions import alibi_slopes as alibi_slopes
 from .positions import rope as rope
 from .positions import rope_frequencies as rope_frequencies
 from .positions import sinusoidal_positions as sinusoidal_positions
-from .replace import replace_attention as replace_attention
-from .seeing.recording import capture as capture
-from .seeing.recording import trace as trace
-from .seeing.recording import trace_module as trace_module
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what is imported when it is first asked for
+    from . import accounting as accounting
+    from . import nn as nn
+    from . import reference as reference
+    from . import replace as replace
+    from . import seeing as seeing
     from . import torch_ops as torch_ops
     from . import viz as viz
+    from .accounting import account as account
+    from .integrations.activity import activity as activity
+    from .integrations.sdpa import activate as activate
+    from .integrations.sdpa import activated as activated
+    from .integrations.sdpa import active as active
+    from .integrations.sdpa import deactivate as deactivate
+    from .nn.cache import KVCache as KVCache
+    from .nn.cache import LatentCache as LatentCache
+    from .nn.cache import WindowCache as WindowCache
+    from .nn.cache_paged import PagedKVCache as PagedKVCache
+    from .replace import replace_attention as replace_attention
+    from .seeing.recording.capture import capture as capture
+    from .seeing.recording.trace import trace as trace
+    from .seeing.recording.trace import trace_module as trace_module
+
+_LATER = {  # the same as above, by module
+    ".": ("accounting", "nn", "reference", "replace", "seeing", "torch_ops", "viz"),
+    ".accounting": ("account",),
+    ".integrations.activity": ("activity",),
+    ".integrations.sdpa": ("activate", "activated", "active", "deactivate"),
+    ".nn.cache": ("KVCache", "LatentCache", "WindowCache"),
+    ".nn.cache_paged": ("PagedKVCache",),
+    ".replace": ("replace_attention",),
+    ".seeing.recording.capture": ("capture",),
+    ".seeing.recording.trace": ("trace", "trace_module"),
+}
+_HOMES = {name: home for home, names in _LATER.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """attnjourney.torch_ops and viz are imported when they are first asked for."""
-    if name in ("torch_ops", "viz"):
-        from importlib import import_module
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = _import_module("." + name, __name__) if home == "." else getattr(_import_module(home, __name__), name)
+    globals()[name] = found
+    return found
 
-        return import_module("." + name, __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
+
+
+__all__ = [name for name in __dir__() if name[0] != "_" and name not in ("Any", "TYPE_CHECKING")]

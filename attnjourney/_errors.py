@@ -13,8 +13,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from ._names import operator_names
-
 _TYPES = {"ValueError": ValueError, "TypeError": TypeError, "MemoryError": MemoryError}
 _last_errors: list[Callable[[], bytes]] = []  # of each library
 
@@ -57,12 +55,12 @@ def _types_are_lost() -> bool:
     return True
 
 
-def keep_types() -> None:
+def keep_types(names: list[str]) -> None:
     """Where torch loses the types, every call of an operator from Python goes through `raise_typed` if it fails. To be
     called as soon as the operators are there: what torch keeps by operator must find them as they stay."""
     if not _types_are_lost():
         return
-    for name in operator_names():
+    for name in names:
         packet = getattr(torch.ops.attnjourney, name)
         for callable_ in (packet, packet.default):
             callable_._op = _guarded(callable_._op)

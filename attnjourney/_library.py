@@ -32,25 +32,26 @@ def load() -> None:
         _load(cuda)
     _FRAGMENT.define("_deterministic_algorithms() -> bool", tags=(torch.Tag.pt2_compliant_tag,))
     _FRAGMENT.impl("_deterministic_algorithms", torch.are_deterministic_algorithms_enabled, "CompositeExplicitAutograd")
-    _refuse_cuda(cuda)
-    _errors.keep_types()
-    _tag()
-    _compile_cache.tag_keys()
+    names = operator_names()
+    _refuse_cuda(cuda, names)
+    _errors.keep_types(names)
+    _tag(names)
+    _compile_cache.tag_keys(names)
 
 
-def _tag() -> None:
+def _tag(names: list[str]) -> None:
     """torch 2.11 has no tags for operators of the stable interface; they are asked for by Python alone."""
-    for name in operator_names():
+    for name in names:
         operator = getattr(torch.ops.attnjourney, name).default
         if torch.Tag.pt2_compliant_tag not in operator.tags:
             operator._tags = [*operator.tags, torch.Tag.pt2_compliant_tag]
 
 
-def _refuse_cuda(library: Path) -> None:
+def _refuse_cuda(library: Path, names: list[str]) -> None:
     """Operators without a CUDA kernel say so, instead of the dispatcher's list of all its keys."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     served = has(NAMESPACE + "attention_forward", "CUDA")
-    for name in operator_names():
+    for name in names:
         if has(NAMESPACE + name, "CPU") and not has(NAMESPACE + name, "CUDA"):
             why = "it has no CUDA kernel yet" if served else f"attnjourney's CUDA library is not there (no {library})"
             _CUDA.impl(name, _refusal(f"{name}: expected tensors on the CPU, got CUDA tensors: {why}"))

@@ -10,7 +10,6 @@ import torch
 
 from ._errors import raise_typed
 from .block_mask import BlockMask
-from .integrations import sdpa
 from .ops._attention_checks import CHECKED, alignment_index, check
 from .ops._registry.operator import Signature
 from .ops._registry.registration import LIBRARY
@@ -85,6 +84,8 @@ def explain(
     (`active`), and why F.scaled_dot_product_attention would still run torch's own function (`refusal`), or None.
     Raises what `attention` would raise.
     """
+    from .integrations import sdpa
+
     refusal = sdpa.refusal(query, key, value, attn_mask if isinstance(attn_mask, torch.Tensor) else None, is_causal)
     blocks = {}
     if isinstance(attn_mask, BlockMask):

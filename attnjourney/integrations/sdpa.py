@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.nn.attention import SDPBackend, register_flash_attention_impl
+from torch.nn.attention import SDPBackend
 
 from ..ops import attention
-from . import flash_operators, native_mha
+from . import native_mha
 from .activity import left_to_torch, ran
 
 _NAME = "scaled_dot_product_attention"
@@ -157,23 +157,3 @@ def _forget_graphs() -> None:
     config = torch.compiler.config
     tag = config.cache_key_tag.replace(_CACHE_TAG, "")
     config.cache_key_tag = tag + _CACHE_TAG if activated() else tag
-
-
-class _Handle:
-    """What torch.nn.attention's registry keeps while this implementation is its active one: `activate`, and torch's
-    five operators of flash attention on CUDA."""
-
-    def __init__(self) -> None:
-        activate()
-        self.library = torch.library.Library("aten", "IMPL")
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Warning only once for all operators")
-            flash_operators.register(self.library)
-
-    def remove(self) -> None:
-        self.library._destroy()
-        deactivate()
-
-
-# torch.nn.attention.activate_flash_attention_impl("attnjourney"); nothing is activated here
-register_flash_attention_impl("attnjourney", register_fn=_Handle)

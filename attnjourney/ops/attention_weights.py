@@ -12,7 +12,6 @@ from torch._ops import OpOverload
 
 from .._errors import raise_typed
 from ..block_mask import BlockMask
-from ..reference.attention import differentiable_weights
 from ._attention_checks import CHECKED, alignment_index, check
 from ._registry.fakes import need, same_size
 from ._registry.operator import Signature, carries_tangent
@@ -69,8 +68,9 @@ def attention_weights(
         sinks=sinks,
         alibi_slopes=alibi_slopes,
     )
-    inputs = (query, key, lse, attn_mask, sinks, alibi_slopes)
-    if grad_enabled() and any_requires_grad(*inputs) and not transforms_active():
+    if _wants_gradient(query, key, lse, attn_mask, sinks, alibi_slopes):
+        from ..reference.attention import differentiable_weights
+
         weights = differentiable_weights(
             query, key, attn_mask, is_causal, lse, rows, causal_alignment=causal_alignment, **options
         )
@@ -80,6 +80,12 @@ def attention_weights(
     if lse is None:
         lse, stats = row_sums(query, key, attn_mask, is_causal, options)
     return chosen_weights(query, key, attn_mask, is_causal, options, lse, stats, rows, heads)
+
+
+def _wants_gradient(*inputs: Any) -> bool:
+    if torch.compiler.is_dynamo_compiling():  # which cannot read torch's own functions
+        return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+    return grad_enabled() and any_requires_grad(*inputs) and not transforms_active()
 
 
 def row_sums(

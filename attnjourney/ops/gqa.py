@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..reference.gqa import grouped_query_layer
 from ._layer_checks import check_heads, check_matrix, check_sequence, check_tables, check_weight
 from ._registry.fakes import empty_gradients, empty_lse, empty_stats
 from ._registry.flops import layer_flops
@@ -110,6 +109,8 @@ def _fake_backward(
 
 
 def _composite(**arguments: Any) -> Tensor:
+    from ..reference.gqa import grouped_query_layer
+
     return grouped_query_layer(torch.ops.attnjourney.attention, **arguments)
 
 

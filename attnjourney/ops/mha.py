@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..reference.mha import attention_mask
 from ._layer_checks import check_dropout, check_heads, check_mask, check_sequence, check_weight
 from ._registry.fakes import empty_lse, empty_stats
 from ._registry.flops import layer_flops
@@ -137,6 +136,8 @@ def _composite(
     in_proj_bias: Tensor | None, out_proj_weight: Tensor, out_proj_bias: Tensor | None, attn_mask: Tensor | None,
     key_padding_mask: Tensor | None, is_causal: bool, dropout_p: float, dropout_seed: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
+    from ..reference.mha import attention_mask
+
     key = query if key is None else key  # as mha_forward has them
     value = key if value is None else value
     weights = in_proj_weight.chunk(3)

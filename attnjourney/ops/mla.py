@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..reference.mla import latent_layer
 from ._attention_checks import check_scale
 from ._layer_checks import check_matrix, check_sequence, check_tables, check_weight
 from ._registry.fakes import empty_lse, empty_stats
@@ -140,6 +139,8 @@ def _fake(**arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _composite(**arguments: Any) -> Tensor:
+    from ..reference.mla import latent_layer
+
     return latent_layer(torch.ops.attnjourney.attention, **arguments)
 
 

@@ -52,6 +52,15 @@ def test_weights_times_values_is_the_output():
     torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1], dtype=torch.float64))
 
 
+def test_compiled_in_one_graph():
+    q, k, _, arguments = make(["causal", "sinks"])
+    seen = attnjourney.attention_weights(q, k, rows=[3, 1], **arguments)
+    compiled = torch.compile(attnjourney.attention_weights, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, k, rows=[3, 1], **arguments), seen)
+    with torch.no_grad():
+        assert torch.equal(compiled(q.requires_grad_(), k, rows=[3, 1], **arguments), seen)
+
+
 def test_weights_of_the_worked_example():
     scores = torch.tensor(
         [

@@ -1,15 +1,23 @@
 """`import attnjourney`: quick, without a warning, and with one sentence where it cannot be."""
 
+import ast
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import attnjourney
 from attnjourney import _library, _requirements
 
 pytestmark = pytest.mark.smoke
 ROOT = Path(__file__).parents[2]
+# What an import brings: operators with all that must be registered, and what every program needs.
+AT_ONCE = """
+_compile_cache _dtypes _errors _library _names _requirements _version block_mask info integrations
+integrations.flash_registry ops positions
+""".split()
 
 
 def last_line(program, *options):
@@ -17,10 +25,68 @@ def last_line(program, *options):
     return (done.stdout or done.stderr).strip().splitlines()[-1]
 
 
-def test_no_warning_and_no_compiler():
-    """torch._dynamo takes longer to import than torch itself."""
-    program = "import sys, torch, attnjourney; print('torch._dynamo' in sys.modules)"
-    assert last_line(program, "-W", "error") == "False"
+def test_what_is_imported():
+    """Half of the time goes by the number of modules. torch._dynamo takes longer to import than torch itself."""
+    program = """
+import sys, torch
+before = set(sys.modules)
+import attnjourney
+print(*sorted(set(sys.modules) - before))
+"""
+    added = last_line(program, "-W", "error").split()
+    ours = {name.partition(".")[2] for name in added if name.partition(".")[0] == "attnjourney"} - {""}
+    assert {name for name in ours if not name.startswith("ops.")} == set(AT_ONCE)
+    others = {name for name in added if name.partition(".")[0] != "attnjourney"}
+    assert others <= {"torch.utils.flop_counter", "torch.utils.module_tracker"}
+
+
+def test_names_of_later_imports():
+    """A type checker reads one list, an interpreter the other."""
+    tree = ast.parse(Path(attnjourney.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    read = {alias.name: "." + (node.module or "") for node in block.body for alias in node.names}
+    assert read == attnjourney._HOMES
+    program = """
+import attnjourney
+from attnjourney import *
+print(all(name in globals() for name in attnjourney._HOMES) and set(attnjourney.__all__) <= set(dir(attnjourney)))
+"""
+    assert last_line(program) == "True"
+    assert set(attnjourney._HOMES) <= set(attnjourney.__all__)
+    for name in attnjourney.__all__:
+        assert getattr(attnjourney, name) is getattr(attnjourney, name)
+    for name in ("account", "activate", "KVCache", "replace_attention", "trace"):
+        assert pickle.loads(pickle.dumps(getattr(attnjourney, name))) is getattr(attnjourney, name)
+    with pytest.raises(AttributeError, match="module 'attnjourney' has no attribute 'atention'"):
+        attnjourney.atention  # noqa: B018
+    with pytest.raises(AttributeError, match="module 'attnjourney.integrations' has no attribute 'flash'"):
+        attnjourney.integrations.flash  # noqa: B018
+
+
+def test_a_later_import_inside_of_a_compiled_function():
+    program = """
+import torch, attnjourney
+
+def step(query, key, value):
+    cache = attnjourney.KVCache(1, 2, 8, 4)
+    cache.append(key, value)
+    out = cache.attend(query) if not attnjourney.activated() else query
+    return out + len(attnjourney.nn.__name__)
+
+query, key, value = torch.randn(3, 1, 2, 3, 4)
+compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+print(torch.equal(compiled(query, key, value), step(query, key, value)))
+"""
+    assert last_line(program) == "True"
+
+
+def test_torchs_registry_knows_the_name():
+    program = """
+import torch, attnjourney
+from torch.nn.attention import list_flash_attention_impls
+print("attnjourney" in list_flash_attention_impls())
+"""
+    assert last_line(program) == "True"
 
 
 def test_without_torch():
