@@ -62,7 +62,7 @@ wheel: $(VENV)/.torch-$(TORCH)  ## sdist and wheel in dist/, for any Linux with 
 	@$(PY) setup.py -q sdist -d "$(OUT)"
 	@$(if $(CUDA),ATTNJOURNEY_CUDA=$(CUDA),$(if $(shell command -v nvcc),ATTNJOURNEY_CUDA=1)) \
 		$(PY) -m pip wheel -q --no-deps --no-build-isolation -w build/wheel .
-	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m auditwheel -v repair --plat manylinux_2_28_$(shell uname -m) --only-plat -w "$(OUT)" \
+	@PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m auditwheel -v repair --plat manylinux_2_28_$(shell uname -m) --only-plat -w "$(OUT)" \
 		--exclude 'libtorch*.so' --exclude 'libc10*.so' build/wheel/*.whl 2>build/wheel/log \
 		|| { cat build/wheel/log; exit 1; }
 	@ls -l "$(OUT)"

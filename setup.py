@@ -130,8 +130,10 @@ def find_torch() -> Path:
 
 
 def without_paths(include: Path) -> list[str]:
-    """torch's headers put their path, as it is given or resolved, into error texts: without this machine's part."""
-    return [f"-ffile-prefix-map={path}/=" for path in dict.fromkeys((include, include.resolve()))]
+    """torch's headers put their path, as it is given, resolved, or from here on (so ccache may give it), into error
+    texts: without this machine's part."""
+    paths = [str(path) for place in (include, include.resolve()) for path in (place, os.path.relpath(place, ROOT))]
+    return [f"-ffile-prefix-map={path}/=" for path in dict.fromkeys(paths)]
 
 
 def wants_cuda() -> bool:

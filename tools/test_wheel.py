@@ -2,6 +2,9 @@
 
 The tests come out of the sdist beside it. Environments are made of the Pythons on PATH and of the torches that pip's
 index has, so that each of both occurs; or of those that are named, all with all. They are removed afterwards.
+
+With --rebuild, on the machine that has made the wheel: builds one from the sdist, with the torch of this interpreter,
+and compares the two byte by byte.
 """
 
 import argparse
@@ -11,6 +14,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
 from pathlib import Path
 
 from tools.test_torches import releases
@@ -64,6 +68,34 @@ def passes(python: str, torch: str, wheel: Path, sdist: Path) -> str:
         return "FAILED" if subprocess.run(command, env=bare, cwd=tests).returncode else "passed"
 
 
+def contents(wheel: Path) -> dict[str, bytes]:
+    """By name, without what the platform's name is in."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = (name for name in archive.namelist() if not name.endswith(("/", "dist-info/RECORD", "dist-info/WHEEL")))
+        return {name: archive.read(name) for name in names}
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """The files that are not the same in two wheels, or in one of them alone; dates do not count."""
+    first, second = contents(one), contents(other)
+    return sorted(name for name in {*first, *second} if first.get(name) != second.get(name))
+
+
+def rebuilt(sdist: Path, wheel: Path) -> str:
+    """What came of it, in a word or two."""
+    cuda = str(int(any(name.endswith("_C_cuda.so") for name in contents(wheel))))
+    with tempfile.TemporaryDirectory() as scratch:
+        with tarfile.open(sdist) as archive:
+            archive.extractall(Path(scratch, "sdist"), filter="data")
+        (folder,) = Path(scratch, "sdist").iterdir()
+        command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", scratch, "."]
+        if subprocess.run(command, cwd=folder, env={**os.environ, "ATTNJOURNEY_CUDA": cuda}).returncode:
+            return "FAILED"
+        (again,) = Path(scratch).glob("*.whl")
+        different = differences(wheel, again)
+        return f"FAILED, not the same: {', '.join(different)}" if different else "the same"
+
+
 def newest(pattern: str) -> Path:
     found = sorted((ROOT / "dist").glob(pattern), key=lambda path: path.stat().st_mtime)
     if not found:
@@ -77,8 +109,13 @@ def main() -> None:
     parser.add_argument("--sdist", type=Path, help="(the newest of dist/)")
     parser.add_argument("--python", nargs="+", help=f"(those of {PYTHONS[0]} to {PYTHONS[-1]} that are there)")
     parser.add_argument("--torch", nargs="+", help="(the newest of each minor version)")
+    parser.add_argument("--rebuild", action="store_true", help="a wheel out of the sdist instead, beside the wheel")
     arguments = parser.parse_args()
     wheel, sdist = arguments.wheel or newest("*.whl"), arguments.sdist or newest("*.tar.gz")
+    if arguments.rebuild:
+        result = rebuilt(sdist.resolve(), wheel.resolve())
+        print(f"a wheel out of {sdist.name}: {result}")
+        sys.exit(result != "the same")
     pythons, torches = arguments.python or list(filter(works, PYTHONS)), arguments.torch or releases()
     if arguments.python and arguments.torch:
         pairs = [(python, torch) for python in pythons for torch in torches]
