@@ -1,5 +1,7 @@
-"""setup.py compares the CUDA toolkit with what the sources need, and with torch's CUDA."""
+"""setup.py compares torch and the CUDA toolkit with what the sources need, and the toolkit with torch's CUDA."""
 
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,24 @@ def functions():
     names = {"__name__": "setup", "__file__": str(SETUP)}
     exec(compile(SETUP.read_text().rpartition("\nsetup(")[0], str(SETUP), "exec"), names)
     return names
+
+
+def test_a_build_without_torch_or_with_an_older_one(functions, monkeypatch, tmp_path):
+    for place in ("get_path", "getsitepackages", "getusersitepackages"):
+        module = functions["sysconfig"] if place == "get_path" else functions["site"]
+        nowhere = [] if place == "getsitepackages" else ""
+        monkeypatch.setattr(module, place, lambda *_, nowhere=nowhere: nowhere)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(PlatformError, match=f"{re.escape(sys.executable)} has no torch >= 2.11: install it first"):
+        functions["find_torch"]()
+    header = tmp_path / "torch/include/torch/csrc/stable/library.h"
+    header.parent.mkdir(parents=True)
+    header.touch()
+    (tmp_path / "torch/version.py").write_text("__version__ = '2.10.1+cpu'\n")
+    with pytest.raises(PlatformError, match="needs torch >= 2.11, found 2.10.1.cpu in "):
+        functions["find_torch"]()
+    (tmp_path / "torch/version.py").write_text("__version__ = '2.11.0'\n")
+    assert functions["find_torch"]() == tmp_path / "torch"
 
 
 def nvcc_that_says(folder, text):
