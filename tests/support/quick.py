@@ -175,8 +175,11 @@ def _building(seen: set[str], init):
 def recorded(seen: set[str]):
     """Adds to `seen` what is called with tensors that have data, and built, without an error, inside.
 
-    Every call from Python, those of the autograd nodes too, goes through one of these methods.
+    Every call from Python, those of its autograd nodes too, goes through one of these methods. Nodes in C++ count.
     """
+    from attnjourney import _node
+
+    counted = _node.counts()
     packet, overload = torch._ops.OpOverloadPacket, torch._ops.OpOverload
     changes = [
         (packet, "__call__", _noting(seen, packet.__call__, lambda op: op._qualified_op_name)),
@@ -191,3 +194,6 @@ def recorded(seen: set[str]):
     finally:
         for cls, name, method in before:
             setattr(cls, name, method)
+        for name, now in _node.counts().items():
+            seen.update(f"{name}_forward" for kind in ("recorded", "without_node") if now[kind] > counted[name][kind])
+            seen.update({f"{name}_backward"} if now["backwards"] > counted[name]["backwards"] else ())
