@@ -1,8 +1,12 @@
-// Autograd in C++: what attnjourney/ops/_registry/nodes.py does for tensors without anything special about them, by
-// torch's own headers, for that one torch alone. attnjourney/_node.py loads the library and describes each operator.
+// Autograd in C++: what attnjourney/ops/_registry/nodes.py does, for calls of plain tensors, by torch's own headers and
+// so for one torch alone. attnjourney/_node.py loads the library, cpp_nodes.py describes each operator to it.
 //
-// Everything else is handed over to Python's formula, which is registered for the alias key Autograd beneath this:
-// subclasses, fakes, functorch's wrappers, dual tensors, modes, other devices, and calls that Python refuses.
+// The kernels here are those of AutogradCPU and AutogradCUDA. They call op_forward below autograd and record a node,
+// whose backward calls op_backward. Everything else they hand over to the kernel of the alias key Autograd, which is
+// Python's: subclasses, fakes and functorch's wrappers, dual tensors, modes, autocast that is still to come, None for a
+// tensor that is needed, gradients that do not exist. A backward that will be differentiated again goes through the
+// autograd kernels of the operators it calls, that of a layer through Python's composite. The results must be those of
+// Python's nodes to the last bit, errors included (tests/attention/test_nodes.py).
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/randint.h>
 #include <ATen/ops/zeros_like.h>
@@ -64,8 +68,9 @@ struct Table {
   std::vector<int64_t> constants;       // tensors without a gradient
   std::vector<int64_t> repeats;         // pairs i, j: argument i is left out where it is argument j
   std::vector<int64_t> dropout;         // of dropout_p and dropout_seed; empty where there is none
+  std::vector<int64_t> written;         // of an operator without a backward: arguments that it writes to
 
-  std::optional<OperatorHandle> forward_op, backward_op, again_op;
+  std::optional<OperatorHandle> forward_op, backward_op, again_op;  // forward_op: itself where there is no backward
   std::vector<char> needed, constant;  // by argument: whether a tensor must be there; whether it has no gradient
   int64_t index = 0;
   Counts counts;
@@ -319,6 +324,46 @@ class Kernel : public c10::OperatorKernel {
   const bool autograd_;
 };
 
+// An operator without a backward. Python refuses what cannot be.
+class InferenceKernel : public c10::OperatorKernel {
+ public:
+  explicit InferenceKernel(const Table& table) : table_(table) {}
+
+  void operator()(const OperatorHandle& op, DispatchKeySet, Stack* stack) {
+    const auto given = torch::jit::last(*stack, table_.needed.size());
+    Plain plain;
+    bool refused = false;
+    for (size_t i = 0; i < given.size(); i++) {
+      if (!given[i].isTensor()) continue;
+      const Tensor& t = given[i].toTensor();
+      if (t.defined())
+        plain.add(t), refused = refused || (t.requires_grad() && at::GradMode::is_enabled());
+      else
+        refused = refused || table_.needed[i];
+    }
+    c10::SmallVector<Tensor, 5> written;
+    for (const int64_t i : table_.written) {
+      const IValue& x = given[static_cast<size_t>(i)];
+      if (!x.isTensor() || !x.toTensor().defined()) continue;
+      written.push_back(x.toTensor());
+      refused = refused || written.back().is_inference();
+    }
+    if (!plain || refused) {
+      table_.counts.add(handed_over);
+      return op.redispatchBoxed(DispatchKeySet(DispatchKey::AutogradOther), stack);
+    }
+    table_.counts.add(without_node);
+    {
+      const at::AutoDispatchBelowAutograd below;
+      op.callBoxed(stack);
+    }
+    for (const Tensor& t : written) torch::autograd::impl::bump_version(t);
+  }
+
+ private:
+  const Table& table_;
+};
+
 torch::Library& library(DispatchKey key) {
   static const auto make = [](DispatchKey k) {
     return torch::Library(torch::Library::IMPL, "attnjourney", k, __FILE__, __LINE__);
@@ -343,7 +388,8 @@ void add_kernel(const Table& table, const std::string& name, DispatchKey key, bo
                     torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(table, op, autograd)));
 }
 
-// Lines of a word and what belongs to it: indices, or for `name` and `operators` names.
+// Lines of a word and what belongs to it: indices, or for `name` and `operators` names; without `operators` it is an
+// operator without a backward.
 void add(const char* description) {
   auto table = std::make_unique<Table>();
   std::vector<std::string> operators;
@@ -366,6 +412,7 @@ void add(const char* description) {
           {"backward", &table->backward},   {"again", &table->again},
           {"required", &table->required},   {"constants", &table->constants},
           {"repeats", &table->repeats},     {"dropout", &table->dropout},
+          {"written", &table->written},
       };
       std::vector<int64_t>* list = nullptr;
       for (const auto& [name, numbers] : lists)
@@ -374,8 +421,9 @@ void add(const char* description) {
       for (int64_t number; words >> number;) list->push_back(number);
     }
   }
-  table->forward_op = find("attnjourney::" + table->name + "_forward");
-  table->backward_op = find("attnjourney::" + table->name + "_backward");
+  const bool inference = operators.empty();
+  table->forward_op = find("attnjourney::" + table->name + (inference ? "" : "_forward"));
+  if (!inference) table->backward_op = find("attnjourney::" + table->name + "_backward");
   if (!again.empty()) table->again_op = find(again);
   for (const c10::Argument& argument : table->forward_op->schema().arguments())
     table->needed.push_back(argument.type()->kind() == c10::TypeKind::TensorType);
@@ -383,6 +431,10 @@ void add(const char* description) {
   for (const int64_t i : table->constants) table->constant.at(static_cast<size_t>(i)) = 1;
   for (size_t i = 0; i < table->repeats.size(); i += 2) table->needed.at(static_cast<size_t>(table->repeats[i])) = 1;
   table->index = static_cast<int64_t>(tables().size());
+  for (const DispatchKey key : {DispatchKey::AutogradCPU, DispatchKey::AutogradCUDA})
+    if (inference)
+      library(key).impl(table->name.c_str(),
+                        torch::CppFunction::makeFromBoxedFunctor(std::make_unique<InferenceKernel>(*table)));
   for (const std::string& name : operators) {
     for (const DispatchKey key : {DispatchKey::AutogradCPU, DispatchKey::AutogradCUDA})
       add_kernel(*table, name, key, true);

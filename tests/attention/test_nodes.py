@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attnjourney import _library, _node
-from tests.support.node_cases import CASES
+from tests.support.node_cases import CASES, FAMILIES, INFERENCE
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = _library.directory() / "_C_node.so"
@@ -75,6 +75,16 @@ def test_the_library_is_built_and_used():
     """Fails where nodes in C++ are lost without a word."""
     assert LIBRARY.exists(), "build it: make build"
     assert run("-c", SAY, ATTNJOURNEY_NODE="") == "C++ 2 3 4"
+
+
+@without
+@pytest.mark.skipif(_node.why_not() is not None, reason="nodes are Python's")
+@pytest.mark.parametrize("name", [*FAMILIES, "attention_with_lse", *INFERENCE])
+def test_both_devices_have_them(name):
+    """CUDA's are the same functions, registered for its key."""
+    dump = torch._C._dispatch_dump(f"attnjourney::{name}")
+    for key in ("AutogradCPU", "AutogradCUDA"):
+        assert [line for line in dump.splitlines() if line.startswith(f"{key}: ") and "node.cpp" in line], dump
 
 
 def test_switches():

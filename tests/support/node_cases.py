@@ -22,7 +22,9 @@ from tests.support.direct_calls import INPUTS, Maker
 ops = torch.ops.attnjourney
 FAMILIES = tuple(OPERATORS)
 TWICE = tuple(name for name in FAMILIES if name != "linear_attention")  # which is differentiated once
-LAYERS = ("mha", "gpt_attention", "gqa", "mla")
+CACHES = ("kv_cache_append", "kv_cache_truncate", "kv_cache_reorder")
+CACHES += ("paged_cache_append", "paged_cache_truncate", "paged_cache_reorder")
+INFERENCE = ("decode", "mla_decode", "paged_attention", *CACHES)
 
 
 class Problem:
@@ -446,6 +448,31 @@ def compiled_autograd(family):
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
         out.sin().sum().backward()
     return [x.grad for x in problem.inputs]
+
+
+# ---- operators without a backward
+
+
+@case(INFERENCE)
+def of_caches(name):
+    found = []
+    for seed in range(8):
+        call = INPUTS[name](Maker(seed, torch.float32))
+        tensors = {n: x for n, x in call.items() if isinstance(x, Tensor)}
+        operator = getattr(ops, name).default
+        found.append(error(lambda c=call, o=operator: o(**c)))
+        found += [x for x in tensors.values() if x.dtype.itemsize > 1]  # bytes of float8 cannot be compared
+        found += [x._version for x in tensors.values()]
+        for n, x in tensors.items():
+            with torch.inference_mode():
+                made_there = x.clone()
+            others = [made_there, None, x.to("meta")]
+            others += [x.clone().requires_grad_()] if x.is_floating_point() and x.dtype.itemsize > 1 else []
+            for other in others:
+                found.append(error(lambda c=call, o=operator, n=n, x=other: o(**{**c, n: x})))
+        with torch.inference_mode():
+            found.append(error(lambda c=call, o=operator: o(**c)))
+    return found
 
 
 # ---- errors

@@ -42,6 +42,11 @@ def add(op: Operator, also: Sequence[str]) -> bool:
     return _node.add(name, "\n".join(lines))
 
 
+def add_inference(name: str, written: Sequence[int]) -> None:
+    """The same for an operator without a backward, which writes into those of its arguments."""
+    _node.add(name, f"name {name}\nwritten {' '.join(map(str, written))}")
+
+
 def _define_again(op: Operator, name: str) -> None:
     """The backward in differentiable functions, which a node in C++ calls when it will be differentiated again."""
     arguments = str(op.forward.operator._schema).partition("(")[2].rpartition(") -> ")[0]
