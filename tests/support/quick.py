@@ -24,6 +24,7 @@ QUICK: dict[str, dict[str, int | None]] = {
     "attention/test_derivative_transforms.py": {"test_equals_the_reference": 9, "test_varlen": None},
     "attention/test_block_mask_object.py": {"test_both_ways_give_the_same_mask": 2, "test_autocast": None},
     "attention/test_autograd.py": {"test_gradcheck_shapes": 3, "test_gradcheck_lse": None},
+    "attention/test_nodes.py": {"test_the_library_is_built_and_used": None, "test_both_devices_have_them": None},
     "attention/test_torch_func.py": {"test_vmap_and_per_sample_gradients_equal_a_loop": 4},
     "attention/test_torch_integration.py": {"test_opcheck": 1, "test_compile_aot_eager": 1, "test_autocast": 2},
     "attention/test_dropout.py": {"test_values_and_gradients": 4, "test_keeps_what_the_counter_says": 4},
