@@ -3,6 +3,8 @@
 One library per device, attnjourney/_C_<device>.so, built by plain compiler calls against the headers of the installed
 torch, which is found without being imported. The result uses PyTorch's stable C interface only: no Python symbol, no
 version of Python or torch. A file is compiled again when it, a header it includes, or its command line has changed.
+Besides them _C_node.so, autograd nodes by torch's C++ interface: for the installed torch alone, and nothing is missing
+without it but some microseconds a call, so that a torch which it cannot be compiled for is no error.
 
 Environment:
   CXX, CXXFLAGS           the compiler (g++; g++ >= 11 or clang++ 19), and flags put after all others
@@ -11,6 +13,7 @@ Environment:
   ATTNJOURNEY_CUDA_CODE   compute capabilities to make machine code for, besides Hopper's own kernels (80,90,100,120,
                           those of them that nvcc knows); with one alone, which takes half the time, the driver of
                           another GPU compiles a kernel when it is first called
+  ATTNJOURNEY_NODE=1, 0   build _C_node.so, or fail; or do not (default: try)
   MAX_JOBS                compilers running at once (default: the number of cores)
   ATTNJOURNEY_SANITIZE=1  address and undefined-behaviour sanitizers, objects in build/sanitize; a list of instruction
                           sets (scalar,avx2) in place of 1: the kernels of these alone, the others as in a release
@@ -85,6 +88,8 @@ RELEASE = ["-O2", "-DNDEBUG"]  # not -O3: the loops that matter are unrolled by 
 ENTRY = ["-O1", "-DNDEBUG"]  # what calls kernels
 WITH_KERNELS = Path("csrc/cpu/layers")  # a folder of entries that hold kernels of their own
 WITHOUT_PREFIX = {"older_systems"}  # defines what torch's headers define inline
+NODE = Path("csrc/node/node.cpp")  # by torch's C++ interface
+EXPORTS = {"_node": ("attnjourney_node_add", "attnjourney_node_counts")}  # of a library by the end of its name
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"] if SANITIZE else []
 # checks as calls and no more than line numbers: otherwise a kernel file compiles for minutes
 WITH_CHECKS = [
@@ -134,6 +139,12 @@ def without_paths(include: Path) -> list[str]:
     texts: without this machine's part."""
     paths = [str(path) for place in (include, include.resolve()) for path in (place, os.path.relpath(place, ROOT))]
     return [f"-ffile-prefix-map={path}/=" for path in dict.fromkeys(paths)]
+
+
+def torch_mark(torch: Path) -> str:
+    """The torch that _C_node.so is for, as attnjourney/_node.py compares it."""
+    text = (torch / "version.py").read_text()
+    return " ".join(re.search(rf"^{name} = '(.+)'", text, re.MULTILINE)[1] for name in ("__version__", "git_version"))
 
 
 def wants_cuda() -> bool:
@@ -222,7 +233,7 @@ def families(files: Iterable[Path]) -> dict[Path, list[Path]]:
     headers is compiled once. Kernel files are as large as that each."""
     found: dict[Path, list[Path]] = {}
     for file in files:
-        alone = file.suffix == ".cu" or file.parent.name == "isa" or file.stem in WITHOUT_PREFIX
+        alone = file.suffix == ".cu" or file.parent.name == "isa" or file.stem in WITHOUT_PREFIX or file == NODE
         found.setdefault(file if alone else file.parent.with_suffix(".cpp"), []).append(file)
     return found
 
@@ -230,7 +241,8 @@ def families(files: Iterable[Path]) -> dict[Path, list[Path]]:
 def cpu_sources() -> list[Path]:
     # Instruction-set files last, simplest first: of an inline function emitted twice the linker keeps the first copy,
     # and that one must run on every machine.
-    entries = [source for source in sources("csrc/**/*.cpp") if not source.is_relative_to("csrc/cpu/isa")]
+    apart = {*sources("csrc/cpu/isa/*.cpp"), NODE}
+    entries = [source for source in sources("csrc/**/*.cpp") if source not in apart]
     isa = [source for source in sources("csrc/cpu/isa/*.cpp") if ISAS[isa_of(source)][0]]
     return isa if KERNELS else [*entries, *sorted(isa, key=lambda source: list(ISAS).index(isa_of(source)))]
 
@@ -240,6 +252,9 @@ def extensions() -> list[Extension]:
     if find_nvcc() and wants_cuda() and not SANITIZE and not KERNELS:
         cuda = [*shared_sources(), *sources("csrc/cuda/**/*.cu")]
         found.append(Extension("attnjourney._C_cuda", [str(s) for s in cuda]))
+    if os.environ.get("ATTNJOURNEY_NODE") != "0" and not KERNELS:
+        optional = os.environ.get("ATTNJOURNEY_NODE") != "1"
+        found.append(Extension("attnjourney._C_node", ["csrc/core/older_systems.cpp", str(NODE)], optional=optional))
     return found
 
 
@@ -360,7 +375,9 @@ class BuildLibraries(build_ext):
             for step in stale.values():
                 step.running = pool.submit(step.run)
             for step in stale.values():
-                step.running.result()
+                if step.output != BUILD / NODE.with_suffix(".o"):
+                    step.running.result()
+        self.extensions = [x for x in self.extensions if self.is_there(x, stale)]
         for extension in self.extensions if not KERNELS else ():
             built = self.link(extension.name, [step.output for step in steps[extension.name]], stale)
             target = Path(self.get_ext_fullpath(extension.name))
@@ -369,6 +386,23 @@ class BuildLibraries(build_ext):
                 fresh = target.with_name(target.name + ".new")
                 shutil.copy2(built, fresh)
                 fresh.replace(target)  # in one step: a running process keeps the file it has loaded
+
+    def is_there(self, extension: Extension, stale: dict[Path, Step]) -> bool:
+        """Whether all files of the library were compiled; only an optional one may have failed."""
+        step = stale.get(BUILD / NODE.with_suffix(".o"))
+        if not extension.name.endswith("_node") or step is None:
+            return True
+        try:
+            step.running.result()
+        except CompileError:
+            if not extension.optional:
+                raise
+            version = torch_mark(find_torch()).split()[0]
+            tell(f"attnjourney: no autograd nodes in C++ for torch {version}, see above: Python's serve, small calls "
+                 "take longer")  # fmt: skip
+            Path(self.get_ext_fullpath(extension.name)).unlink(missing_ok=True)
+            return False
+        return True
 
     def entry_command(self, release: list[str]) -> list[str]:
         """What compiles a file that knows torch."""
@@ -404,7 +438,12 @@ class BuildLibraries(build_ext):
             if files != [source]:
                 source = folder / source
                 write_if_new(source, "".join(f'#include "{file.relative_to("csrc")}"\n' for file in files))
-            if source.suffix == ".cu":
+            if source == NODE:  # no prefix, and no limit to the stable interface
+                torch = find_torch()
+                macros = f'-DATTNJOURNEY_TORCH="{torch_mark(torch)}"'
+                flags = [flag for flag in COMMON if flag != TORCH_TARGET] + (WITH_CHECKS if SANITIZE else ENTRY)
+                command = [*CXX, *flags, *CXX_FLAGS, macros, *without_paths(include), *headers, *extra]
+            elif source.suffix == ".cu":
                 arch = next(arch for folder, arch in self.cuda_archs.items() if source.is_relative_to(folder))
                 command = [find_nvcc(), "-ccbin", CXX[0], *self.nvcc_flags, "-gencode", arch, *headers]
                 if not source.is_relative_to("csrc/cuda/inst"):  # these know no torch
@@ -426,8 +465,9 @@ class BuildLibraries(build_ext):
         """Links the library `name`, unless it is current and none of its objects is fresh."""
         # The library registers its operators when it is loaded, and exports what attnjourney/_errors.py reads.
         # No rpath: torch is already there.
-        exports = BUILD / "exports.map"
-        exports.write_text("{ global: attnjourney_last_error; local: *; };\n")
+        names = next((names for end, names in EXPORTS.items() if name.endswith(end)), ("attnjourney_last_error",))
+        exports = BUILD / f"{name.split('.')[-1]}.map"
+        exports.write_text(f"{{ global: {'; '.join(names)}; local: *; }};\n")
         output = (Path("build", "twin") if TWIN else BUILD) / f"{name.split('.')[-1]}.so"
         link = ["-shared", "-o", str(output), *map(str, objects), f"-L{find_torch() / 'lib'}"]
         if name.endswith("_cuda"):

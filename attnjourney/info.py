@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from . import _node
 from ._errors import raise_typed
 from .block_mask import BlockMask
 from .ops._attention_checks import CHECKED, alignment_index, check
@@ -44,14 +45,17 @@ def _decode(text: torch.Tensor) -> dict:
 
 
 def cpu_info() -> dict:
-    """The instruction sets of the CPU kernels.
+    """The instruction sets of the CPU kernels, and whose autograd nodes there are.
 
     Returns a dict: `isa` (the one in use), `forced` (whether the environment variable ATTNJOURNEY_ISA chose it),
-    `found` (those this CPU and operating system can run, best first), `built` (those in this build), `threads`.
+    `found` (those this CPU and operating system can run, best first), `built` (those in this build), `threads`,
+    `node` ("C++", or "Python" and why: small calls take longer).
 
     Raises RuntimeError where ATTNJOURNEY_ISA names an instruction set that is unknown or cannot run here.
     """
-    return _decode(torch.ops.attnjourney._cpu_info())
+    why_not = _node.why_not()
+    node = "C++" if why_not is None else f"Python: {why_not}"
+    return {**_decode(torch.ops.attnjourney._cpu_info()), "node": node}
 
 
 def explain(

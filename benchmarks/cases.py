@@ -280,6 +280,10 @@ CASES = _dense() + _decode() + _few() + _linear() + _options() + [
     # the cost of a call
     Case("fp32-b1-h8-n16-d64", "tiny", q_len=16, quick=True),
     Case("fp32-b1-h1-n4-d8", "tiny", heads=1, q_len=4, head_dim=8),
+    Case("layer-mha-b1-n16", "tiny", heads=4, q_len=16, layer="mha"),
+    Case("layer-gpt-b1-n16", "tiny", heads=4, q_len=16, layer="gpt", causal=True),
+    Case("layer-gqa-b1-n16", "tiny", heads=4, kv_heads=2, q_len=16, layer="gqa", causal=True),
+    Case("layer-mla-b1-n16", "tiny", heads=4, q_len=16, layer="mla", head_dim=96, v_head_dim=64, causal=True),
     # threads: one head, and a number of heads that no thread count divides
     Case("threads-h8-n1024-causal", "threads", causal=True, scaling=True),
     Case("threads-h1-n2048-causal", "threads", heads=1, q_len=2048, causal=True, scaling=True),

@@ -24,9 +24,8 @@ def check_inputs(
         for name, x in (("key", key), ("value", value), ("key_padding_mask", key_padding_mask)):
             if x is not None:
                 raise ValueError(f"{name}: expected None where key or value is None, got shape {tuple(x.shape)}")
-    given = [(name, x) for name, x in (("query", query), ("key", key), ("value", value)) if x is not None]
-    for name, x in given:
-        if x.is_nested:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x is not None and x.is_nested:
             raise RuntimeError(f"{name}: expected a dense tensor and key_padding_mask, got a nested tensor")
     if query.dim() not in (2, 3):
         raise ValueError(f"query: expected (seq, embed_dim), or 3 dimensions with a batch, got {tuple(query.shape)}")
@@ -43,18 +42,17 @@ def check_inputs(
         ("key", key, keys, module.kdim),
         ("value", value, keys, module.vdim),
     ):
-        if x is None:
+        if x is None or (x is query and name != "query" and width == module.embed_dim):
             continue
         expected = shape(seq, width)
-        if tuple(x.shape) != expected:
+        if x.shape != expected:
             beside = "" if name == "query" else f" beside query's {tuple(query.shape)}"
             raise ValueError(f"{name}: expected shape ({', '.join(map(str, expected))}){beside}, got {tuple(x.shape)}")
         if x.dtype != query.dtype:
             raise RuntimeError(f"{name}: expected the dtype of query, {query.dtype}, got {x.dtype}")
         if x.device != query.device:
             raise RuntimeError(f"{name}: expected to be on the device of query, {query.device}, got {x.device}")
-    # out_proj.weight itself may be computed, by a parametrization
-    dtype = next((p.dtype for p in module.out_proj.parameters() if p.is_floating_point()), query.dtype)
+    dtype = _parameter_dtype(module.out_proj, query.dtype)
     if dtype != query.dtype and not autocast_on(query.device.type):
         raise RuntimeError(f"query: expected the dtype of the parameters, {dtype}, got {query.dtype}")
 
@@ -69,6 +67,14 @@ def check_inputs(
             text = f"{expected[0]} or (batch * num_heads, L, S) = {expected[1]}"
             raise ValueError(f"attn_mask: expected shape {text}, got {tuple(attn_mask.shape)}")
         _mask_dtype("attn_mask", attn_mask, query)
+
+
+def _parameter_dtype(out_proj: torch.nn.Module, default: torch.dtype) -> torch.dtype:
+    """Of its first floating parameter: the weight itself may be computed, by a parametrization."""
+    weight = out_proj._parameters.get("weight")
+    if weight is not None and weight.is_floating_point():
+        return weight.dtype
+    return next((p.dtype for p in out_proj.parameters() if p.is_floating_point()), default)
 
 
 def _mask_dtype(name: str, mask: Tensor, query: Tensor) -> None:

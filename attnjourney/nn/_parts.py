@@ -16,6 +16,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 P = ParamSpec("P")
 R = TypeVar("R")
 _PLAIN, _TRACED = (Tensor, nn.Parameter), (FakeTensor, FunctionalTensor)
+_LINEAR = (nn.Linear, NonDynamicallyQuantizableLinear)
+_Proxy = torch.fx.Proxy
 
 
 def is_plain(*projections: nn.Module | None) -> bool:
@@ -24,12 +26,13 @@ def is_plain(*projections: nn.Module | None) -> bool:
     for p in projections:
         if p is None:
             continue
-        if type(p) not in (nn.Linear, NonDynamicallyQuantizableLinear) or "forward" in p.__dict__:
+        if type(p) not in _LINEAR or "forward" in p.__dict__:
             return False
         if p._forward_hooks or p._forward_pre_hooks or p._backward_hooks or p._backward_pre_hooks:
             return False
-        if not all(type(w) in _PLAIN or isinstance(w, _TRACED) for w in (p.weight, p.bias) if w is not None):
-            return False
+        for w in (p.weight, p.bias):
+            if w is not None and type(w) not in _PLAIN and not isinstance(w, _TRACED):
+                return False
     return True
 
 
@@ -39,8 +42,11 @@ def leaf(forward: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(forward)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        proxy = next((x for x in (*args[1:], *kwargs.values()) if isinstance(x, torch.fx.Proxy)), None)
-        if proxy is None:
+        for x in (*args[1:], *kwargs.values()):
+            if isinstance(x, _Proxy):
+                proxy = x
+                break
+        else:
             return forward(*args, **kwargs)
         path = proxy.tracer.path_of_module(args[0])  # type: ignore[attr-defined]
         return proxy.tracer.create_proxy("call_module", path, args[1:], kwargs)  # type: ignore[return-value]

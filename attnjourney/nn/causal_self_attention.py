@@ -70,17 +70,18 @@ class CausalSelfAttention(nn.Module):
         dropout_p = self.dropout if self.training else 0.0
         if cache is not None:
             return self._cached(x, key_padding_mask, cache, dropout_p)
-        if key_padding_mask is None and is_plain(self.qkv_proj, self.out_proj):
+        qkv, out = self.qkv_proj, self.out_proj
+        if key_padding_mask is None and is_plain(qkv, out):
             return gpt_attention(  # (batch, seq, embed)
                 x,
                 self.num_heads,
-                self.qkv_proj.weight,  # (3 * embed, embed)
-                self.qkv_proj.bias,  # (3 * embed,)
-                self.out_proj.weight,  # (embed, embed)
-                self.out_proj.bias,  # (embed,)
+                qkv.weight,  # (3 * embed, embed)
+                qkv.bias,  # (3 * embed,)
+                out.weight,  # (embed, embed)
+                out.bias,  # (embed,)
                 dropout_p=dropout_p,
             )
-        check_sequence("x", x, self.qkv_proj.in_features)
+        check_sequence("x", x, qkv.in_features)
         mask = padding_as_mask(key_padding_mask, *x.shape[:2])
         query, key, value = split_packed(self.qkv_proj(x), self.num_heads)
         return self.out_proj(merge_heads(attention(query, key, value, mask, dropout_p, True)))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops import attention
+from ..ops import attention, gqa
 from ..ops._attention_checks import check_scores
 from ._cached import NewTokens, check_batch, check_cache
 from ._parts import (
@@ -139,7 +139,7 @@ class GroupedQueryAttention(nn.Module):
         special = special or self._score_options() != {}
         if not special and is_plain(*projections):
             cos, sin = tables
-            return torch.ops.attnjourney.gqa(  # (batch, seq, embed)
+            return gqa(  # (batch, seq, embed)
                 x,
                 self.num_heads,
                 self.num_kv_heads,

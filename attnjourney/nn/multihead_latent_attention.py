@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops import attention
+from ..ops import attention, mla
 from ._cached import NewTokens, check_cache
 from ._parts import check_positive, check_sequence, is_plain, leaf, merge_heads, padding_as_mask, split_heads
 from .cache import LatentCache
@@ -117,7 +117,7 @@ class MultiheadLatentAttention(nn.Module):
             return self._composed(x, key_padding_mask, tables)
         cos, sin = tables
         direct = self.q_proj is not None
-        return torch.ops.attnjourney.mla(  # (batch, seq, embed)
+        return mla(  # (batch, seq, embed)
             x,
             self.num_heads,
             self.qk_nope_head_dim,

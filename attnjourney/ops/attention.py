@@ -154,6 +154,7 @@ _attention = register(
         partial(vmap_jvp, torch.ops.attnjourney.attention_jvp.default),
         partial(vmap_gradients, torch.ops.attnjourney.attention_backward_jvp.default),
     ),
+    also=("attention_with_lse",),
     autocast=("query", "key", "value", "attn_mask"),
     flops=_flops,
 )

@@ -13,7 +13,7 @@ from ._layer_checks import check_dropout, check_heads, check_mask, check_sequenc
 from ._registry.fakes import empty_lse, empty_stats
 from ._registry.flops import layer_flops
 from ._registry.operator import draw_seed, seed_is_apart
-from ._registry.registration import register
+from ._registry.registration import OPERATORS, register
 from .attention import attention
 
 
@@ -62,16 +62,9 @@ def mha(
     weights = (num_heads, in_proj_weight, in_proj_bias, out_proj_weight, out_proj_bias)
     masks: dict[str, Any] = dict(attn_mask=attn_mask, key_padding_mask=key_padding_mask, is_causal=is_causal)
     if seed_is_apart(dropout_p):
-        forward, inputs = torch.ops.attnjourney.mha_forward.default, _repeats_as_none(query, key, value)
+        forward, inputs = torch.ops.attnjourney.mha_forward.default, OPERATORS["mha"].without_repeats(query, key, value)
         return forward(*inputs, *weights, **masks, dropout_p=dropout_p, dropout_seed=draw_seed(query))[0]
     return _mha(query, key, value, *weights, **masks, dropout_p=dropout_p)
-
-
-def _repeats_as_none(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple:
-    """mha_forward's None: key is query, value is key. One variable, one product, one gradient."""
-    if key is None or value is None:
-        raise TypeError(f"{'key' if key is None else 'value'}: must be Tensor, not NoneType")
-    return query, None if key is query else key, None if value is key else value, *rest
 
 
 def _check(
@@ -161,7 +154,7 @@ def _flops(*, query: torch.Size, key: torch.Size | None, num_heads: int, **_: An
 
 _mha = register(
     "mha",
-    prepare=_repeats_as_none,
+    repeats=((2, 1), (1, 0)),  # key is query, value is key: one variable, one product, one gradient
     fake=_fake,
     fake_backward=_fake_backward,
     composite=_composite,

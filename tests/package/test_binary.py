@@ -11,6 +11,7 @@ from attnjourney import _library
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "attnjourney" / "_C_cpu.so"
+NODE_LIBRARY = ROOT / "attnjourney" / "_C_node.so"  # by torch's C++ interface, for one torch
 CUDA_LIBRARY = ROOT / "build" / "cuda" / "attnjourney" / "_C_cuda.so"
 OBJECTS = ROOT / "build" / "release" / "csrc" / "cpu" / "isa"
 
@@ -35,8 +36,11 @@ def test_no_symbol_of_torchs_unstable_cpp_interface_is_needed():
     assert [name for name in undefined() if re.search(r"\b(at|c10|torch|caffe2)::", name)] == []
 
 
-def test_no_python_symbol_is_needed():
-    assert [name for name in undefined() if re.match(r"_?Py", name)] == []
+@pytest.mark.parametrize("library", [LIBRARY, NODE_LIBRARY], ids=lambda path: path.stem)
+def test_no_python_symbol_is_needed(library):
+    if not library.exists():
+        pytest.skip(f"{library} is not built")
+    assert [name for name in undefined(library) if re.match(r"_?Py", name)] == []
 
 
 def test_only_torchs_c_interface_and_the_compilers_runtime_are_needed():
@@ -48,7 +52,7 @@ def test_only_torchs_c_interface_and_the_compilers_runtime_are_needed():
     assert [n for n in needed if not (torch_c.fullmatch(n) or runtime.fullmatch(n) or n in weak)] == []
 
 
-@pytest.mark.parametrize("library", [LIBRARY, CUDA_LIBRARY], ids=lambda path: path.stem)
+@pytest.mark.parametrize("library", [LIBRARY, CUDA_LIBRARY, NODE_LIBRARY], ids=lambda path: path.stem)
 def test_systems_from_glibc_2_28_on_can_load_it(library):
     """csrc/core/older_systems.cpp; for CUDA's runtime older_homes in setup.py. The limits are those of manylinux_2_28,
     which is what torch itself is built for."""
@@ -68,8 +72,18 @@ def test_only_the_last_error_is_exported():
     assert symbols(LIBRARY, "-D", "--defined-only") == [("T", "attnjourney_last_error")]
 
 
-def test_no_path_of_the_build_machine_is_in_it():
-    assert re.findall(rb"[ -~]*(?:site-packages|include/torch)[ -~]*", LIBRARY.read_bytes()) == []
+def test_what_the_library_of_nodes_exports():
+    if not NODE_LIBRARY.exists():
+        pytest.skip(f"{NODE_LIBRARY} is not built")
+    exported = symbols(NODE_LIBRARY, "-D", "--defined-only")
+    assert exported == [("T", "attnjourney_node_add"), ("T", "attnjourney_node_counts")]
+
+
+@pytest.mark.parametrize("library", [LIBRARY, NODE_LIBRARY], ids=lambda path: path.stem)
+def test_no_path_of_the_build_machine_is_in_it(library):
+    if not library.exists():
+        pytest.skip(f"{library} is not built")
+    assert re.findall(rb"[ -~]*(?:site-packages|include/torch)[ -~]*", library.read_bytes()) == []
 
 
 @pytest.mark.parametrize("isa", ["avx2", "avx512"])

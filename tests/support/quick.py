@@ -24,6 +24,7 @@ QUICK: dict[str, dict[str, int | None]] = {
     "attention/test_derivative_transforms.py": {"test_equals_the_reference": 9, "test_varlen": None},
     "attention/test_block_mask_object.py": {"test_both_ways_give_the_same_mask": 2, "test_autocast": None},
     "attention/test_autograd.py": {"test_gradcheck_shapes": 3, "test_gradcheck_lse": None},
+    "attention/test_nodes.py": {"test_the_library_is_built_and_used": None, "test_both_devices_have_them": None},
     "attention/test_torch_func.py": {"test_vmap_and_per_sample_gradients_equal_a_loop": 4},
     "attention/test_torch_integration.py": {"test_opcheck": 1, "test_compile_aot_eager": 1, "test_autocast": 2},
     "attention/test_dropout.py": {"test_values_and_gradients": 4, "test_keeps_what_the_counter_says": 4},
@@ -175,8 +176,11 @@ def _building(seen: set[str], init):
 def recorded(seen: set[str]):
     """Adds to `seen` what is called with tensors that have data, and built, without an error, inside.
 
-    Every call from Python, those of the autograd nodes too, goes through one of these methods.
+    Every call from Python, those of its autograd nodes too, goes through one of these methods. Nodes in C++ count.
     """
+    from attnjourney import _node
+
+    counted = _node.counts()
     packet, overload = torch._ops.OpOverloadPacket, torch._ops.OpOverload
     changes = [
         (packet, "__call__", _noting(seen, packet.__call__, lambda op: op._qualified_op_name)),
@@ -191,3 +195,6 @@ def recorded(seen: set[str]):
     finally:
         for cls, name, method in before:
             setattr(cls, name, method)
+        for name, now in _node.counts().items():
+            seen.update(f"{name}_forward" for kind in ("recorded", "without_node") if now[kind] > counted[name][kind])
+            seen.update({f"{name}_backward"} if now["backwards"] > counted[name]["backwards"] else ())

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..._dtypes import BYTE_DTYPES
 from ..._errors import raise_typed
+from . import cpp_nodes
 from .operator import NAMESPACE, Signature, carries_tangent
 from .registration import LIBRARY
 from .torch_internals import any_requires_grad, below_autograd, grad_enabled
@@ -85,6 +86,7 @@ def register_inference(
                 )
 
     LIBRARY.impl(name, autograd, "Autograd")
+    cpp_nodes.add_inference(name, written)
     if written:
         register_negative(signature, written)
 

@@ -42,7 +42,7 @@ def eager_node(op: Operator, derivatives: Derivatives, all_outputs: bool) -> Cal
             grads = grads_of(grads) if all_outputs else (*grads, *missing)
             higher = grad_enabled() or forward_ad._current_level >= 0  # will be differentiated again
             if higher and op.composite is not None:
-                return _through_composite(op, ctx, grads, needs)
+                return through_composite(op, op.named(ctx), grads[0], [i for i, need in enumerate(needs) if need])
             flat = op.backward_arguments(ctx, grads, needs)
             if flat is None:
                 return (None,) * len(needs)
@@ -58,8 +58,9 @@ def eager_node(op: Operator, derivatives: Derivatives, all_outputs: bool) -> Cal
             changes = _jvp(op, derivatives, ctx, tangents)
             return changes if all_outputs else changes[0]
 
-    Eager.__name__ = Eager.__qualname__ = op.name.replace("::", "_")
-    return super(Function, Eager).apply  # the C++ part alone: Function.apply's Python serves torch.func only
+    make_class: Any = type(Function)
+    named = make_class(op.name.replace("::", "_"), (Eager,), {})  # grad_fn's name is that of its class
+    return super(Function, named).apply  # the C++ part alone: Function.apply's Python serves torch.func only
 
 
 def transformed_node(op: Operator, derivatives: Derivatives, vmap_rule: Callable) -> type[Function]:
@@ -117,24 +118,22 @@ def _jvp(op: Operator, derivatives: Derivatives, ctx: Any, tangents: tuple) -> t
     return tuple(changes.get(o) for o in op.forward.outputs)
 
 
-def _through_composite(op: Operator, ctx: Any, grads: tuple, needs: tuple) -> tuple:
-    """The gradients of an operator without op_jvp as differentiable functions of its inputs: the backward of its
-    composite, run again. Its memory is that of the operators it is composed of."""
-    if all(g is None for g in grads):
-        return (None,) * len(needs)
+def through_composite(op: Operator, values: dict[str, Any], grad: Any, wanted: list[int]) -> tuple:
+    """The gradients of an operator without op_jvp as differentiable functions of its inputs, `values`: the backward of
+    its composite, run again. Its memory is that of the operators it is composed of. One or None for each input."""
+    result: list[torch.Tensor | None] = [None] * len(op.forward.names)
+    if grad is None:
+        return tuple(result)
     again = grad_enabled()
-    values = op.named(ctx)
     named = {name: values[name] for name in op.forward.names}
-    wanted = [i for i, need in enumerate(needs) if need]
-    with torch.enable_grad(), torch.autocast(grads[0].device.type, enabled=False):
+    with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
         for i in wanted:  # a view each: an input that is there twice gets its two gradients apart
             name = op.forward.names[i]
             named[name] = named[name].view_as(named[name])
         assert op.composite is not None
         out = op.composite(**named)
         inputs = [named[op.forward.names[i]] for i in wanted]
-        found = torch.autograd.grad(out, inputs, grads[0], create_graph=again, allow_unused=True)
-    result: list[torch.Tensor | None] = [None] * len(needs)
+        found = torch.autograd.grad(out, inputs, grad, create_graph=again, allow_unused=True)
     for i, g in zip(wanted, found):
         result[i] = g
     return tuple(result)

@@ -120,10 +120,10 @@ def pick(indices: Sequence[int]) -> Callable[[Sequence], tuple]:
 class Operator:
     """The overloads of an operator and what follows from their schemas."""
 
-    def __init__(self, name: str, prepare: Callable[..., tuple] | None = None, composite: Callable | None = None):
+    def __init__(self, name: str, repeats: Sequence[tuple[int, int]] = (), composite: Callable | None = None):
         namespace = getattr(torch.ops, NAMESPACE)
         self.name = f"{NAMESPACE}::{name}"
-        self.prepare = prepare
+        self.repeats = repeats
         self.public = Signature(getattr(namespace, name).default)
         self.forward = forward = Signature(getattr(namespace, name + "_forward").default)
         self.backward = backward = Signature(getattr(namespace, name + "_backward").default)
@@ -176,10 +176,21 @@ class Operator:
         p = args[self.dropout_index] if len(args) > self.dropout_index else kwargs.get("dropout_p", 0.0)
         return p > 0 and kwargs.get("dropout_seed") is None
 
+    def without_repeats(self, *args: Any) -> tuple:
+        """The positional arguments of the public operator, None for a tensor that is there twice."""
+        for i, _ in reversed(self.repeats):
+            if args[i] is None:
+                raise TypeError(f"{self.public.names[i]}: must be Tensor, not NoneType")
+        left = list(args)
+        for i, j in self.repeats:
+            if args[i] is args[j]:
+                left[i] = None
+        return tuple(left)
+
     def flat(self, args: tuple, kwargs: dict) -> tuple:
         """The arguments of the public operator as those of op_forward, a dropout seed drawn where one is needed."""
-        if self.prepare is not None:
-            args = self.prepare(*args)
+        if self.repeats:
+            args = self.without_repeats(*args)
         if self.dropout and self.dropout_on(args, kwargs):
             kwargs = {**kwargs, "dropout_seed": draw_seed(args[0])}
         return self.forward.flat(args, kwargs)

@@ -39,10 +39,11 @@ Forward-mode AD and second derivatives come from two more schemas, or else go th
 * `op_backward_jvp` takes any arguments of op_backward, tangents of its inputs, its `grad_<output>` and the outputs by
   the same rule, and last `need`. It returns the derivatives of op_backward's results.
 
-What these two give closes over all second derivatives (see _derivatives.py); third ones raise NotImplementedError. An
+What these two give closes over all second derivatives (see derivatives.py); third ones raise NotImplementedError. An
 operator without them and without a composite raises it for second ones and in forward mode, too.
 
-_operator.py reads the schemas, _nodes.py and _derivatives.py hold the autograd nodes, this file registers.
+operator.py reads the schemas, nodes.py and derivatives.py hold the autograd nodes, this file registers. Where the
+library of nodes in C++ is there (attnjourney/_node.py), it does the same for plain tensors: cpp_nodes.py.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ from torch.autograd import Function, forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from ..._errors import raise_typed
+from . import cpp_nodes
 from .derivatives import Derivatives
 from .nodes import eager_node, transformed_node
 from .operator import NAMESPACE, Operator, Signature, draw_seed
@@ -100,7 +102,8 @@ def register(
     name: str,
     *,
     fake: Callable[..., tuple],
-    prepare: Callable[..., tuple] | None = None,
+    repeats: Sequence[tuple[int, int]] = (),
+    also: Sequence[str] = (),
     fake_backward: Callable[..., tuple] | None = None,
     composite: Callable[..., Tensor] | None = None,
     vmap: tuple[Callable, ...] | None = None,
@@ -113,8 +116,9 @@ def register(
 
     Args:
         fake: the results of op_forward as empty tensors, from tensors that have no data.
-        prepare: the positional arguments of `op` -> those of op_forward; may, say, put None for a tensor that is there
-            twice. Cheap: it is on the way of every call.
+        repeats: pairs i, j, the greatest first: op_forward gets None for argument i where it is the same tensor as j.
+        also: further operators whose arguments are those of `op`, and whose results are the first ones of op_forward's.
+            Their kernels are the caller's; here they get nodes in C++.
         fake_backward: the same for op_backward. Default: each gradient is like its input, which op_backward must take.
         composite: `op` in terms of differentiable torch functions; serves torch.func, forward-mode AD and double
             backward. Takes the arguments of `op_forward`.
@@ -127,9 +131,9 @@ def register(
     """
     if (composite is None) == (vmap is None):
         raise TypeError("register: give one of composite and vmap")
-    op = OPERATORS[name] = Operator(name, prepare, composite)
+    op = OPERATORS[name] = Operator(name, repeats, composite)
     derivatives = Derivatives(op, vmap[1:] if vmap else ())
-    _register_kernels(op, name, derivatives)
+    _register_kernels(op, name, derivatives, also)
     _register_functorch(op, name, derivatives, composite, vmap, autocast)
     _register_autocast(op, name, autocast)
     _register_fakes(op, fake, fake_backward)
@@ -138,11 +142,11 @@ def register(
     return op.public.operator
 
 
-def _register_kernels(op: Operator, name: str, derivatives: Derivatives) -> None:
+def _register_kernels(op: Operator, name: str, derivatives: Derivatives, also: Sequence[str]) -> None:
     forward, composite = op.forward.operator, op.composite
     apply_public = eager_node(op, derivatives, all_outputs=False)
     apply_forward = eager_node(op, derivatives, all_outputs=True)
-    draws, dropout_on, prepare = op.dropout, op.dropout_on, op.prepare
+    draws, dropout_on, prepare = op.dropout, op.dropout_on, op.without_repeats if op.repeats else None
     grads_on, requires_grad, below = grad_enabled, any_requires_grad, below_autograd  # closures are faster than globals
 
     def public_forward(*args, **kwargs):
@@ -190,7 +194,8 @@ def _register_kernels(op: Operator, name: str, derivatives: Derivatives) -> None
 
         return kernel
 
-    for device in ("CPU", "CUDA"):
+    # nodes in C++ go before those for Autograd, which serve what is not for them
+    for device in () if cpp_nodes.add(op, also) else ("CPU", "CUDA"):
         LIBRARY.impl(name, public_forward, device)
     LIBRARY.impl(name, public_autograd, "Autograd")
     LIBRARY.impl(name + "_forward", forward_autograd, "Autograd")
