@@ -40,7 +40,7 @@ ROWS = {  # name: (cases, peers, seconds)
     "fp32": ("gpu-fp32", SDPA, 20),
     "FlexAttention, blocks": ("gpu-flex,gpu-blocks", "sdpa-cudnn,sdpa-efficient,flex", 30),
     "linear": ("gpu-linear", "plain,softmax", 20),
-    "192/128, GQA, layers": ("gpu-bf16-d192-n8192,gpu-bf16-gqa,gpu-layer", f"{SDPA},{FLASH}", 25),
+    "192/128, 256, GQA, layers": ("gpu-bf16-d192-n8192,gpu-bf16-d256,gpu-bf16-gqa,gpu-layer", f"{SDPA},{FLASH}", 25),
 }
 
 

@@ -9,10 +9,9 @@ namespace {
 
 constexpr bool is_16_bit(ElementType type) { return type == ElementType::bf16 || type == ElementType::fp16; }
 
-// Hopper's kernels for 16-bit numbers end at 128, in the forward at 192 with values of 128; above, sm_80's run there.
-constexpr bool serves_sm90_forward(const AttentionCase& c) {
-  return is_16_bit(c.type) && c.kv_len > 0 && forward_size(c.head_dim, c.v_head_dim) != HeadSize::d256;
-}
+// Hopper's own kernels for 16-bit numbers serve all head dimensions, but in the backward with options up to 128: above,
+// sm_80's run there.
+constexpr bool serves_sm90_forward(const AttentionCase& c) { return is_16_bit(c.type) && c.kv_len > 0; }
 constexpr bool serves_sm90_backward(const AttentionCase& c) {
   return is_16_bit(c.type) && c.kv_len > 0 && backward_size(c.head_dim, c.v_head_dim) <= 128;
 }
@@ -25,15 +24,17 @@ constexpr bool serves_fp16x2(const AttentionCase& c) {
 template <bool Full>
 constexpr BackwardTiles tiles_16_bit(int size, bool small) {
   const int rows = backward_rows(size);
-  return {rows, backward_keys(size, Full, small), rows};
+  return {rows, backward_keys(size, Full, small), rows, size};
 }
+constexpr BackwardTiles parts_tiles(int, bool) { return {64, 128, 64, 192}; }
+constexpr BackwardTiles columns_tiles(int, bool) { return {64, 64, 64, 256}; }
 constexpr BackwardTiles fp32_tiles(int size, bool small) {
   const int rows = fp32_rows(size, 4, small);
-  return {rows, fp32_keys(size, 4), rows > fp16x2_rows(size) ? rows : fp16x2_rows(size)};
+  return {rows, fp32_keys(size, 4), rows > fp16x2_rows(size) ? rows : fp16x2_rows(size), size};
 }
 constexpr BackwardTiles fp64_tiles(int size, bool small) {
   const int rows = fp32_rows(size, 8, small);
-  return {rows, fp32_keys(size, 8), rows};
+  return {rows, fp32_keys(size, 8), rows, size};
 }
 
 constexpr ForwardKernelOf<float> sm90_forward[] = {
@@ -53,6 +54,21 @@ constexpr BackwardKernelOf<float> sm90_backward[] = {
      .serves = serves_sm90_backward,
      .launch = launches::sm90_backward,
      .tiles = tiles_16_bit<false>,
+     .one_head_a_block = true,
+     .finishes_short_rows = true},
+    {.name = "sm90_parts_backward",
+     .serves =
+         [](const AttentionCase& c) {
+           return is_16_bit(c.type) && !c.full && c.kv_len > 0 && is_d192v128(c.head_dim, c.v_head_dim);
+         },
+     .launch = launches::sm90_parts_backward,
+     .tiles = parts_tiles,
+     .one_head_a_block = true,
+     .finishes_short_rows = true},
+    {.name = "sm90_columns_backward",
+     .serves = [](const AttentionCase& c) { return is_16_bit(c.type) && !c.full && c.kv_len > 0; },
+     .launch = launches::sm90_columns_backward,
+     .tiles = columns_tiles,
      .one_head_a_block = true,
      .finishes_short_rows = true},
 };

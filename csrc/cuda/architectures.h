@@ -42,6 +42,7 @@ struct ForwardKernelOf {
 struct BackwardTiles {
   int rows, keys;    // of a tile
   int scratch_rows;  // sums and statistics have whole tiles of so many rows
+  int columns;       // of the sums
 };
 template <class Real>
 struct BackwardKernelOf {
@@ -114,6 +115,8 @@ void fp32_forward(ForwardTaskOf<float>, const LaunchContext&);
 void fp64_forward(ForwardTaskOf<double>, const LaunchContext&);
 
 void sm90_backward(const BackwardTaskOf<float>&, const LaunchContext&);
+void sm90_parts_backward(const BackwardTaskOf<float>&, const LaunchContext&);
+void sm90_columns_backward(const BackwardTaskOf<float>&, const LaunchContext&);
 void sm90_full_backward(const BackwardTaskOf<float>&, const LaunchContext&);
 void sm80_backward(const BackwardTaskOf<float>&, const LaunchContext&);
 void sm80_full_backward(const BackwardTaskOf<float>&, const LaunchContext&);

@@ -23,7 +23,7 @@ void sm80_full_forward_fp16(ForwardTask, bool ranged, const Device&, cudaStream_
 void sm90_forward_bf16(ForwardTask, bool ranged, const Device&, cudaStream_t);
 void sm90_forward_fp16(ForwardTask, bool ranged, const Device&, cudaStream_t);
 
-// With options; kinds: of tiles of 64 rows x 128 keys.
+// With options; kinds: of tiles of 64 rows, and of 128 keys, in the forward as sm90_forward_keys says.
 struct TileKinds;
 void sm90_full_forward_bf16(ForwardTask, const TileKinds& kinds, const Device&, cudaStream_t);
 void sm90_full_forward_fp16(ForwardTask, const TileKinds& kinds, const Device&, cudaStream_t);
@@ -56,6 +56,10 @@ void sm80_full_backward_bf16(BackwardTask, bool ranged, const Device&, cudaStrea
 void sm80_full_backward_fp16(BackwardTask, bool ranged, const Device&, cudaStream_t);
 void sm90_backward_bf16(BackwardTask, bool ranged, const Device&, cudaStream_t);
 void sm90_backward_fp16(BackwardTask, bool ranged, const Device&, cudaStream_t);
+void sm90_parts_backward_bf16(BackwardTask, bool ranged, const Device&, cudaStream_t);
+void sm90_parts_backward_fp16(BackwardTask, bool ranged, const Device&, cudaStream_t);
+void sm90_columns_backward_bf16(BackwardTask, bool ranged, const Device&, cudaStream_t);
+void sm90_columns_backward_fp16(BackwardTask, bool ranged, const Device&, cudaStream_t);
 // kinds: of tiles of tile_rows x tile_keys
 void sm90_full_backward_bf16(BackwardTask, const TileKinds& kinds, const Device&, cudaStream_t);
 void sm90_full_backward_fp16(BackwardTask, const TileKinds& kinds, const Device&, cudaStream_t);

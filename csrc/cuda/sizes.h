@@ -26,6 +26,8 @@ constexpr HeadSize forward_size(int head_dim, int v_head_dim) {
   if (head_dim <= 192 && v_head_dim <= 128) return HeadSize::d192v128;
   return head_dim <= 256 && v_head_dim <= 256 ? HeadSize::d256 : HeadSize::none;
 }
+// Keys of a tile of Hopper's forward
+constexpr int sm90_forward_keys(HeadSize size) { return size == HeadSize::d256 ? 64 : 128; }
 // Columns of the other kernels: 64, 128 or 256; 0: none takes these
 constexpr int backward_size(int head_dim, int v_head_dim) {
   const int d = head_dim > v_head_dim ? head_dim : v_head_dim;
@@ -39,6 +41,10 @@ void with_size(int size, F&& f) {
   f.template operator()<256>();
 }
 
+// The backward with query and key columns beyond 128 and value columns of at most 128 (multi-head latent attention)
+constexpr bool is_d192v128(int head_dim, int v_head_dim) {
+  return head_dim > 128 && head_dim <= 192 && v_head_dim <= 128;
+}
 // Query and key tiles of the backward for 16-bit numbers; full: with all options
 constexpr int backward_rows(int size) { return 8192 / size; }
 constexpr int backward_keys(int size, bool full, bool small) {

@@ -12,9 +12,10 @@ using namespace attnjourney;
 template <class Real>
 void attention(const Device& device, const AttentionCase& c) {
   const BackwardKernelOf<Real>& backward = choose_backward<Real>(device, c);
-  const auto [rows, keys, scratch_rows] = backward.tiles(backward_size(c.head_dim, c.v_head_dim), device.small());
+  const auto [rows, keys, scratch_rows, columns] =
+      backward.tiles(backward_size(c.head_dim, c.v_head_dim), device.small());
   std::cout << choose_forward<Real>(device, c).name << " " << backward.name << " " << rows << " " << keys << " "
-            << scratch_rows << "\n";
+            << scratch_rows << " " << columns << "\n";
 }
 
 int main() {

@@ -40,7 +40,7 @@ def forward_rule(capability, dtype, head_dim, v_head_dim, q_len, kv_len, full):
     if dtype == "fp32":
         halves = max(head_dim, v_head_dim) <= 128 and min(q_len, kv_len) >= 128
         return "sm90_fp16x2_forward" if hopper and halves and not full else "fp32_forward"
-    own = hopper and v_head_dim <= 128 and head_dim <= 192 and kv_len > 0
+    own = hopper and kv_len > 0
     return ("sm90" if own else "sm80") + ("_full" if full else "") + "_forward"
 
 
@@ -50,21 +50,27 @@ def backward_rule(capability, dtype, head_dim, v_head_dim, q_len, kv_len, full):
     small = max(head_dim, v_head_dim) <= 128
     if dtype == "fp32":
         return "fp16x2_backward" if small and min(q_len, kv_len) >= 128 and not full else "fp32_backward"
-    own = capability == 90 and small and kv_len > 0
-    return ("sm90" if own else "sm80") + ("_full" if full else "") + "_backward"
+    hopper = capability == 90 and kv_len > 0
+    if hopper and not full and not small:
+        return f"sm90_{'parts' if head_dim <= 192 and v_head_dim <= 128 else 'columns'}_backward"
+    return ("sm90" if hopper and small else "sm80") + ("_full" if full else "") + "_backward"
 
 
 def tiles_rule(name, dtype, dim, shared):
-    """Rows and keys of the backward's tiles, and the rows that its scratch is a multiple of."""
+    """Rows and keys of the backward's tiles, the rows that its scratch is a multiple of, and its columns."""
+    if name == "sm90_parts_backward":
+        return [64, 128, 64, 192]
+    if name == "sm90_columns_backward":
+        return [64, 64, 64, 256]
     dim = next(d for d in (64, 128, 256) if dim <= d)
     small = shared < 163
     if dtype in ("bf16", "fp16"):
         keys = 128 if dim < 256 and name != "sm80_full_backward" else 32 if dim == 256 and small else 64
-        return [8192 // dim, keys, 8192 // dim]
+        return [8192 // dim, keys, 8192 // dim, dim]
     kilobytes = dim * (8 if dtype == "fp64" else 4) // 256  # rows of 256 bytes
     rows = 32 if kilobytes == 1 else 8 if small and dtype == "fp64" and dim > 64 else 16
     keys = {1: 64, 2: 64, 4: 32, 8: 16}[kilobytes]
-    return [rows, keys, rows if dtype == "fp64" else max(rows, 4096 // dim)]
+    return [rows, keys, rows if dtype == "fp64" else max(rows, 4096 // dim), dim]
 
 
 def test_attention(choose):

@@ -29,6 +29,7 @@ SHAPES = [  # batch, query heads, key heads, q_len, kv_len, head_dim, v_head_dim
     (1, 2, 2, 1, 1, 8, 8, True),
     (1, 2, 1, 90, 150, 192, 128, True),
     (1, 2, 2, 100, 70, 256, 200, True),
+    (1, 4, 2, 200, 300, 256, 256, False),
     (2, 2, 2, 5, 0, 64, 64, False),
     (1, 2, 2, 2200, 140, 64, 64, True),  # Hopper's backward: dQ by a pass of its own
 ]
@@ -153,7 +154,7 @@ def test_192_128_forward():
         assert_close_to_reference(got.cpu(), plain[i], expected[i], rounding=rounding[i])
 
 
-@pytest.mark.parametrize("shape", SHAPES[:2])
+@pytest.mark.parametrize("shape", [*SHAPES[:2], *SHAPES[5:7]])
 def test_deterministic_backward(shape):
     inputs = [x.cuda() for x in operands(shape, torch.bfloat16)]
     options = {"is_causal": shape[-1], "enable_gqa": True}

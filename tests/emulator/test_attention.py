@@ -38,6 +38,7 @@ FORWARD = {  # kernel: (program, dtype, head_dim, v_head_dim)
     "sm90-128-bf16": (sm90_forward("Bf16", 128, 128, 2, 128, 2, 2, 0, 4, 1), torch.bfloat16, 128, 128),
     "sm90-128-fp16": (sm90_forward("Half", 128, 128, 2, 128, 2, 2, 0, 4, 1), torch.float16, 128, 128),
     "sm90-192-bf16": (sm90_forward("Bf16", 192, 128, 2, 128, 2, 1, 1, 4, 0), torch.bfloat16, 192, 128),
+    "sm90-256-fp16": (sm90_forward("Half", 256, 256, 2, 64, 2, 1, 1, 4, 0), torch.float16, 256, 256),
 }
 
 
@@ -86,6 +87,19 @@ FAULTY_FORWARD = [("sm80-64-bf16", *fault) for fault in faults.SM80_FORWARD]
 FAULTY_FORWARD += [("sm90-64-bf16", *fault) for fault in faults.SM90_FORWARD]
 
 
+def sm90_parts_backward(dtype, deterministic):
+    return ("backward", (f"SHAPE=Sm90BackwardShape<{dtype},192,64,{deterministic}>", "ENTRY=sm90_parts_backward"))
+
+
+def sm90_columns_backward(dtype, deterministic):
+    return ("backward", (f"SHAPE=Sm90BackwardShape<{dtype},256,64,{deterministic}>", "ENTRY=sm90_columns_backward"))
+
+
+def value_dim(head_dim):
+    """The columns of values that a backward kernel has."""
+    return 128 if head_dim == 192 else head_dim
+
+
 BACKWARD = {  # kernel: (program, dtype, head_dim, deterministic)
     "sm80-64-bf16": (("backward", ("KERNEL=Sm80Backward<Bf16,64,128,128,false>",)), torch.bfloat16, 64, False),
     "sm80-128-fp16": (("backward", ("KERNEL=Sm80Backward<Half,128,64,128,false>",)), torch.float16, 128, False),
@@ -95,6 +109,10 @@ BACKWARD = {  # kernel: (program, dtype, head_dim, deterministic)
     "sm90-128-bf16": (("backward", ("SHAPE=Sm90BackwardShape<Bf16,128,64,false>",)), torch.bfloat16, 128, False),
     "sm90-64-deterministic": (("backward", ("SHAPE=Sm90BackwardShape<Bf16,64,128,true>",)), torch.bfloat16, 64, True),
     "sm90-128-deterministic": (("backward", ("SHAPE=Sm90BackwardShape<Half,128,64,true>",)), torch.float16, 128, True),
+    "sm90-192-bf16": (sm90_parts_backward("Bf16", "false"), torch.bfloat16, 192, False),
+    "sm90-192-deterministic": (sm90_parts_backward("Half", "true"), torch.float16, 192, True),
+    "sm90-256-fp16": (sm90_columns_backward("Half", "false"), torch.float16, 256, False),
+    "sm90-256-deterministic": (sm90_columns_backward("Bf16", "true"), torch.bfloat16, 256, True),
 }
 BACKWARD_FAULT_SHAPES = [
     (1, 1, 1, 400, 130, 0, {}),
@@ -113,6 +131,9 @@ BACKWARD_FAULT_SHAPES = [
 ]
 FAULTY_BACKWARD = [("sm80-128-fp16", *fault) for fault in faults.SM80_BACKWARD]
 FAULTY_BACKWARD += [("sm90-128-bf16", *fault) for fault in faults.SM90_BACKWARD]
+FAULTY_BACKWARD += [("sm90-192-bf16", *fault) for fault in faults.SM90_PARTS_BACKWARD]
+FAULTY_BACKWARD += [("sm90-192-deterministic", *fault) for fault in faults.SM90_PARTS_DETERMINISTIC]
+FAULTY_BACKWARD += [("sm90-256-fp16", *fault) for fault in faults.SM90_COLUMNS_BACKWARD]
 
 
 def visible_keys(shape):
@@ -236,7 +257,7 @@ def test_faulty_forward_is_found(programs, kernel, what, file, old, new):
 def check_backward(program, kernel, shape, order, rows_first=False, finish=False):
     """finish: on Hopper the blocks themselves make dQ of their sums, as where sequences are short."""
     _, dtype, head_dim, deterministic = BACKWARD[kernel]
-    inputs, mask = inputs_of(shape, dtype, head_dim, head_dim, outliers=False)
+    inputs, mask = inputs_of(shape, dtype, head_dim, value_dim(head_dim), outliers=False)
     grad_out = random_tensor((*inputs[0].shape[:3], inputs[2].shape[3]), dtype, 4, outliers=False)
     grad_lse = random_tensor(inputs[0].shape[:3], torch.float32, 5, outliers=False)
     out, lse, *expected = reference_run((*inputs, mask), grad_out, grad_lse, enable_gqa=True)

@@ -98,14 +98,14 @@ void backward_in(const AttentionCall& c, const AttentionSaved& saved, const Atte
   output(dv, gradients.value, c.kv_heads, indices.cu_k, p.grad_value, p.grad_value_strides);
   tails.clear(stream);
 
-  const auto [rows, keys, scratch_rows] = kernel.tiles(size, device.small());
+  const auto [rows, keys, scratch_rows, columns] = kernel.tiles(size, device.small());
   const bool deterministic = deterministic_algorithms();
   p.kv_heads = static_cast<int>(c.kv_heads), p.scale = static_cast<Real>(c.params.scale);
   p.rows = c.packed ? (p.q_len / rows + p.batch) * rows : (p.q_len + scratch_rows - 1) / scratch_rows * scratch_rows;
   p.key_tiles = c.packed ? p.kv_len / keys + p.batch : (p.kv_len + keys - 1) / keys;
   p.tile_rows = rows, p.tile_keys = keys;
   const int64_t pairs = c.packed ? c.q_heads : c.batch * c.q_heads;
-  const Tensor sum = aten::empty(query, std::vector<int64_t>{pairs, p.rows, size}, c.lse_dtype);
+  const Tensor sum = aten::empty(query, std::vector<int64_t>{pairs, p.rows, columns}, c.lse_dtype);
   const Tensor of_rows = aten::empty(query, std::vector<int64_t>{4, pairs, p.rows}, c.lse_dtype);
   p.query_sum = static_cast<Real*>(sum.data_ptr());
   const int64_t part = pairs * p.rows;
@@ -117,7 +117,7 @@ void backward_in(const AttentionCall& c, const AttentionSaved& saved, const Atte
     torch::stable::zero_(*turn);
     p.turn = static_cast<int*>(turn->data_ptr());
   } else if (kernel.one_head_a_block && p.group > 1 && !c.packed && (p.grad_key || p.grad_value)) {
-    key_value_sum = aten::empty(query, {2, c.batch * c.kv_heads, int64_t{p.key_tiles} * keys, size}, c.lse_dtype);
+    key_value_sum = aten::empty(query, {2, c.batch * c.kv_heads, int64_t{p.key_tiles} * keys, columns}, c.lse_dtype);
     torch::stable::zero_(*key_value_sum);
     p.key_value_sum = static_cast<Real*>(key_value_sum->data_ptr());
   }
@@ -128,7 +128,7 @@ void backward_in(const AttentionCall& c, const AttentionSaved& saved, const Atte
   }
   const bool ranged = is_ranged(c);
   OptionGradients<Real> option_gradients(c, gradients, p, kernel.writes_mask_gradient, ranged);
-  p.span = backward_span(p, size, ranged, deterministic);
+  p.span = backward_span(p, columns, ranged, deterministic);
   kernel.launch(p, {query, device, stream, which.type, ranged});
   for (auto* g : {&dq, &dk, &dv})
     if (*g) (*g)->finish();

@@ -14,6 +14,7 @@ bool is_bf16(const LaunchContext& l) { return l.type == ElementType::bf16; }
 }  // namespace
 
 void launches::sm90_forward(ForwardTask p, const LaunchContext& l) {
+  if (l.ranged && forward_size(p.head_dim, p.v_head_dim) == HeadSize::d256) return sm90_full_forward(p, l);
   OptionalTensor memory;
   p.counter = tile_counter(l.query, l.device.index, l.stream, memory);
   (is_bf16(l) ? sm90_forward_bf16 : sm90_forward_fp16)(p, l.ranged, l.device, l.stream);
@@ -21,7 +22,8 @@ void launches::sm90_forward(ForwardTask p, const LaunchContext& l) {
 void launches::sm90_full_forward(ForwardTask p, const LaunchContext& l) {
   OptionalTensor memory, kinds_memory;
   p.counter = tile_counter(l.query, l.device.index, l.stream, memory);
-  const TileKinds kinds = tile_kinds(p, p.q_heads, 64, 128, l.query, l.stream, kinds_memory);
+  const int keys = sm90_forward_keys(forward_size(p.head_dim, p.v_head_dim));
+  const TileKinds kinds = tile_kinds(p, p.q_heads, 64, keys, l.query, l.stream, kinds_memory);
   (is_bf16(l) ? sm90_full_forward_bf16 : sm90_full_forward_fp16)(p, kinds, l.device, l.stream);
 }
 void launches::sm90_fp16x2_forward(ForwardTask p, const LaunchContext& l) {
@@ -44,6 +46,12 @@ void launches::fp64_forward(ForwardTaskOf<double> p, const LaunchContext& l) {
 
 void launches::sm90_backward(const BackwardTask& p, const LaunchContext& l) {
   (is_bf16(l) ? sm90_backward_bf16 : sm90_backward_fp16)(p, l.ranged, l.device, l.stream);
+}
+void launches::sm90_parts_backward(const BackwardTask& p, const LaunchContext& l) {
+  (is_bf16(l) ? sm90_parts_backward_bf16 : sm90_parts_backward_fp16)(p, l.ranged, l.device, l.stream);
+}
+void launches::sm90_columns_backward(const BackwardTask& p, const LaunchContext& l) {
+  (is_bf16(l) ? sm90_columns_backward_bf16 : sm90_columns_backward_fp16)(p, l.ranged, l.device, l.stream);
 }
 void launches::sm90_full_backward(const BackwardTask& p, const LaunchContext& l) {
   OptionalTensor memory;

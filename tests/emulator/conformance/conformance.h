@@ -403,6 +403,8 @@ struct Program {
     for (int i = 0; i < 128; i++) want.push_back(static_cast<float>(3 * i));
     compare("bulk load, bulk reduction", sum.data, want);
 
+    wgmma<Bf16, 32, 0, 0, false>("wgmma SS bf16 n32");
+    wgmma<Half, 32, 0, 0, false>("wgmma SS f16 n32");
     wgmma<Bf16, 64, 0, 0, false>("wgmma SS bf16 n64");
     wgmma<Half, 128, 0, 0, false>("wgmma SS f16 n128");
     wgmma<Bf16, 64, 1, 1, false>("wgmma SS, both MN-major");

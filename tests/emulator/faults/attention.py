@@ -127,7 +127,7 @@ SM90_FORWARD = [
 
 # Leaving out the wait for a free Q stage alone is no fault: the wait for dO's stage implies it.
 SM90_BACKWARD = [
-    ("dS read without a proxy fence", "sm90/backward.cuh", "df[kk]);\n    ptx::fence_proxy_async();", "df[kk]);"),
+    ("dS read without a proxy fence", "sm90/backward.cuh", "df, part);\n    ptx::fence_proxy_async();", "df, part);"),
     (
         "no wait for the other warpgroup's dS",
         "sm90/backward.cuh",
@@ -149,8 +149,8 @@ SM90_BACKWARD = [
     (
         "transaction count without the statistics",
         "sm90/backward.cuh",
-        "(bar, Shape::kQueryBytes + Shape::kRows * 4)",
-        "(bar, Shape::kQueryBytes)",
+        "(bar, Panels * Shape::kQueryPanel + Shape::kRows * 4)",
+        "(bar, Panels * Shape::kQueryPanel)",
     ),
     (
         "stage released while others still read it",
@@ -161,8 +161,8 @@ SM90_BACKWARD = [
     (
         "halves of dS exchanged in dQ",
         "sm90/backward.cuh",
-        "group * (Shape::kKeyPanel / 16) : 0",
-        "(group ^ 1) * (Shape::kKeyPanel / 16) : 0",
+        "piece * (Shape::kKeyPanel / 16) : 0",
+        "(piece ^ 1) * (Shape::kKeyPanel / 16) : 0",
     ),
 ]
 SM90_BACKWARD += [
@@ -178,6 +178,89 @@ SM90_BACKWARD += [
     ]
 ]
 SM90_BACKWARD += [("counters of blocks not cleared", "common/backward_passes.cuh", "p.query_blocks[pair] = 0;", ";")]
+
+_PARTS = "sm90/backward_parts.cuh"
+SM90_PARTS_BACKWARD = [
+    ("scores read before they are done", _PARTS, "@scores_done", "ptx::wgmma_wait<1>();"),
+    ("stages released before their products are done", _PARTS, "@products_done", "ptx::wgmma_wait<1>();"),
+    (
+        "no wait for the other warpgroup's dS",
+        _PARTS,
+        "ptx::bar_sync(4 + 2 * (it & 1) + (group ^ 1), 256);",
+        "",
+    ),
+    ("one dS tile instead of two", _PARTS, "memory.ds + it % 2 * Shape::kScoreBytes", "memory.ds"),
+    ("the first part's rows twice", "sm90/backward.cuh", "kQueryBytes + part * (kScoreRows * 128)", "kQueryBytes"),
+    ("the first part's dO twice", "sm90/backward.cuh", "kOutBytes + part * (kScoreRows * 128)", "kOutBytes"),
+    ("the first part's dS overwritten", "sm90/backward.cuh", "part * (kScoreRows / 8) + kk", "kk"),
+    (
+        "the first part's statistics twice",
+        "sm90/backward.cuh",
+        "const int row = stage * kRows + part * kScoreRows;",
+        "const int row = stage * kRows;",
+    ),
+    ("mask of the first part", "sm90/backward.cuh", "at.tile * kRows + part * kScoreRows;", "at.tile * kRows;"),
+    ("the last columns of dK left out", "sm90/backward.cuh", "if constexpr (K > kFirst)", "if constexpr (K < 0)"),
+    (
+        "the third piece added twice",
+        "sm90/backward_shape.cuh",
+        "piece == group : tile % 2 == group;",
+        "piece == group : true;",
+    ),
+    ("Q refilled without waiting", "sm90/backward.cuh", "ptx::mbarrier_wait(memory.q_empty + 8 * qs, qp);", ""),
+    ("rows of 256 columns cleared", "common/backward_passes.cuh", "if (c >= D / 8) return;", ""),
+]
+SM90_PARTS_DETERMINISTIC = [
+    ("dQ staged while it is read", _PARTS, "if (Shape::kDeterministic && stored) ptx::bar_sync(8 + group, 160);", ""),
+    (
+        "the third piece in the place of another",
+        "sm90/backward.cuh",
+        "(Shape::kRows * Shape::kD) + piece * 4096,",
+        "(Shape::kRows * Shape::kD) + half * 4096,",
+    ),
+]
+NAN_SM90_PARTS_BACKWARD = [
+    ("keys stay as they are", _PARTS, "if (Ranged) Guard::clean_keys(memory, smem);", ""),
+    (
+        "queries and dO stay as they are",
+        _PARTS,
+        "Guard::clean_queries(pf, memory, smem, query, out, part);",
+        ";",
+    ),
+    ("one panel of keys stays", "sm90/backward_guard.cuh", "tile + i / 8 * Panel + row", "tile + i / 16 * Panel + row"),
+    ("dO is not looked at", "sm90/backward_guard.cuh", " | not_finite_rows<Shape::kOutPanels>(out)", ""),
+]
+
+_COLUMNS = "sm90/backward_columns.cuh"
+SM90_COLUMNS_BACKWARD = [
+    ("scores read before they are done", _COLUMNS, "@scores_done", "ptx::wgmma_wait<1>();"),
+    ("stages released before their products are done", _COLUMNS, "@products_done", "ptx::wgmma_wait<1>();"),
+    ("P overwritten while the other warpgroup reads it", _COLUMNS, "@scores_read", ""),
+    ("P and dS read before the other warpgroup wrote them", _COLUMNS, "@scores_written", ""),
+    (
+        "the other warpgroup's columns of Q and dO",
+        _COLUMNS,
+        "queries + group * (kHeld",
+        "queries + (group ^ 1) * (kHeld",
+    ),
+    (
+        "the first piece of dQ twice",
+        _COLUMNS,
+        "Base::issue_dq(dq[1], ds, 2 * group + 1);",
+        "Base::issue_dq(dq[1], ds, 2 * group);",
+    ),
+    (
+        "the other warpgroup's columns written",
+        "sm90/backward.cuh",
+        "Shape::kByColumns ? group * kChunks",
+        "Shape::kByColumns ? (group ^ 1) * kChunks",
+    ),
+]
+NAN_SM90_COLUMNS_BACKWARD = [
+    ("half of a tile's rows stay as they are", _COLUMNS, "TileGuard::clean_rows_of(", "Guard::clean_rows_of("),
+    ("marks of the first rows", _COLUMNS, "smem, group * Shape::kScoreRows);", "smem, 0);"),
+]
+
 
 SM80_BACKWARD = [
     ("gradient of lse forgotten", "common/backward_passes.cuh", "sum -= p.grad_lse[stat]", "sum -= 0"),
@@ -493,7 +576,12 @@ NAN_SM90_BACKWARD = [
         "if (Ranged && Guard::found_keys(memory, smem)) Guard::poison_scores",
         "if (false) Guard::poison_scores",
     ),
-    ("queries and dO stay as they are", "sm90/backward.cuh", "Guard::clean_queries(pf, memory, smem, qs, ds);", ";"),
+    (
+        "queries and dO stay as they are",
+        "sm90/backward.cuh",
+        "Guard::clean_queries(pf, memory, smem, query_rows(qs), out_rows(ds));",
+        ";",
+    ),
     ("a hidden dS", "sm90/backward.cuh", "&= not_zero(pf[i / 4][i % 4]);", "|= 0;"),
     ("a bad row of dO does not show", "sm90/backward_guard.cuh", "x |= mask & not_zero(x);", ""),
     ("hidden weights are poisoned too", "sm90/backward_guard.cuh", "mask & not_zero(x)", "mask"),
@@ -507,8 +595,8 @@ NAN_SM90_BACKWARD = [
     (
         "read before all is clean",
         "sm90/backward_guard.cuh",
-        "ptx::fence_proxy_async();\n    ptx::bar_sync(1, 256);\n#pragma",
-        "ptx::fence_proxy_async();\n#pragma",
+        "ptx::fence_proxy_async();\n    ptx::bar_sync(1, 256);\n    return true;",
+        "ptx::fence_proxy_async();\n    return true;",
     ),
 ]
 _ROUNDED = ("weights from a rounded lse", "common/backward_task.cuh", "p.inverse[at] = stats.inverse;")

@@ -50,7 +50,7 @@ BACKWARD = [  # found by values, or as races
     ("dropped weights count", _SCORES, "keep ? weighted.weight : 0.f", "weighted.weight"),
     ("a hidden key leaks", _KERNEL, "if (hides(", "if (false && hides("),
     ("kinds of the first rows for all", _RING, "at.head, at.tile), work", "at.head, 0), work"),
-    ("both parts of a tile vote in one place", _KERNEL, "again, again, row / 64);", "again, again, 0);"),
+    ("both parts of a tile vote in one place", _KERNEL, "Part::kOutBytes, row / 64);", "Part::kOutBytes, 0);"),
 ]
 DETERMINISTIC = [  # there is one stage for a mask's tile
     (

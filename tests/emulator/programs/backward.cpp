@@ -1,7 +1,7 @@
 // Runs one backward kernel with its passes, named by -DKERNEL=... (an Sm80Backward) or -DSHAPE=... (an
-// Sm90BackwardShape; with -DOPTIONS an Sm90FullBackwardShape). stdin: query, key, value, out, grad_out, stats,
-// grad_lse, lengths, options; stdout: grad_query, grad_key, grad_value, and of options where there are such:
-// grad_sinks, grad_slopes, grad_mask. -DRANGED: as in forward.cpp.
+// Sm90BackwardShape, of the kernel -DENTRY=...; with -DOPTIONS an Sm90FullBackwardShape). stdin: query, key, value,
+// out, grad_out, stats, grad_lse, lengths, options; stdout: grad_query, grad_key, grad_value, and of options where
+// there are such: grad_sinks, grad_slopes, grad_mask. -DRANGED: as in forward.cpp.
 #include "backward_options.h"
 #include "tile_kinds_of.h"
 //
@@ -39,8 +39,7 @@ void launch_main(const BackwardTask& p, const driver::Shape& q, const driver::Sh
   emulator::launch(sm90_full_backward<Kernel>, dim3(blocks), dim3(Kernel::kThreads), Kernel::kSmemBytes, options, all,
                    p);
 #else
-  emulator::launch(sm90_backward<Kernel, Ranged>, dim3(blocks), dim3(Kernel::kThreads), Kernel::kSmemBytes, options,
-                   maps, p);
+  emulator::launch(ENTRY<Kernel, Ranged>, dim3(blocks), dim3(Kernel::kThreads), Kernel::kSmemBytes, options, maps, p);
 #endif
 #else
   (void)q, (void)k, (void)v, (void)o;
@@ -88,11 +87,11 @@ int main(int argc, char** argv) {
     p.span = a["span"] ? a["span"] : backward_span(p, Kernel::kD, a["ranged"], deterministic);
 
     const auto options = a.options();
-    const auto pass = [&](auto kernel, int64_t length, size_t count) {
-      const dim3 grid(static_cast<unsigned>(pass_blocks(length, Kernel::kD, static_cast<int64_t>(count))));
+    const auto pass = [&](auto kernel, int64_t length, size_t count, int columns = Kernel::kD) {
+      const dim3 grid(static_cast<unsigned>(pass_blocks(length, columns, static_cast<int64_t>(count))));
       emulator::launch(kernel, grid, dim3(kPassThreads), 0, options, p);
     };
-    pass(backward_prepare<Element, Kernel::kD>, p.rows, pairs);
+    pass(backward_prepare<Element, Kernel::kD>, p.rows, pairs, 8 * kPrepareThreads<Kernel::kD>);
 #ifndef RANGED
     if (!a["ranged"])
       launch_main<false>(p, q, k, in.v, in.o, options);

@@ -37,16 +37,22 @@ Sm90BackwardMaps sm90_backward_maps(const BackwardTask& task) {
           .grad_out1 = grad_out(1)};
 }
 
+// The passes and the kernel; grid: see sm90_backward.
+template <class Shape>
+void launch_sm90_backward_kernel(const BackwardTask& task, cudaStream_t stream,
+                                 void (*kernel)(Sm90BackwardMaps, BackwardTask)) {
+  launch_backward<Shape>(task, stream, [&] {
+    if (task.key_tiles == 0) return;
+    const Sm90BackwardMaps maps = sm90_backward_maps<Shape>(task);
+    launch_kernel(kernel, int64_t{task.key_tiles} * (task.key_value_sum ? task.q_heads : task.kv_heads) * task.batch,
+                  Shape::kThreads, Shape::kSmemBytes, stream, maps, task);
+  });
+}
+
 template <class T>
 void launch_sm90_backward(const BackwardTask& task, bool ranged, cudaStream_t stream) {
   const auto go = [&]<class Shape>() {
-    launch_backward<Shape>(task, stream, [&] {
-      if (task.key_tiles == 0) return;
-      const Sm90BackwardMaps maps = sm90_backward_maps<Shape>(task);
-      launch_kernel(ranged ? sm90_backward<Shape, true> : sm90_backward<Shape, false>,
-                    int64_t{task.key_tiles} * (task.key_value_sum ? task.q_heads : task.kv_heads) * task.batch,
-                    Shape::kThreads, Shape::kSmemBytes, stream, maps, task);
-    });
+    launch_sm90_backward_kernel<Shape>(task, stream, ranged ? sm90_backward<Shape, true> : sm90_backward<Shape, false>);
   };
   const auto pick = [&]<bool Deterministic>() {
     if (backward_size(task.head_dim, task.v_head_dim) == 64)

@@ -29,6 +29,7 @@ void launch_sm90_full_forward(ForwardTask task, const TileKinds& kinds, const De
     const HeadSize size = forward_size(task.head_dim, task.v_head_dim);
     if (size == HeadSize::d128) return go.template operator()<Sm90FullShape<T, 128, 128, 2, Bias>>();
     if (size == HeadSize::d192v128) return go.template operator()<Sm90FullShape<T, 192, 128, 1, Bias>>();
+    if (size == HeadSize::d256) return go.template operator()<Sm90FullShape<T, 256, 256, 1, Bias>>();
     go.template operator()<Sm90FullShape<T, 64, 64, 2, Bias>>();
   };
   if (task.scores.mask_kind > MaskElement::boolean)

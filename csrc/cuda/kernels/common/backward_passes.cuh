@@ -20,9 +20,12 @@ inline int64_t pass_blocks(int64_t rows, int d, int64_t pairs) {
 }
 
 // Before: delta = sum(out * grad_out) - grad_lse, stats in parts, the sum for dQ cleared.
+// Threads of a row in the pass before a kernel of D columns: D / 8, or the next power of two.
+template <int D>
+constexpr int kPrepareThreads = D == 192 ? 32 : D / 8;
 template <class T, int D>
 __global__ void __launch_bounds__(kPassThreads) backward_prepare(const BackwardTask p) {
-  constexpr int kPer = D / 8, kRows = kPassThreads / kPer;
+  constexpr int kPer = kPrepareThreads<D>, kRows = kPassThreads / kPer;
   const int blocks = (p.rows + kRows - 1) / kRows, pair = blockIdx.x / blocks;
   const int row = (blockIdx.x - pair * blocks) * kRows + threadIdx.x / kPer, c = threadIdx.x % kPer;
   const ScratchRow own(p, pair, row);
@@ -53,6 +56,7 @@ __global__ void __launch_bounds__(kPassThreads) backward_prepare(const BackwardT
     if (p.grad_lse && exists) sum -= p.grad_lse[stat];
     write_row(p, first + stat_position(row), stats, sum);
   }
+  if (c >= D / 8) return;
   float4* z = reinterpret_cast<float4*>(p.query_sum + (first + row) * D + c * 8);
   z[0] = z[1] = float4{0.f, 0.f, 0.f, 0.f};
 }

@@ -6,20 +6,38 @@
 
 namespace attnjourney {
 
+// D: columns of Q and K, and of V and dO, which of 192 have 128. Up to 192 a warpgroup has half of a block's keys, at
+// 256 half of the columns of dK, dV and dQ (kByColumns).
 template <class T_, int D, int Rows, bool Deterministic>
 struct Sm90BackwardShape {
   using T = T_;
-  static constexpr int kD = D, kRows = Rows, kKeys = 128, kThreads = 384;
+  static constexpr int kD = D, kDv = D == 192 ? 128 : D, kRows = Rows, kKeys = D == 256 ? 64 : 128;
+  static constexpr int kThreads = 384;
+  static constexpr int kScoreRows = D > 128 ? 32 : Rows;  // rows whose scores a warpgroup holds at a time
+  static constexpr bool kByColumns = D == 256;
+  static constexpr int kHeld = kByColumns ? D / 2 : D, kHeldDv = kByColumns ? kDv / 2 : kDv;  // columns of a warpgroup
   static constexpr bool kDeterministic = Deterministic;
-  static constexpr int kQueryStages = 3, kOutStages = 2, kPanels = D / 64;  // of Q, of dO; 64 columns a panel
+  // 64 columns a panel: of Q and K, of V and dO
+  static constexpr int kQueryStages = D > 128 ? 2 : 3, kOutStages = D == 256 && Deterministic ? 1 : 2;
+  static constexpr int kPanels = D / 64, kOutPanels = kDv / 64;
   static constexpr int kKeyPanel = kKeys * 128, kQueryPanel = Rows * 128, kScorePanel = kKeys * 128;  // bytes
   static constexpr int kKeyBytes = kPanels * kKeyPanel, kQueryBytes = kPanels * kQueryPanel;
-  static constexpr int kScoreBytes = Rows / 64 * kScorePanel, kSumBytes = Deterministic ? Rows * D * 4 : 0;
+  static constexpr int kValueBytes = kOutPanels * kKeyPanel, kOutBytes = kOutPanels * kQueryPanel;
+  static constexpr int kPieces = Rows * D / 4096;  // of dQ: 64 x 64, one or two a warpgroup
+  static constexpr int kScoreBytes = Rows / 64 * kScorePanel, kSumBytes = Deterministic ? 2 * 16384 : 0;
   static constexpr int kStages = kQueryStages + kOutStages, kInverseBytes = 0;
-  static constexpr int kSmemBytes = 2 * kKeyBytes + kStages * kQueryBytes + 2 * kScoreBytes + kSumBytes +
-                                    kStages * Rows * 4 + 8 * (1 + 2 * kStages) + 64 + 2 * 512;
-  static_assert(Rows * D == 8192, "64 x 64 of dQ a warpgroup");
+  static constexpr int kVoteBytes = 32 + 32 * (Rows / kScoreRows);
+  static constexpr int kSmemBytes = kKeyBytes + kValueBytes + kQueryStages * kQueryBytes + kOutStages * kOutBytes +
+                                    2 * kScoreBytes + kSumBytes + kStages * Rows * 4 + 8 * (1 + 2 * kStages) +
+                                    kVoteBytes + 2 * 512;
+  static constexpr int kProducerRegisters = kByColumns ? 40 : 24, kConsumerRegisters = kByColumns ? 232 : 240;
+  static_assert(kPieces >= 2 && kPieces <= 4);
   static_assert(kSmemBytes <= 227 * 1024);
+
+  // Does the warpgroup add this piece of dQ of a query tile? The last of three is added in turns.
+  static __device__ __forceinline__ bool adds(int piece, int group, int tile) {
+    return kPieces == 4 ? piece / 2 == group : piece < 2 ? piece == group : tile % 2 == group;
+  }
 
   // Operands in 128-byte-swizzled panels 64 elements wide, groups of 8 rows 1024 bytes apart; MN-major ones with panels
   // `lead` bytes apart. code() is the part that depends on the address, once a tile.
@@ -39,7 +57,7 @@ struct Sm90BackwardShape {
     load_fragment(x, tile, (row / 64 * (D / 8) + c) * 128, row % 64);
   }
   static __device__ __forceinline__ void load_query(float (&x)[8], const float* tile, int row, int c) {
-    load_fragment(x, tile, ((D == 128 ? c / 8 : row / 64) * 8 + c % 8) * 128, row % 64);
+    load_fragment(x, tile, ((Rows == 64 ? c / 8 : row / 64) * 8 + c % 8) * 128, row % 64);
   }
   static __device__ __forceinline__ void load_fragment(float (&x)[8], const float* tile, int first, int row) {
     const int at = first + row / 16 * 32 + row % 8 * 4;
@@ -57,15 +75,16 @@ template <class Shape>
 struct Sm90BackwardMemory {
   uint32_t k, v, q, d_out, ds, dq, lse, delta;           // lse: lse2, with options the reference
   uint32_t kv_full, q_full, q_empty, do_full, do_empty;  // mbarriers
-  // of numbers that are not finite: votes of the eight warps, twice; NaN or 0 for each key, for each row of dO
+  // of numbers that are not finite: votes of the eight warps, for keys and for rows; NaN or 0 for each key, for each
+  // row of dO
   uint32_t votes, keys, rows;
   // score_tiles: of dS; more: bytes after them for others
   explicit __device__ __forceinline__ Sm90BackwardMemory(uint32_t base, int score_tiles = 2, int more = 0)
       : k(base),
         v(k + Shape::kKeyBytes),
-        q(v + Shape::kKeyBytes),
+        q(v + Shape::kValueBytes),
         d_out(q + Shape::kQueryStages * Shape::kQueryBytes),
-        ds(d_out + Shape::kOutStages * Shape::kQueryBytes),
+        ds(d_out + Shape::kOutStages * Shape::kOutBytes),
         dq(ds + score_tiles * Shape::kScoreBytes + more),
         lse(dq + Shape::kSumBytes),
         delta(lse + Shape::kQueryStages * Shape::kRows * 4),
@@ -75,7 +94,7 @@ struct Sm90BackwardMemory {
         do_full(q_empty + 8 * Shape::kQueryStages),
         do_empty(do_full + 8 * Shape::kOutStages),
         votes(do_empty + 8 * Shape::kOutStages),
-        keys(votes + 64),
+        keys(votes + Shape::kVoteBytes),
         rows(keys + 512) {}
   __device__ __forceinline__ void init() const {
     ptx::mbarrier_init(kv_full, 1);

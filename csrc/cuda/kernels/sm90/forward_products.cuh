@@ -27,9 +27,14 @@ struct Sm90ForwardProducts {
                                                 const uint32_t (&weights)[Shape::kKeys / 16][4], uint32_t value) {
     const uint64_t v = swizzled_operand(value, Shape::kKeys * 128);
     ptx::wgmma_fence();
+    constexpr int kColumns = Shape::kDv < 128 ? Shape::kDv : 128;  // of a product
+    constexpr int kStep = kColumns / 64 * (Shape::kKeys * 128 / 16);
 #pragma unroll
     for (int kk = 0; kk < Shape::kKeys / 16; kk++)
-      ptx::wgmma_rs<T, Shape::kDv, 1>(out, weights[kk], v + kk * (16 * 128 / 16), true);
+#pragma unroll
+      for (int c = 0; c < Shape::kDv / kColumns; c++)
+        ptx::wgmma_rs<T, kColumns, 1>(reinterpret_cast<float (&)[kColumns / 2]>(out[c * kColumns / 2]), weights[kk],
+                                      v + c * kStep + kk * (16 * 128 / 16), true);
     ptx::wgmma_commit();
   }
 };

@@ -171,7 +171,8 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<Shape, true> {
         const int again = ptx::opaque(it) % Shape::kQueryStages * Shape::kParts + row / 64;
         if (hides(TileRing<Shape>(memory, smem).slot(ptx::opaque(it))) &&
             suspect(statistics(memory.lse, again), statistics(memory.delta, again)))
-          Guard::clean_queries(pf, memory, smem, again, again, row / 64);
+          Guard::clean_queries(pf, memory, smem, memory.q + again * Part::kQueryBytes,
+                               memory.d_out + again * Part::kOutBytes, row / 64);
         ptx::wgmma_fence();
         issue_part_sum(dv, pf, memory.d_out, again);
         ptx::wgmma_fence();
@@ -189,7 +190,7 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<Shape, true> {
       const RingTile &done = TileRing<Shape>(memory, smem).slot(now),
                      &next = TileRing<Shape>(memory, smem).slot(now + 1);
       float dq[32];
-      Base::issue_dq(dq, memory.ds);
+      Base::issue_dq(dq, memory.ds, group);
       if (task.mask_gradient.own) write_mask_gradient(panel_of(memory, now), done.head, done.tile * kRows);
       if (maps.mask_tiles) Base::release(memory.mask_empty + 8 * (now % Shape::kMaskStages));
       ring.wait(now + 1);
@@ -199,7 +200,7 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<Shape, true> {
       Base::release(memory.do_empty + 8 * (now % Shape::kQueryStages));
       if (next.exists()) ptx::bar_arrive(6 + group, 256);
       if (Shape::kDeterministic && now > 0) ptx::bar_sync(8 + group, 160);
-      Base::store_dq(dq, done.scratch);
+      Base::store_dq(dq, done.scratch, group);
       if (task.slope_sum && (!next.exists() || next.head != done.head)) add_slopes(done.head);
       Base::release(ring.empty(now));
     }

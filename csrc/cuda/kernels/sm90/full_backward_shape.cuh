@@ -24,7 +24,8 @@ struct Sm90FullBackwardShape : Sm90BackwardShape<T_, D, Rows, Deterministic> {
   };
   // Scores are worked on 64 rows at a time: such a part of a tile, as a shape of its own.
   struct Part : Base {
-    static constexpr int kRows = 64, kQueryPanel = 64 * 128, kQueryBytes = Base::kPanels * kQueryPanel;
+    static constexpr int kRows = 64, kScoreRows = 64, kQueryPanel = 64 * 128;
+    static constexpr int kQueryBytes = Base::kPanels * kQueryPanel, kOutBytes = kQueryBytes;
   };
   static constexpr int kParts = Rows / 64;
   static_assert(kParts == 1 || Base::kPanels == 1);  // 64 rows lie together

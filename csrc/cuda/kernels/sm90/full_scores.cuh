@@ -16,7 +16,7 @@ struct Sm90FullScores {
   const ForwardTask& task;
   uint32_t seen[kHalves];                       // what a boolean mask or one of blocks lets through
   uint32_t kept[kHalves];                       // what dropout does
-  uint32_t raw[Shape::kBias ? kCount / 2 : 1];  // a bias as it lies in memory: pairs of T, or 64 keys' float
+  uint32_t raw[Shape::kBias ? kCount / 2 : 1];  // a bias as it lies in memory: pairs of T, or half of the keys' float
 
   // for one tile: what a call does not use stays undefined, or it would take up registers
   explicit __device__ __forceinline__ Sm90FullScores(const ForwardTask& task_) : task(task_) {}
@@ -80,7 +80,7 @@ struct Sm90FullScores {
   template <class X>
   __device__ __forceinline__ void read_bias(const Slot& slot, int key_tile, int row, int key, int half) {
     constexpr int kWords = sizeof(X) / 2;  // of two keys
-    key += 64 * half;
+    key += Shape::kKeys / 2 * half;
     const X *a = row_at<X>(slot, row, key), *b = row_at<X>(slot, row + 8, key);
     if (pairs(slot, key_tile)) {
 #pragma unroll
@@ -194,10 +194,10 @@ struct Sm90FullScores {
         }
       } else {
 #pragma unroll
-        for (int half = 0; half < kHalves; half++) {
+        for (int half = 0; half < 2; half++) {
           if (half > 0) read_bias<uint32_t>(slot, key_tile, row, key, half);
 #pragma unroll
-          for (int i = 0; i < 32; i++) add(32 * half + i, ptx::as_float(raw[i]));
+          for (int i = 0; i < kCount / 2; i++) add(kCount / 2 * half + i, ptx::as_float(raw[i]));
         }
       }
     } else if ((options.sinks || !(task.score_scale > 0)) && factor != 1.f) {

@@ -33,7 +33,8 @@ struct Sm90FullTile {
 };
 
 template <class T, int Dqk, int Dv, int QueryStages>
-using Sm90FullBase = Sm90ForwardShape<T, Dqk, Dv, 2, 128, Dqk == 64 ? 4 : 2, QueryStages, true, false, 0, false>;
+using Sm90FullBase =
+    Sm90ForwardShape<T, Dqk, Dv, 2, Dqk == 256 ? 64 : 128, Dqk == 64 ? 4 : 2, QueryStages, true, false, 0, false>;
 
 // Bias: the mask is floating; else it is boolean, of blocks, or there is none.
 template <class T, int Dqk, int Dv, int QueryStages, bool Bias>

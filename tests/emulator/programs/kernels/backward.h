@@ -3,7 +3,11 @@
 #include <type_traits>
 
 #ifdef SHAPE
-#include "cuda/kernels/sm90/backward.cuh"
+#include "cuda/kernels/sm90/backward_columns.cuh"
+#include "cuda/kernels/sm90/backward_parts.cuh"
+#ifndef ENTRY
+#define ENTRY sm90_backward
+#endif
 #else
 #define OPTIONS
 #endif
@@ -49,13 +53,13 @@ INSTANCE(backward_per_head<false, float>);
 INSTANCE(tile_kinds<Kernel::kKeys>);
 INSTANCE(sm90_full_backward<Kernel>);
 #elif defined(SHAPE)
-INSTANCE(sm90_backward<Kernel, true>);
+INSTANCE(ENTRY<Kernel, true>);
 #else
 INSTANCE(sm80_backward<Kernel, true>);
 #endif
 #ifndef RANGED
 #ifdef SHAPE
-INSTANCE(sm90_backward<Kernel, false>);
+INSTANCE(ENTRY<Kernel, false>);
 #else
 INSTANCE(sm80_backward<Kernel, false>);
 #endif
