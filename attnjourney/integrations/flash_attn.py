@@ -114,10 +114,9 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = None,
 ) -> Result:
     """q (total_q, H, D), k and v (total_k, Hk, D) -> (total_q, H, Dv), lse (H, total_q). With block_table (B, blocks)
-    k and v are (num_blocks, block_size, Hk, D): read in place on the CPU, gathered on CUDA, for derivatives and for
-    dropout."""
+    k and v are (num_blocks, block_size, Hk, D): read in place, gathered for derivatives and for dropout."""
     _check_rank("q", q, 3)
-    if block_table is not None and (q.is_cuda or dropout_p > 0 or needs_node((q, k, v, alibi_slopes), {})):
+    if block_table is not None and (dropout_p > 0 or needs_node((q, k, v, alibi_slopes), {})):
         k, v = gather_blocks(k, v, cu_seqlens_k, block_table)
         block_table = None
     out, lse = _packed(

@@ -8,7 +8,7 @@ requires grad is refused while gradients are recorded. An error leaves a cache a
     out = cache.attend(query)         # (batch, num_heads, N, head_dim): its rows are the last of each sequence
     out = cache.step(query, key, value)  # both
 
-With dtype=torch.int8 or torch.float8_e4m3fn (on the CPU) a cache holds bytes: half the memory of bfloat16, and a step
+With dtype=torch.int8 or torch.float8_e4m3fn a cache holds bytes: half the memory of bfloat16, and a step
 reads half as much. Tokens of float32, bfloat16 or float16 are quantised as they are appended, with a scale for each
 token and head, which is theirs alone: what is appended later changes nothing that is there.
 

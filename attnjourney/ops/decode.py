@@ -77,7 +77,7 @@ def decode(
         block_table: (B, max_blocks) int32: key j of sequence b is row j % block_size of block
             block_table[b, j // block_size] (PagedAttention, arXiv 2309.06180).
         ring: key j lies at j % capacity and only the last `capacity` keys are there; needs a left window.
-        key_scale: of keys and values in bytes (int8 or float8_e4m3fn, on the CPU), which are read as they lie: key's
+        key_scale: of keys and values in bytes (int8 or float8_e4m3fn), which are read as they lie: key's
             shape but for the last dimension, float32; each key is its bytes times its number. A query of float32,
             bfloat16 or float16.
         value_scale: the same of value.

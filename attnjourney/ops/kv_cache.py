@@ -9,7 +9,7 @@
     paged_cache_truncate(lengths!, block_table!, block_refs!, new_lengths, *, block_size)
     paged_cache_reorder(lengths!, block_table!, block_refs!, batch_index)
 
-Caches of bytes (int8, float8_e4m3fn; on the CPU) have a scale for each token and head, their shape but for the last
+Caches of bytes (int8, float8_e4m3fn) have a scale for each token and head, their shape but for the last
 dimension: key_scale and value_scale. append then quantises what it is given.
 
 On the CPU they check every value first: an error leaves the cache as it was.

@@ -68,7 +68,7 @@ def mla_decode(
         lengths: (B,) int64 or int32.
         kv_b_weight: (H * (nope + v), kv_lora), for each head nope rows W_UK, then v rows W_UV, as in transformers'
             deepseek_v3.
-        latent_scale: of latents in bytes (int8 or float8_e4m3fn, on the CPU): latent's shape but for the last
+        latent_scale: of latents in bytes (int8 or float8_e4m3fn): latent's shape but for the last
             dimension, float32, as key_scale of :func:`attnjourney.decode`.
         block_table, is_causal, window_size, attn_mask, prefix_length, softcap, sinks, alibi_slopes, return_lse: as
             in :func:`attnjourney.decode`.

@@ -68,8 +68,7 @@ def varlen_attention(
             (..., Ev), as of attnjourney.decode and PagedKVCache. Key j of sequence b is row j % block_size of block
             block_table[b, j // block_size], and cu_seqlens_k counts the keys that each sequence has there: query
             rows of any length, one of them or a prompt's next thousand, read the caches in place, in one call. For
-            rows that are the last of their sequences causal_alignment is "bottom_right". No dropout, no gradient,
-            and on the CPU only.
+            rows that are the last of their sequences causal_alignment is "bottom_right". No dropout, no gradient.
         sinks, alibi_slopes: (Hq,) or (B, Hq).
         max_seqlen_q, max_seqlen_k: taken, and not needed: the lengths say it.
         the others: as in attnjourney.attention; alignment, window and prefix are each sequence's own. There is no

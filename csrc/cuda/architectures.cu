@@ -73,11 +73,11 @@ constexpr BackwardKernelOf<float> sm90_backward[] = {
      .finishes_short_rows = true},
 };
 constexpr LatentKernel sm90_latents[] = {
-    // reads no masks, and is for large latents and many rows
+    // reads no masks and no bytes, and is for large latents and many rows
     {"sm90_latents",
      [](const LatentCase& c, const Device&) {
-       return is_16_bit(c.type) && c.chunked && c.rows > 16 && !c.masked && c.v_head_dim > kLatentValueDim / 2 &&
-              c.near;
+       return is_16_bit(c.type) && c.chunked && c.rows > 16 && !c.masked && !c.bytes &&
+              c.v_head_dim > kLatentValueDim / 2 && c.near;
      },
      launches::sm90_latents},
 };

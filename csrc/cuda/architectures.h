@@ -23,6 +23,7 @@ struct LatentCase {  // decoding over latents
   bool chunked;              // rows of the cache are whole 16-byte chunks
   bool masked;               // by a mask tensor
   bool near;                 // chunks of the cache count in 32 bits
+  bool bytes;                // the latents are bytes
 };
 
 template <class Real>
@@ -58,7 +59,7 @@ struct BackwardKernelOf {
 struct LatentKernel {
   const char* name;
   bool (*serves)(const LatentCase&, const Device&);
-  const CudaDecode& (*kernel)(ElementType);
+  const CudaDecode& (*kernel)(const LatentCase&);
 };
 
 template <class Real>
@@ -124,10 +125,10 @@ void fp16x2_backward(const BackwardTaskOf<float>&, const LaunchContext&);
 void fp32_backward(const BackwardTaskOf<float>&, const LaunchContext&);
 void fp64_backward(const BackwardTaskOf<double>&, const LaunchContext&);
 
-const CudaDecode& sm90_latents(ElementType);
-const CudaDecode& sm80_latents_64_rows(ElementType);
-const CudaDecode& sm80_latents_32_rows(ElementType);
-const CudaDecode& fma_latents(ElementType);
+const CudaDecode& sm90_latents(const LatentCase&);
+const CudaDecode& sm80_latents_64_rows(const LatentCase&);
+const CudaDecode& sm80_latents_32_rows(const LatentCase&);
+const CudaDecode& fma_latents(const LatentCase&);
 }  // namespace launches
 
 }  // namespace attnjourney

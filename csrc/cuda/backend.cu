@@ -18,6 +18,7 @@ constexpr Backend cuda_backend{
     .decode = {.decode = cuda_decode,
                .decode_latents = cuda_decode_latents,
                .products = aten_head_products,
+               .dequantize = cuda_dequantize,
                .most_head_dim = 256},
     .caches = {.append = cuda_cache_append,
                .truncate = cuda_cache_truncate,

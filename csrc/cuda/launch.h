@@ -23,6 +23,13 @@ void sm80_full_forward_fp16(ForwardTask, bool ranged, const Device&, cudaStream_
 void sm90_forward_bf16(ForwardTask, bool ranged, const Device&, cudaStream_t);
 void sm90_forward_fp16(ForwardTask, bool ranged, const Device&, cudaStream_t);
 
+// packed rows over a paged cache, of the sequences that are not decoding's
+struct PagedKeys;
+void sm80_paged_forward_bf16(ForwardTask, const PagedKeys&, cudaStream_t);
+void sm80_paged_forward_fp16(ForwardTask, const PagedKeys&, cudaStream_t);
+void fp32_paged_forward_float(ForwardTaskOf<float>, const PagedKeys&, cudaStream_t);
+void fp32_paged_forward_double(ForwardTaskOf<double>, const PagedKeys&, cudaStream_t);
+
 // With options; kinds: of tiles of 64 rows, and of 128 keys, in the forward as sm90_forward_keys says.
 struct TileKinds;
 void sm90_full_forward_bf16(ForwardTask, const TileKinds& kinds, const Device&, cudaStream_t);

@@ -1,5 +1,5 @@
-// What the CUDA kernels serve: everything else is refused, by name. All options of attention and decoding are served
-// but for packed rows over paged caches; a field added to them is looked at in cuda/attention/options.h.
+// What the CUDA kernels serve: everything else is refused, by name. All options of attention and decoding are served; a
+// field added to them is looked at in cuda/attention/options.h.
 #pragma once
 #include "attention/attention.h"
 #include "cuda/kernels/decode/latent_size.cuh"
@@ -10,33 +10,25 @@
 namespace attnjourney {
 
 inline void check_served(const AttentionCall& c, bool backward) {
-  check_value(!c.args.options.block_table, "block_table: expected None on CUDA, where varlen_attention reads packed ",
-              "keys: gather them, or give sequences of as many rows each to attnjourney.decode");
   const auto head_dim = static_cast<int>(std::min<int64_t>(c.params.head_dim, 1 << 20));
   const auto v_head_dim = static_cast<int>(std::min<int64_t>(c.params.v_head_dim, 1 << 20));
   check_value(
       backward ? backward_size(head_dim, v_head_dim) != 0 : forward_size(head_dim, v_head_dim) != HeadSize::none,
       "query: expected head dimensions of at most 256 on CUDA, got ", head_dim, " and (value) ", v_head_dim);
   const int64_t limit = 1 << 28;
-  check_value(c.params.q_len < limit && c.params.kv_len < limit && c.batch * c.q_heads < limit,
-              "query: expected fewer than 2^28 rows, keys and heads on CUDA");
+  const int64_t blocks = c.args.options.block_table ? c.args.key.size(0) : 0;
+  check_value(c.params.q_len < limit && c.params.kv_len < limit && c.batch * c.q_heads < limit && blocks < limit,
+              "query: expected fewer than 2^28 rows, keys, heads and blocks on CUDA");
+  check_value(!c.args.options.block_table || c.q_heads * c.params.q_len < limit,
+              "query: expected fewer than 2^28 rows in all heads beside a block_table on CUDA");
   const Origin& o = c.args.options.origin;
   check_value(o.row < limit && o.key < limit && o.head < limit && c.batch * o.heads < limit,
               "origin: expected fewer than 2^28 rows, keys and heads on CUDA, got (", o.row, ", ", o.key, ", ", o.head,
               ", ", o.heads, ")");
 }
 
-// Caches of bytes are the CPU's.
-inline void check_no_bytes(const char* name, const Tensor& cache) {
-  const ScalarType t = dtype_of(cache);
-  check_runtime(is_attention_dtype(t), name,
-                ": expected dtype torch.float32, torch.float64, torch.bfloat16 or torch.float16 on CUDA, got ",
-                dtype_text(t));
-}
-
 // Lengths are on the device: a mask has as many columns as keys are looked at, and lengths beyond count as that many.
 inline void check_decode_served(const DecodeCall& c, const DecodeInputs& in) {
-  check_no_bytes("key", in.key);
   check_value(c.head_dim <= 256 && c.v_head_dim <= 256, "query: expected head dimensions of at most 256 on CUDA, got ",
               c.head_dim, " and (value) ", c.v_head_dim);
   const int64_t limit = int64_t{1} << 28, blocks = in.block_table ? in.key.size(0) : 0;
@@ -50,7 +42,6 @@ inline void check_decode_served(const DecodeCall& c, const DecodeInputs& in) {
 }
 
 inline void check_latent_served(const DecodeCall& c, const DecodeInputs& in) {
-  check_no_bytes("latent", in.key);
   check_value(c.v_head_dim <= kLatentValueDim && c.head_dim <= kLatentDim, "latent: expected at most ", kLatentValueDim,
               " numbers of a latent and ", kLatentDim, " with the rotary key on CUDA, got ", c.v_head_dim, " and ",
               c.head_dim);

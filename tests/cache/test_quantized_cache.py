@@ -172,12 +172,13 @@ def test_scales_go_where_their_tokens_go(where, kind, dtype):
     step(1)
 
 
-@pytest.mark.parametrize("kind, dtype, q_len", rows(kind=BYTES, dtype=DTYPES, q_len=(1, 3, 40)))
-def test_latents(kind, dtype, q_len):
+def check_latents(kind, dtype, q_len, device="cpu", **sizes):
     """Absorbed, and with many rows expanded."""
-    query, latent, lengths, weight = inputs([50, 40, 0], q_len=q_len, dtype=dtype)
+    query, latent, lengths, weight = inputs([50, 40, 0], q_len=q_len, dtype=dtype, **sizes)
     latent, scale = reference.quantize(latent, kind)
-    actual = attnjourney.mla_decode(query, latent, lengths, weight, latent_scale=scale)
+    given = [x.to(device) for x in (query, latent, lengths, weight)]
+    more = {"latent_scale": scale.to(device)}
+    actual = attnjourney.mla_decode(*given, **more).cpu()
     wide = [x.double() for x in (query, reference.dequantize(latent, scale, torch.float64).nan_to_num(), weight)]
     exact = reference.mla_decode(wide[0], wide[1], lengths, wide[2])
     narrow = reference.dequantize(latent, scale, dtype).nan_to_num()
@@ -185,8 +186,13 @@ def test_latents(kind, dtype, q_len):
     rounding = torch.full_like(exact, 2 * FLOOR_ULPS * torch.finfo(dtype).eps * float(exact.abs().max()))
     assert_close_to_reference(actual, plain, exact, OUTPUT_FACTOR, "latents", rounding)
     table = torch.arange(3, dtype=torch.int32)[:, None]  # a block for each sequence
-    blocks = attnjourney.mla_decode(query, latent, lengths, weight, latent_scale=scale, block_table=table)
+    blocks = attnjourney.mla_decode(*given, **more, block_table=table.to(device)).cpu()
     assert_close_to_reference(blocks, plain, exact, OUTPUT_FACTOR, "latents in blocks", rounding)
+
+
+@pytest.mark.parametrize("kind, dtype, q_len", rows(kind=BYTES, dtype=DTYPES, q_len=(1, 3, 40)))
+def test_latents(kind, dtype, q_len):
+    check_latents(kind, dtype, q_len)
 
 
 def test_a_latent_cache_steps():

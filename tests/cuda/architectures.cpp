@@ -37,7 +37,7 @@ int main() {
       std::cout << decode_splits(units, keys, tiling, device) << "\n";
     } else {
       LatentCase c{.type = static_cast<ElementType>(type)};
-      std::cin >> c.rows >> c.v_head_dim >> c.chunked >> c.masked >> c.near;
+      std::cin >> c.rows >> c.v_head_dim >> c.chunked >> c.masked >> c.near >> c.bytes;
       std::cout << choose_latents(device, c).name << "\n";
     }
   }

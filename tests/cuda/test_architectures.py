@@ -95,15 +95,16 @@ def test_splits_of_decoding(choose):
 
 
 def test_latents(choose):
-    """Hopper's own kernel: without a mask, for latents of more than 256 numbers in whole chunks, and many rows."""
-    flags = itertools.product((False, True), repeat=3)  # chunked, masked, near
+    """Hopper's own kernel: without a mask, for latents of more than 256 numbers in whole chunks and not in bytes, and
+    many rows."""
+    flags = itertools.product((False, True), repeat=4)  # chunked, masked, near, bytes
     grid = list(itertools.product(GPUS, range(4), (1, 16, 17, 32, 33, 200), (64, 256, 257, 512), flags))
     found = choose("latents", [(*gpu, number, rows, dim, *more) for gpu, number, rows, dim, more in grid])
-    for ((capability, shared), number, rows, dim, (chunked, masked, near)), (name,) in zip(grid, found):
+    for ((capability, shared), number, rows, dim, (chunked, masked, near, stored)), (name,) in zip(grid, found):
         if number >= 2 or not chunked:
             expected = "fma_latents"
-        elif capability == 90 and rows > 16 and dim > 256 and not masked and near:
+        elif capability == 90 and rows > 16 and dim > 256 and not masked and near and not stored:
             expected = "sm90_latents"
         else:
             expected = "sm80_latents_64_rows" if rows > 32 and shared > 99 else "sm80_latents_32_rows"
-        assert name == expected, (capability, TYPES[number], rows, dim, chunked, masked, near)
+        assert name == expected, (capability, TYPES[number], rows, dim, chunked, masked, near, stored)

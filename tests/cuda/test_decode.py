@@ -151,6 +151,27 @@ def test_the_verbs_do_what_they_do_on_the_cpu(kind):
         assert cache.lengths.tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("heads", (4, 64))
+def test_a_tree_of_drafted_tokens(heads):
+    """Each token as if its path were alone; nothing waits."""
+    parents, lengths = torch.tensor([-1, 0, 0, 1, 2, 2]), [300, 6, 70]
+    key, value = dense_cache(lengths, 4, 320, 64, 64, torch.bfloat16)
+    query = noise(3, heads, 6, 64, dtype=torch.bfloat16, seed=3)
+    device = [to_device(x) for x in (query, key, value, torch.tensor(lengths), parents)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        mask = attnjourney.tree_mask(device[4], device[3], keys=320)
+        out = attnjourney.decode(*device[:4], is_causal=False, attn_mask=mask)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for b, length in enumerate(lengths):
+        text = list(range(length - 6))
+        for i, path in enumerate(([0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 2, 5])):
+            keys = text + [length - 6 + j for j in path]
+            own = [x[b, None, :, keys] for x in (key, value)]
+            assert_decoded(out[b, None, :, i : i + 1].cpu(), None, query[b, None, :, i : i + 1], *own)
+
+
 def test_latents():
     cache = LatentCache(2, 9, 24, 8, dtype=torch.float16, device="cuda")
     latent = random_tensor((2, 4, 32), torch.float16)

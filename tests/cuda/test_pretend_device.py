@@ -43,6 +43,11 @@ CALLS = {  # name: (function, arguments, keywords)
         dict(cu_seqlens_q=torch.tensor([0, 5, 12]), cu_seqlens_k=torch.tensor([0, 5, 12])),
     ),
     "decode": (aj.decode, [QKV[0][:, :, :1], *QKV[1:], LENGTHS], {}),
+    "tree": (
+        lambda q, k, v, n, tree: aj.decode(q, k, v, n, is_causal=False, attn_mask=aj.tree_mask(tree, n, keys=12)),
+        [QKV[0][:, :, :4], *QKV[1:], LENGTHS, torch.tensor([-1, 0, 0, 1])],
+        {},
+    ),
     "merge_states": (aj.merge_states, [SAME[0], SAME[1][..., 0], SAME[2], SAME[3][..., 0]], {}),
     "rope": (aj.rope, SAME[:1], {}),
     "rope, positions": (aj.rope, SAME[:1], dict(position_ids=torch.arange(12).expand(2, 12))),

@@ -29,6 +29,7 @@ tensors = {{
     "elements": torch.ones(1, 16, 16, dtype=torch.bool),
     "seed": torch.tensor(0),
     "rows": torch.zeros(1, 2, 8),
+    "wide_rows": torch.zeros(1, 2, 1000, dtype=torch.bfloat16),
     "table": torch.zeros(1, 1).int(),
 }}
 library = torch.library.Library("attnjourney", "FRAGMENT")
@@ -90,10 +91,11 @@ def test_a_mask_of_blocks_is_served(built):  # noqa: F811
     assert served == ["served"] * 3 and REFUSED[0][1] in wide
 
 
-def test_packed_rows_over_paged_caches_are_refused_by_name(built):  # noqa: F811
-    call = dict(x="fp32", query="rows", cu_seqlens_q="offsets", cu_seqlens_k="offsets", block_table="table")
-    (said,) = run([("paged_attention", call)])
-    assert "ValueError: block_table: expected None on CUDA, where varlen_attention reads packed keys" in said
+def test_packed_rows_over_paged_caches_are_served(built):  # noqa: F811
+    call = dict(cu_seqlens_q="offsets", cu_seqlens_k="offsets", block_table="table")
+    calls = ({"x": "fp32", "query": "rows"}, {"x": "wide", "query": "wide_rows"})
+    served, wide = run([("paged_attention", {**call, **more}) for more in calls])
+    assert served == "served" and REFUSED[0][1] in wide
 
 
 def test_what_linear_attention_does_not_serve_is_refused_by_name(built):  # noqa: F811

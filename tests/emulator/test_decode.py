@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.cache.test_decode_options import OPTIONS, check, make, noise
+from tests.cache.test_quantized_cache import BYTES, quantized
 from tests.emulator.faults import decode as faults_decode
 from tests.emulator.host import build, decode, run
 from tests.emulator.host.noticed import is_noticed
@@ -17,6 +18,12 @@ KERNELS = {  # kernel: (program, dtype, head_dim and v_head_dim, whole chunks)
     "128-fp16": (decode.mma(torch.float16, 128, 4, 3), torch.float16, (120, 128), True),
     "256-bf16": (decode.mma(torch.bfloat16, 256, 2, 3), torch.bfloat16, (192, 136), True),
     "128-bf16-64rows": (decode.mma(torch.bfloat16, 128, 4, 8, True), torch.bfloat16, (128, 72), True),
+    "64-bf16-bytes": (decode.mma(torch.bfloat16, 64, 4, 5, bytes=True), torch.bfloat16, (64, 48), True),
+    "128-fp16-bytes": (decode.mma(torch.float16, 128, 4, 4, bytes=True), torch.float16, (112, 128), True),
+    "256-bf16-bytes": (decode.mma(torch.bfloat16, 256, 2, 3, bytes=True), torch.bfloat16, (192, 144), True),
+    "128-bf16-64rows-bytes": (decode.mma(torch.bfloat16, 128, 4, 8, True, True), torch.bfloat16, (128, 80), True),
+    "fp32-bytes": (decode.fma(torch.float32, True), torch.float32, (48, 144), True),
+    "fp16-loose-bytes": (decode.fma(torch.float16, True), torch.float16, (33, 17), False),
     "fp32": (decode.fma(torch.float32), torch.float32, (20, 136), True),
     "fp64": (decode.fma(torch.float64), torch.float64, (34, 18), True),
     "fp16-loose": (decode.fma(torch.float16), torch.float16, (33, 17), False),
@@ -59,8 +66,13 @@ def place(kind, key, value, lengths):
     return *rings, {"ring": True}
 
 
-def check_case(program, name, case, order):
-    _, dtype, (dim, v_dim), chunked = KERNELS[name]
+def stored(kernel, kind, key, value):
+    """key, value and the arguments of their scales, as the kernel's caches have them. kind: of bytes"""
+    return quantized(key, value, kind) if kernel.endswith("-bytes") else (key, value, {})
+
+
+def check_case(program, kernel, case, order):
+    _, dtype, (dim, v_dim), chunked = KERNELS[kernel]
     kind, names, q_len, lengths, heads, kv_heads, splits = case
     own = [n for n in names if n not in MORE]
     query, key, value, lengths, options = make(own, q_len, lengths, dtype, heads, kv_heads, dim, v_dim)
@@ -68,13 +80,22 @@ def check_case(program, name, case, order):
     for name in set(names) & MORE.keys():
         options |= MORE[name]
     *cache, where = place(kind, key, value, lengths)
-    given = {**options, **where, "order": order, "splits": splits, "chunked": chunked}
-    check(decode.decode(program, query, *cache, lengths, **given), query, key, value, lengths, options, str(case))
+    number = BYTES[CASES.index(case) % 2]
+    *cache, scales = stored(kernel, number, *cache)
+    given = {**options, **where, **scales, "order": order, "splits": splits, "chunked": chunked}
+    key, value, scales = stored(kernel, number, key, value)
+    actual = decode.decode(program, query, *cache, lengths, **given)
+    check(actual, query, key, value, lengths, options | scales, str(case))
 
 
-def check_hidden_nan(program, name, order):
+def check_hidden_nan(program, name, order, kind=BYTES[0]):
     """A NaN in a value shows in the rows that see it alone; in a block that no table holds nowhere."""
     _, dtype, (dim, v_dim), chunked = KERNELS[name]
+
+    def run_decode(key, value, **options):
+        key, value, scales = stored(name, kind, key, value)
+        return decode.decode(program, query, key, value, torch.tensor([length]), **options, **scales)
+
     length, q_len = 70, 4
     key, value = dense_cache([length], 1, length, dim, v_dim, dtype)
     query = noise(1, 2, q_len, dim, dtype=dtype, seed=3)
@@ -83,22 +104,22 @@ def check_hidden_nan(program, name, order):
         what[0, 0, -2] = math.nan  # seen by the last two rows, or by one
         for left, seeing in ((-1, [2, 3]), (0, [2])):
             given = dict(window_size=(left, -1), order=order, chunked=chunked)
-            out = decode.decode(program, query, key, value, torch.tensor([length]), **given)[0]
+            out = run_decode(key, value, **given)[0]
             assert [i for i in range(q_len) if out[0, :, i].isnan().any()] == seeing
         mask = torch.zeros(length, dtype=dtype)
         mask[-2] = -math.inf
         given = dict(attn_mask=mask, order=order, chunked=chunked)
-        out = decode.decode(program, query, key, value, torch.tensor([length]), **given)[0]
+        out = run_decode(key, value, **given)[0]
         assert out.isfinite().all(), "a hidden key leaks"
         what.copy_(saved)
     *pools, table = paged(key, value, [length], 24)
     mask = (torch.arange(length) < 24) | (torch.arange(length) >= 48)
     options = dict(attn_mask=mask, order=order, chunked=chunked)
-    masked = decode.decode(program, query, key, value, torch.tensor([length]), **options)[0]
+    masked = run_decode(key, value, **options)[0]
     for no_block in (-1, len(pools[0])):
         table[0, 1] = no_block
         options = dict(block_table=table, order=order, chunked=chunked)
-        out = decode.decode(program, query, *pools, torch.tensor([length]), **options)[0]
+        out = run_decode(*pools, **options)[0]
         assert torch.equal(out, masked)
 
 
@@ -107,8 +128,9 @@ def check_clamped_lengths(program, name):
     _, dtype, (dim, v_dim), chunked = KERNELS[name]
     key, value = dense_cache([40, 40], 2, 40, dim, v_dim, dtype)
     query = noise(2, 4, 1, dim, dtype=dtype, seed=3)
-    out, lse = decode.decode(program, query, key, value, torch.tensor([-3, 1 << 40]), chunked=chunked)
-    whole = decode.decode(program, query, key, value, torch.tensor([40, 40]), chunked=chunked)
+    key, value, scales = stored(name, BYTES[0], key, value)
+    out, lse = decode.decode(program, query, key, value, torch.tensor([-3, 1 << 40]), chunked=chunked, **scales)
+    whole = decode.decode(program, query, key, value, torch.tensor([40, 40]), chunked=chunked, **scales)
     assert (out[0] == 0).all() and (lse[0] == -math.inf).all()
     assert torch.equal(out[1], whole[0][1]) and torch.equal(lse[1], whole[1][1])
 
@@ -120,9 +142,10 @@ def check_extremes(program, name):
     wide = torch.promote_types(dtype, torch.float32)
     key, value = dense_cache([70, 70], 2, 70, dim, v_dim, dtype)
     query, lengths = noise(2, 4, 1, dim, dtype=dtype, seed=3), torch.tensor([70, 0])
+    key, value, scales = stored(name, BYTES[0], key.nan_to_num(), value.nan_to_num())
 
     def run_decode(query, **options):
-        return decode.decode(program, query, key, value, lengths, chunked=chunked, **options)
+        return decode.decode(program, query, key, value, lengths, chunked=chunked, **options, **scales)
 
     lowest, hidden = (torch.full((1, 1, 1, 70), x, dtype=wide) for x in (torch.finfo(wide).min, -math.inf))
     assert torch.equal(run_decode(query, attn_mask=lowest)[0], run_decode(0 * query)[0])
@@ -165,7 +188,8 @@ def test_values(programs, name):
 @pytest.mark.parametrize("name", KERNELS)
 def test_what_is_hidden(programs, name):
     program = build.program(*KERNELS[name][0])
-    check_hidden_nan(program, name, "random")
+    for kind in BYTES[: 1 + name.endswith("-bytes")]:
+        check_hidden_nan(program, name, "random", kind)
     check_clamped_lengths(program, name)
     check_extremes(program, name)
 
@@ -182,6 +206,7 @@ def attempts(program, name):
     yield partial(check_clamped_lengths, program, name)
     for order in run.ORDER_NAMES:
         yield partial(check_hidden_nan, program, name, order)
+        yield partial(check_hidden_nan, program, name, order, BYTES[1])
         yield partial(check_case, program, name, CASES[0], order)
 
 

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+from attnjourney import reference
 from tests.emulator.host import build, run
 from tests.emulator.host.noticed import is_noticed
 from tests.support.testing import assert_close_to_reference, plain_run, random_tensor, reference_run
@@ -14,6 +15,10 @@ KERNELS = {  # program, dtype, multiple of the dimensions
     "mma-bf16": ("LatentMma<Bf16,64,32>", torch.bfloat16, 8),
     "mma-fp16": ("LatentMma<Half,32,16>", torch.float16, 8),
     "sm90-bf16": ("Sm90Latent<Bf16>", torch.bfloat16, 8),
+    "mma-bf16-int8": ("LatentMma<Bf16,64,32,true>", torch.bfloat16, 16),
+    "mma-fp16-e4m3": ("LatentMma<Half,32,16,true>", torch.float16, 16),
+    "fma-fp32-e4m3": ("LatentFma<float,true>", torch.float32, 1),
+    "fma-bf16-int8": ("LatentFma<Bf16,true>", torch.bfloat16, 1),
     "fma-fp32": ("LatentFma<float>", torch.float32, 1),
     "fma-fp64": ("LatentFma<double>", torch.float64, 1),
     "fma-bf16": ("LatentFma<Bf16>", torch.bfloat16, 1),
@@ -65,6 +70,13 @@ FMA = [
     ("rows exchanged", "const DecodeRow<Real>& r = rows[i / 2];", "const DecodeRow<Real>& r = rows[i % 2];"),
     ("a hidden value leaks", "guarded && weight == Real(0)", "false && weight == Real(0)"),
 ]
+BYTES = [
+    ("numbers before they are expanded", "@expanded", ""),
+    ("keys without their scale", "*= own_scales[i / 4 * 8 + i % 2];", "*= 1.f;"),
+    ("weights without their scale", "(own_scales[j * 8 + e] * inverse)", "1.f"),
+    ("a unit that does not move", "shrink[h] *= moved;", "shrink[h] *= 1.f;"),
+    ("scales of the other tile", "scales[stage * kKeys + lane]", "scales[(stage ^ 1) * kKeys + lane]"),
+]
 SM90 = [
     ("columns used before they landed", "ptx::mbarrier_wait(full(smem, own, columns), phase);", ""),
     (
@@ -100,12 +112,23 @@ SM90 = [
 ]
 FAULTS = [("mma-fp16", "decode/latent_mma.cuh", *fault) for fault in MMA]
 FAULTS += [("fma-fp32", "decode/latent_fma.cuh", *fault) for fault in FMA]
+FAULTS += [("mma-fp16-e4m3", "decode/latent_mma.cuh", *fault) for fault in BYTES]
+SCALE = ("a hidden key's scale leaks", "x == 0.f ? 0.f : x * (own", "x * (own")  # of int8, which has no other NaN
+FAULTS.append(("mma-bf16-int8", "decode/latent_mma.cuh", *SCALE))
 FAULTS += [("sm90-bf16", "sm90/latent.cuh", *fault) for fault in SM90]
 
 
 def program(kernel):
     function = {"mma": "latent_mma", "fma": "latent_fma", "sm90": "sm90_latent"}[kernel.split("-")[0]]
-    return ("latent", (f"KERNEL={KERNELS[kernel][0]}", f"FUNCTION={function}"))
+    return (
+        "latent",
+        (f"KERNEL={KERNELS[kernel][0]}", f"FUNCTION={function}", *["BYTES"] * (kind_of(kernel) is not None)),
+    )
+
+
+def kind_of(kernel):
+    """The dtype of the kernel's caches, None: that of the query."""
+    return {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}.get(kernel.split("-")[-1])
 
 
 def tensors_of(case, dtype, multiple):
@@ -113,6 +136,7 @@ def tensors_of(case, dtype, multiple):
     heads, q_len, dim, v_dim, lengths, capacity, _, _, options = case
     if multiple == 1 and dim < 576:  # any sizes
         dim, v_dim = dim - 3, v_dim - 3
+    dim, v_dim = dim + -dim % multiple, v_dim + -v_dim % multiple
     batch = len(lengths)
     query = random_tensor((batch, heads, q_len, dim), dtype, outliers=False)
     latent = random_tensor((batch, capacity, dim), dtype, 1, outliers=False)
@@ -135,8 +159,8 @@ def tensors_of(case, dtype, multiple):
     return query, latent, v_dim, options
 
 
-def expected_of(query, latent, v_dim, lengths, options, scale):
-    """(plain, rounding, exact) for each sequence."""
+def expected_of(query, latent, unrounded, v_dim, lengths, options, scale):
+    """(plain, rounding, exact) for each sequence. unrounded: the latents before they take the dtype of query."""
     results = []
     for b, length in enumerate(lengths):
         given = {"scale": scale, "enable_gqa": True, "causal_alignment": "bottom_right", "is_causal": True} | options
@@ -149,13 +173,16 @@ def expected_of(query, latent, v_dim, lengths, options, scale):
         inputs = (query[b], key, key[..., :v_dim], None if mask is None else mask[b, ..., :length])
         grad_out = torch.zeros(*query.shape[1:3], v_dim, dtype=query.dtype)
         plain, rounding = plain_run(inputs, grad_out, **given)
+        key = unrounded[b, None, :length]
+        inputs = (query[b], key, key[..., :v_dim], inputs[3])
         results.append((plain, rounding, reference_run(inputs, grad_out, **given)))
     return results
 
 
-def arguments_of(case, query, latent, v_dim, options, scale):
-    """The program's arguments and tensors; latents in rows of 8 numbers more than they have, NaN as are all that no row
-    sees."""
+def arguments_of(case, query, latent, v_dim, options, scale, kind=None):
+    """The program's arguments and tensors; latents in rows of 8 numbers more than they have (16 bytes), NaN as are all
+    that no row sees."""
+    pad = 8 if kind is None else 16
     heads, q_len, _, _, lengths, capacity, block_size, splits, _ = case
     dim, batch = query.shape[3], len(lengths)
     left, right = options.get("window_size", (-1, -1))
@@ -163,7 +190,7 @@ def arguments_of(case, query, latent, v_dim, options, scale):
         right = 0
     arguments = dict(batch=batch, heads=heads, q_len=q_len, dim=dim, v_dim=v_dim, capacity=capacity, splits=splits)
     arguments |= dict(left=left, right=right, prefix=options.get("prefix_length", 0), scale=round(1000 * scale))
-    arguments |= dict(softcap=round(1000 * options.get("softcap", 0)), pitch=dim + 8, block_size=block_size)
+    arguments |= dict(softcap=round(1000 * options.get("softcap", 0)), pitch=dim + pad, block_size=block_size)
     latent = latent.clone()
     if "attn_mask" in options:
         latent[:, 3] = torch.nan
@@ -171,13 +198,13 @@ def arguments_of(case, query, latent, v_dim, options, scale):
         latent[b, length:] = torch.nan
         if "nan" in case[-1]:
             latent[b, length - 1] = torch.nan
-    stored = torch.nn.functional.pad(latent, (0, 8), value=torch.nan)
+    stored = torch.nn.functional.pad(latent, (0, pad), value=torch.nan)
     table, blocks, width = None, 0, 0
     if block_size:
         width = -(-capacity // block_size)
         blocks = batch * width + 1
         order = torch.randperm(blocks, generator=torch.Generator().manual_seed(4)).tolist()
-        pool = stored.new_full((blocks, block_size, dim + 8), torch.nan)
+        pool = stored.new_full((blocks, block_size, dim + pad), torch.nan)
         table = torch.full((batch, width), -7, dtype=torch.int32)
         for b, length in enumerate(lengths):
             for j in range(0, length, block_size):
@@ -185,7 +212,14 @@ def arguments_of(case, query, latent, v_dim, options, scale):
                 pool[block, : min(block_size, capacity - j)] = stored[b, j : j + block_size]
         stored = pool
     arguments |= dict(blocks=blocks, max_blocks=width, sinks="sinks" in options, slopes="alibi_slopes" in options)
-    tensors = [query, stored, torch.tensor(lengths)] + ([] if table is None else [table])
+    arguments["bytes"] = 0
+    scales = []
+    if kind is not None:
+        arguments["bytes"] = 1 + (kind == torch.float8_e4m3fn)
+        bytes_, factors = reference.quantize(stored[..., :dim], kind)
+        stored = torch.nn.functional.pad(bytes_.view(torch.uint8), (0, pad), value=0x7F)
+        scales = [factors]
+    tensors = [query, stored, *scales, torch.tensor(lengths)] + ([] if table is None else [table])
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     for name in ("sinks", "alibi_slopes"):
         if name in options:
@@ -206,12 +240,16 @@ def check(executable, kernel, case, order):
     heads, q_len, _, _, lengths, *_ = case
     scale = 0.07
     query, latent, v_dim, options = tensors_of(case, dtype, multiple)
-    arguments, tensors = arguments_of(case, query, latent, v_dim, options, scale)
+    kind = kind_of(kernel)
+    arguments, tensors = arguments_of(case, query, latent, v_dim, options, scale, kind)
+    unrounded = latent
+    if kind is not None:
+        latent, unrounded = (reference.dequantize(*reference.quantize(latent, kind), t) for t in (dtype, torch.float64))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     shape = (len(lengths), heads, q_len)
     outputs = [((*shape, v_dim), dtype), (shape, wide)]
     results, _ = run.run(executable, tensors, outputs, arguments | run.order_arguments(order))
-    for b, (plain, rounding, exact) in enumerate(expected_of(query, latent, v_dim, lengths, options, scale)):
+    for b, (plain, rounding, exact) in enumerate(expected_of(query, latent, unrounded, v_dim, lengths, options, scale)):
         rows = q_len - ("nan" in case[-1])
         for i, name in enumerate(("out", "lse")):
             what = f"{name} of sequence {b}"

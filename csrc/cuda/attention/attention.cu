@@ -139,6 +139,8 @@ void backward_in(const AttentionCall& c, const AttentionSaved& saved, const Atte
 
 void cuda_attention_forward(AttentionCall& c, const AttentionResults& results) {
   check_served(c, false);
+  if (c.args.options.block_table)
+    return (c.lse_dtype == ScalarType::Double ? paged_forward<double> : paged_forward<float>)(c, results);
   (c.lse_dtype == ScalarType::Double ? forward_in<double> : forward_in<float>)(c, results);
 }
 

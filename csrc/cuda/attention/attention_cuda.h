@@ -6,6 +6,8 @@ namespace attnjourney {
 
 void cuda_attention_forward(AttentionCall&, const AttentionResults&);
 void cuda_attention_backward(AttentionCall&, const AttentionSaved&, const AttentionGradients&);
+template <class Real>                                               // float, or double for float64
+void paged_forward(const AttentionCall&, const AttentionResults&);  // beside a block_table: paged.cu
 void cuda_attention_weights(const WeightsCall&, const Tensor& out);
 
 }  // namespace attnjourney

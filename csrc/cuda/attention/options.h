@@ -23,7 +23,7 @@ inline bool needs_full_kernels(const AttentionCall& c) {
                origin, dropout_seed] = c.args.options;
   (void)is_causal, (void)causal_alignment, (void)window, (void)prefix_length;  // ranges of keys
   (void)key_lengths, (void)query_lengths, (void)enable_gqa, (void)origin, (void)dropout_seed, (void)scale;
-  (void)block_table;  // refused
+  (void)block_table;  // has kernels of its own
   return attn_mask || blocks || dropout_p > 0 || softcap > 0 || sinks || alibi_slopes || cu_seqlens_q || cu_seqlens_k ||
          !(c.params.scale > 0);
 }
@@ -44,7 +44,7 @@ class OptionInputs {
     (void)is_causal, (void)causal_alignment, (void)window, (void)prefix_length;      // describe
     (void)cu_seqlens_q, (void)cu_seqlens_k, (void)key_lengths, (void)query_lengths;  // Indices
     (void)scale, (void)enable_gqa;                                                   // describe
-    (void)block_table;                                                               // refused
+    (void)block_table;                                                               // PagedKeys
     const ScoreUnit unit = score_unit(c);
     scores_.unit = static_cast<Real>(unit.scores), scores_.exponent = static_cast<Real>(unit.exponents);
     if (softcap > 0) {

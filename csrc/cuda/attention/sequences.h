@@ -18,7 +18,11 @@ struct Indices {
       : query_lengths(int32(c.args.options.query_lengths)),
         key_lengths(int32(c.args.options.key_lengths)),
         cu_q(offsets(c.args.options.cu_seqlens_q, c.params.q_len)),
-        cu_k(offsets(c.args.options.cu_seqlens_k, c.params.kv_len)) {}
+        cu_k(offsets(c.args.options.cu_seqlens_k, keys_in_all(c))) {}
+  static int64_t keys_in_all(const AttentionCall& c) {
+    if (!c.args.options.block_table) return c.params.kv_len;
+    return std::min<int64_t>(extent(c.batch, c.params.kv_len), INT32_MAX);  // kv_len is what one sequence can have
+  }
   static OptionalTensor int32(const OptionalTensor& t) {
     if (!t) return std::nullopt;
     Tensor x = aten::empty(*t, {t->numel()}, ScalarType::Int);

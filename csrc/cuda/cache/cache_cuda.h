@@ -26,6 +26,21 @@ inline CacheRows rows_of(const Tensor& t) {
           stride_of(t, 2) * item};
 }
 
+inline ByteKind byte_kind(const Tensor& cache) {
+  return cache.scalar_type() == ScalarType::Char ? ByteKind::int8 : ByteKind::e4m3;
+}
+inline Number number_of(ScalarType t) {  // beside bytes
+  return t == ScalarType::Float ? Number::fp32 : t == ScalarType::BFloat16 ? Number::bf16 : Number::fp16;
+}
+
+// The scales of caches of bytes, rows of one number.
+inline CacheTensors scale_tensors(const OptionalTensor& key, const OptionalTensor& value) {
+  CacheTensors c{};
+  for (const OptionalTensor* t : {&key, &value})
+    if (*t) c.cache[c.count] = rows_of(**t), c.units[c.count++] = 1;
+  return c;
+}
+
 // Keys, and values where there are any. unit: what the rows of all tensors, those of `others` too, can be copied in.
 inline CacheTensors cache_tensors(const Tensor& key, const OptionalTensor& value,
                                   std::initializer_list<const Tensor*> others, int& unit) {
@@ -54,11 +69,15 @@ struct FreshTokens {
   Tensor key;
   OptionalTensor value;
   AppendTask task{};
+  AppendBytes bytes{};  // of caches of bytes
   int unit = 0;
   explicit FreshTokens(const AppendInputs& in) : key(aten::rows_contiguous(in.key)) {
     if (in.value) value = aten::rows_contiguous(*in.value);
-    task.to = value ? cache_tensors(in.key_cache, in.value_cache, {&key, &*value}, unit)
-                    : cache_tensors(in.key_cache, in.value_cache, {&key}, unit);
+    if (in.key_scale)
+      task.to = cache_tensors(in.key_cache, in.value_cache, {}, unit), describe_bytes(in);
+    else
+      task.to = value ? cache_tensors(in.key_cache, in.value_cache, {&key, &*value}, unit)
+                      : cache_tensors(in.key_cache, in.value_cache, {&key}, unit);
     task.fresh[0] = rows_of(key);
     if (value) task.fresh[1] = rows_of(*value);
     task.lengths = numbers(in.lengths), task.counts = numbers(in.counts);
@@ -67,6 +86,21 @@ struct FreshTokens {
     task.parts = append_parts(in.key.size(1) * in.key.size(2) * std::max(task.to.units[0], task.to.units[1]));
     check_value(in.key.size(1) * in.key.size(2) < int64_t{1} << 31 && in.key_cache.size(2) < int64_t{1} << 28,
                 "key: expected fewer than 2^31 rows, and a cache of fewer than 2^28, on CUDA");
+  }
+  void append(cudaStream_t stream) const {
+    if (bytes.kind == ByteKind::none)
+      launch_cache_append(task, unit, stream);
+    else
+      launch_cache_append_bytes(task, bytes, number_of(key.scalar_type()), stream);
+  }
+
+ private:
+  void describe_bytes(const AppendInputs& in) {
+    const CacheTensors scales = scale_tensors(in.key_scale, in.value_scale);
+    bytes.kind = byte_kind(in.key_cache);
+    for (int i = 0; i < scales.count; i++) bytes.scale[i] = scales.cache[i];
+    bytes.dim[0] = static_cast<int>(in.key_cache.size(3));
+    if (in.value_cache) bytes.dim[1] = static_cast<int>(in.value_cache->size(3));
   }
 };
 

@@ -5,13 +5,12 @@
 namespace attnjourney {
 
 void cuda_cache_append(const AppendInputs& in, bool ring) {
-  check_no_bytes("key_cache", in.key_cache);
   const Tensor& lengths = in.lengths;
   if (lengths.size(0) * in.key.size(2) == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(lengths.get_device_index());
   FreshTokens fresh(in);
   fresh.task.ring = ring;
-  launch_cache_append(fresh.task, fresh.unit, current_stream(lengths.get_device_index()));
+  fresh.append(current_stream(lengths.get_device_index()));
 }
 
 void cuda_cache_truncate(const Tensor& lengths, const Tensor& new_lengths, const OptionalTensor& lowest) {
@@ -22,8 +21,6 @@ void cuda_cache_truncate(const Tensor& lengths, const Tensor& new_lengths, const
 
 void cuda_cache_reorder(const ReorderInputs& in) {
   const auto& [key_cache, value_cache, lengths, batch_index, key_scale, value_scale] = in;
-  (void)key_scale, (void)value_scale;  // of caches of bytes
-  check_no_bytes("key_cache", key_cache);
   const int64_t batch = lengths.size(0);
   check_reorder_batch(batch);
   if (batch == 0) return;
@@ -34,7 +31,8 @@ void cuda_cache_reorder(const ReorderInputs& in) {
   p.lengths = numbers(lengths), p.index = numbers(batch_index);
   p.batch = static_cast<int>(batch), p.heads = static_cast<int>(key_cache.size(1));
   p.capacity = static_cast<int>(key_cache.size(2));
-  launch_cache_reorder(tensors, p, numbers(lengths), unit, current_stream(lengths.get_device_index()));
+  launch_cache_reorder(tensors, scale_tensors(key_scale, value_scale), p, numbers(lengths), unit,
+                       current_stream(lengths.get_device_index()));
 }
 
 }  // namespace attnjourney

@@ -20,7 +20,6 @@ PagedTask paged_task(const PagedTables& tables) {
 }  // namespace
 
 void cuda_paged_append(const AppendInputs& in, const PagedTables& tables) {
-  check_no_bytes("key_cache", in.key_cache);
   const auto& [lengths, block_table, block_refs] = tables;
   PagedTask p = paged_task(tables);
   if (p.batch == 0 || in.key.size(2) == 0) return;
@@ -33,7 +32,9 @@ void cuda_paged_append(const AppendInputs& in, const PagedTables& tables) {
   p.plan = numbers(plan), p.takes = static_cast<int*>(takes.data_ptr()), p.free = p.takes + 4 * p.batch;
   t.plan = p.plan, t.table = p.table, t.max_blocks = p.max_blocks;
   t.block_size = p.block_size, t.blocks = p.blocks;
-  launch_paged_append(p, t, fresh.unit, current_stream(lengths.get_device_index()));
+  const cudaStream_t stream = current_stream(lengths.get_device_index());
+  launch_paged_plan(p, scale_tensors(in.key_scale, in.value_scale), fresh.unit, stream);
+  fresh.append(stream);
 }
 
 void cuda_paged_truncate(const PagedTables& tables, const Tensor& new_lengths, int64_t block_size) {

@@ -40,21 +40,31 @@ void describe(DecodeTask& p, const DecodeCall& c, const DecodeInputs& in) {
   p.head_dim = static_cast<int>(c.head_dim), p.v_head_dim = static_cast<int>(c.v_head_dim);
   p.keys = c.keys(c.capacity).narrow();
   p.scaled_only = !c.modifier.on() && !in.options.alibi_slopes && c.mask == MaskKind::none;
+  if (in.key_scale) {
+    p.bytes = byte_kind(in.key);
+    p.key_scale = static_cast<const float*>(in.key_scale->data_ptr());
+    p.value_scale = static_cast<const float*>(in.value_scale->data_ptr());
+    p.key_scale_outer = stride_of(*in.key_scale, 0), p.key_scale_head = stride_of(*in.key_scale, 1);
+    p.value_scale_outer = stride_of(*in.value_scale, 0), p.value_scale_head = stride_of(*in.value_scale, 1);
+  }
   if (in.options.attn_mask) describe_mask(p, c, *in.options.attn_mask);
   describe_scores(p, c.scale, c.modifier);
 }
 
 void decode_few(const DecodeCall& c, const DecodeInputs& in, const DecodeTask& cache, const Tensor& query,
                 const Tensor& out, const Tensor& lse) {
-  const ScalarType type = query.scalar_type();
-  const CudaDecode& kernel = type == ScalarType::Double     ? sm80_decode_fp64
-                             : type == ScalarType::Float    ? sm80_decode_fp32
-                             : type == ScalarType::BFloat16 ? sm80_decode_bf16
-                                                            : sm80_decode_fp16;
+  const CudaDecode& kernel = decode_kernel(query.scalar_type(), in.key_scale.has_value());
   decode_split(kernel, in_chunks(in.key) && in_chunks(in.value), c, in, cache, query, out, lse);
 }
 
 }  // namespace
+
+const CudaDecode& decode_kernel(ScalarType query, bool bytes) {
+  if (query == ScalarType::Double) return sm80_decode_fp64;
+  if (query == ScalarType::Float) return bytes ? sm80_decode_bytes_fp32 : sm80_decode_fp32;
+  if (query == ScalarType::BFloat16) return bytes ? sm80_decode_bytes_bf16 : sm80_decode_bf16;
+  return bytes ? sm80_decode_bytes_fp16 : sm80_decode_fp16;
+}
 
 DecodeTask describe_cache(const DecodeCall& c, const DecodeInputs& in) {
   DecodeTask p{};

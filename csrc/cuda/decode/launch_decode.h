@@ -15,5 +15,6 @@ struct CudaDecode {
   DecodeLaunch launch;  // and the merge, where keys are split
 };
 extern const CudaDecode sm80_decode_bf16, sm80_decode_fp16, sm80_decode_fp32, sm80_decode_fp64;
+extern const CudaDecode sm80_decode_bytes_bf16, sm80_decode_bytes_fp16, sm80_decode_bytes_fp32;  // over caches of bytes
 
 }  // namespace attnjourney

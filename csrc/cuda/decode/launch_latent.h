@@ -11,6 +11,8 @@ struct LatentDecode {
 };
 extern const LatentDecode sm80_latent_bf16, sm80_latent_fp16;
 extern const CudaDecode sm80_latent_fp32, sm80_latent_fp64;
+extern const LatentDecode sm80_latent_bytes_bf16, sm80_latent_bytes_fp16;  // over latents in bytes
+extern const CudaDecode sm80_latent_bytes_fp32;
 extern const CudaDecode sm90_latent_bf16, sm90_latent_fp16;  // what it serves: architectures.cu
 
 }  // namespace attnjourney

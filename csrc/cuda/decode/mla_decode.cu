@@ -16,23 +16,26 @@ LatentCase case_of(const DecodeCall& c, const DecodeInputs& in, bool chunked) {
           .v_head_dim = c.v_head_dim,
           .chunked = chunked,
           .masked = in.options.attn_mask.has_value(),
-          .near = last / 8 < (int64_t{1} << 31)};
+          .near = last / 8 < (int64_t{1} << 31),
+          .bytes = in.key_scale.has_value()};
 }
 
-const LatentDecode& latents(ElementType type) {
-  return type == ElementType::bf16 ? sm80_latent_bf16 : sm80_latent_fp16;
+const LatentDecode& latents(const LatentCase& c) {
+  if (c.bytes) return c.type == ElementType::bf16 ? sm80_latent_bytes_bf16 : sm80_latent_bytes_fp16;
+  return c.type == ElementType::bf16 ? sm80_latent_bf16 : sm80_latent_fp16;
 }
 
 }  // namespace
 
-const CudaDecode& launches::sm90_latents(ElementType type) {
-  return type == ElementType::bf16 ? sm90_latent_bf16 : sm90_latent_fp16;
+const CudaDecode& launches::sm90_latents(const LatentCase& c) {
+  return c.type == ElementType::bf16 ? sm90_latent_bf16 : sm90_latent_fp16;
 }
-const CudaDecode& launches::sm80_latents_64_rows(ElementType type) { return latents(type).large; }
-const CudaDecode& launches::sm80_latents_32_rows(ElementType type) { return latents(type).small; }
-const CudaDecode& launches::fma_latents(ElementType type) {
-  if (type == ElementType::fp64) return sm80_latent_fp64;
-  return type == ElementType::fp32 ? sm80_latent_fp32 : latents(type).fma;
+const CudaDecode& launches::sm80_latents_64_rows(const LatentCase& c) { return latents(c).large; }
+const CudaDecode& launches::sm80_latents_32_rows(const LatentCase& c) { return latents(c).small; }
+const CudaDecode& launches::fma_latents(const LatentCase& c) {
+  if (c.type == ElementType::fp64) return sm80_latent_fp64;
+  if (c.type == ElementType::fp32) return c.bytes ? sm80_latent_bytes_fp32 : sm80_latent_fp32;
+  return latents(c).fma;
 }
 
 void cuda_decode_latents(const DecodeCall& c, const DecodeInputs& in, const Tensor& out, const Tensor& lse) {
@@ -42,8 +45,18 @@ void cuda_decode_latents(const DecodeCall& c, const DecodeInputs& in, const Tens
   const Tensor query = aten::rows_contiguous(in.query);
   const bool chunked = in_chunks(in.key) && in_chunks(in.value) && in.query.element_size() == 2;
   const LatentCase which = case_of(c, in, chunked);
-  const CudaDecode& kernel = choose_latents(current_device(in.query), which).kernel(which.type);
+  const CudaDecode& kernel = choose_latents(current_device(in.query), which).kernel(which);
   decode_split(kernel, chunked, c, in, describe_cache(c, in), query, out, lse);
+}
+
+void cuda_dequantize(const Tensor& bytes, const Tensor& scale, const Tensor& out) {
+  const int64_t rows = out.size(0), dim = out.size(1);
+  if (rows * dim == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
+  launch_dequantize(byte_kind(bytes), static_cast<const unsigned char*>(bytes.data_ptr()), bytes.stride(0),
+                    static_cast<const float*>(scale.data_ptr()), out.data_ptr(), number_of(out.scalar_type()),
+                    static_cast<int>(rows), static_cast<int>(dim), append_parts(rows * dim),
+                    current_stream(out.get_device_index()));
 }
 
 namespace {

@@ -28,6 +28,10 @@ __device__ __forceinline__ uint32_t smem_addr(const void* p) {
 __device__ __forceinline__ void cp_async_16(uint32_t dst, const void* src, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0) : "memory");
 }
+// 4 bytes, in the same way
+__device__ __forceinline__ void cp_async_4(uint32_t dst, const void* src, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(dst), "l"(src), "r"(valid ? 4 : 0) : "memory");
+}
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int Pending>
 __device__ __forceinline__ void cp_async_wait() {
@@ -79,6 +83,7 @@ __device__ __forceinline__ float reciprocal(float x) {
 __device__ __forceinline__ float to_float(Bf16 x) { return __bfloat162float(x); }
 __device__ __forceinline__ float to_float(Half x) { return __half2float(x); }
 __device__ __forceinline__ float as_float(uint32_t bits) { return __uint_as_float(bits); }
+__device__ __forceinline__ uint32_t as_bits(float x) { return __float_as_uint(x); }
 // two floats rounded to T, lo in the low half
 template <class T>
 __device__ __forceinline__ uint32_t pack2(float lo, float hi) {

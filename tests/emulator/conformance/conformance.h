@@ -60,6 +60,19 @@ struct CopyAsync {
   }
 };
 
+struct CopyAsync4 {
+  const float* in;
+  float* out;
+  __device__ void operator()() const {
+    const int t = threadIdx.x;
+    ptx::cp_async_4(ptx::smem_addr(ptx::dynamic_smem()) + 4 * t, in + t, t % 2 == 0);
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+    out[t] = reinterpret_cast<float*>(ptx::dynamic_smem())[t];
+  }
+};
+
 struct Matrices {  // ldmatrix, transposed or not, and stmatrix: four 8 x 8 matrices a warp; element number as value
   float* out;
   int kind;  // 0 ldmatrix, 1 ldmatrix.trans, 2 stmatrix
@@ -305,6 +318,10 @@ struct Program {
     std::vector<float> want;
     for (int i = 0; i < 512; i++) want.push_back(i / 4 % 2 ? 0.f : static_cast<float>(i));
     compare("cp.async", out.data, want);
+    Host::launch(512, CopyAsync4{in.data, out.data});
+    want.clear();
+    for (int i = 0; i < 128; i++) want.push_back(i % 2 ? 0.f : static_cast<float>(i));
+    compare("cp.async, 4 bytes", out.data, want);
 
     for (int kind = 0; kind < 2; kind++) {
       Host::launch(512, Matrices{out.data, kind});

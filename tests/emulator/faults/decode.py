@@ -2,6 +2,7 @@
 
 _MMA = "decode/decode_mma.cuh"
 _FMA = "decode/decode_fma.cuh"
+_BYTES = "common/bytes.cuh"
 DECODE = {
     "128-fp16": [
         (
@@ -15,11 +16,11 @@ DECODE = {
         ("results over copies in flight", _MMA, "    ptx::cp_async_wait<0>();\n", ""),
         ("results of warps read too early", _MMA, "    __syncthreads();\n    join", "    join"),
         ("keys of a row by another lane", _MMA, "(place.slot), row)", "(place.slot), row ^ 1)"),
-        ("columns past head_dim are read", _MMA, "outer >= 0 && chunk * 8 < dim", "outer >= 0"),
+        ("columns past head_dim are read", _MMA, "at.outer >= 0 && chunk * 8 < dim", "at.outer >= 0"),
         (
             "heads of a group in the wrong order",
             _MMA,
-            "head * task.group + i / task.q_len) * task.q_head",
+            "head * task.group + i / q_len) * task.q_head",
             "head * task.group + i % task.group) * task.q_head",
         ),
         (
@@ -74,6 +75,26 @@ DECODE = {
         ("tiles that other warps copied", _MMA, "      __syncthreads();\n    else", "      __syncwarp();\n    else"),
         ("rows of another warp", _MMA, "result(Shared ? r / kWarpRows : w)", "result(Shared ? 0 : w)"),
     ],
+    "128-fp16-bytes": [
+        ("numbers before they are expanded", _MMA, "@expanded", ""),
+        ("scales of keys for values", _MMA, "keys ? task.key_scale : task.value_scale;", "task.key_scale;"),
+        ("keys without their scale", _MMA, "*= scales[i / 4 * 8 + i % 2];", "*= 1.f;"),
+        ("values without their scale", _MMA, "weight * scales[i / 2 * 8 + i % 2];", "weight;"),
+        ("a hidden key's scale leaks", _MMA, "weight == 0.f ? 0.f : weight * scales", "weight * scales"),
+        ("outputs in a unit of their own", _MMA, "acc[i / 4][i % 4] *= unit[i % 4 / 2];", "acc[i / 4][i % 4] *= 1.f;"),
+        ("a unit that does not move", _MMA, "before = unit[h] * shrink[h];", "before = unit[h];"),
+        ("a unit for the whole call", _MMA, "shrink[h] = before * inverse;", ""),
+        ("columns past head_dim are read", _MMA, "at.outer >= 0 && chunk * 16 < dim", "at.outer >= 0"),
+        ("numbers without a sign", _BYTES, "byte & 0x80u ? -size : size", "size"),
+        ("a NaN of a byte is lost", _BYTES, "(byte & 0x7fu) == 0x7fu ? NAN : number", "number"),
+        ("bytes of a pair exchanged", _BYTES, "two >> 8 & 0xffu", "two & 0xffu"),
+    ],
+    "128-bf16-64rows-bytes": [("numbers before they are expanded", _MMA, "@expanded", "")],
+    "fp32-bytes": [
+        ("keys without their scale", _FMA, "dot *= key_scales[tile % 8 * kKeys + score_key];", ""),
+        ("a hidden key's scale leaks", _FMA, "score == -Real(INFINITY) ? 0.f : weight * value", "weight * value"),
+        ("scales of another key head", _FMA, "part.head * task.value_scale_head", "task.value_scale_head"),
+    ],
     "fp32": [
         ("tiles read before they landed", _FMA, "ptx::cp_async_wait<2>();", "ptx::cp_async_wait<3>();"),
         ("refilled while read", _FMA, "@tile_landed", ""),
@@ -93,7 +114,7 @@ DECODE = {
             "length - task.capacity + 1 : 0",
         ),
         ("a ring's first slot", "decode/decode_task.cuh", "slot >= task.capacity ?", "slot > task.capacity ?"),
-        ("a block that is not there", "decode/decode_task.cuh", "block < task.blocks ?", "block <= task.blocks ?"),
+        ("a block that is not there", "common/pages.cuh", "block < blocks ?", "block <= blocks ?"),
         ("a sink alone", "decode/decode_scores.cuh", "lse = Real(sink);", "lse = -Real(INFINITY);"),
         ("a large sink", "decode/decode_scores.cuh", "inverse = Real(weight / whole);", "inverse = Real(1 / whole);"),
         ("-inf of a mask counts", "decode/decode_scores.cuh", "bias == -Real(INFINITY) ? bias : score", "score"),
@@ -111,8 +132,8 @@ CACHES = [  # of emulator/test_caches.py
     (
         "a length that moves on before all have read it",
         _ROWS,
-        "  __syncthreads();\n  if (threadIdx.x == 0) task.lengths",
-        "  if (threadIdx.x == 0) task.lengths",
+        "    __syncthreads();\n    if (threadIdx.x == 0) task.lengths",
+        "    if (threadIdx.x == 0) task.lengths",
     ),
     ("tokens past the capacity", _ROWS, "t < oldest || at >= limit", "t < oldest"),
     (
@@ -154,7 +175,28 @@ CACHES = [  # of emulator/test_caches.py
     (
         "tokens into blocks that are not there",
         _ROWS,
-        "if (outer < 0 || outer >= task.blocks) return;",
-        "if (outer < 0) return;",
+        "if (outer < 0 || outer >= task.blocks) return false;",
+        "if (outer < 0) return false;",
     ),
+]
+
+BYTE_ROWS = [  # of emulator/test_byte_rows.py
+    (
+        "the largest number of a few lanes",
+        "cache/byte_rows.cuh",
+        "w = 1; w < 32; w *= 2) top",
+        "w = 1; w < 16; w *= 2) top",
+    ),
+    ("a row that is not finite taken for one", "cache/byte_rows.cuh", "finite = !ptx::any(!finite);", "finite = true;"),
+    ("an infinite number sets the scale", "cache/byte_rows.cuh", "if (size < INFINITY)", "if (size == size)"),
+    (
+        "scales of the first head",
+        "cache/byte_rows.cuh",
+        "bytes.scale[i].at(outer, head, slot)",
+        "bytes.scale[i].at(outer, 0, slot)",
+    ),
+    ("numbers cut, not rounded", _BYTES, "(size + 0x7ffffu + (size >> 20 & 1u)) >> 20", "size >> 20"),
+    ("small numbers of e4m3", _BYTES, "size < 0x3c800000u ? small", "false ? small"),
+    ("a scale too small to divide by", _BYTES, "wanted < 0x1p-126f ? 0x1p-126f : wanted", "wanted"),
+    ("a block that is nowhere is read", "cache/byte_rows.cuh", "if (at.outer >= 0)", "if (true)"),
 ]

@@ -7,12 +7,13 @@ from . import run
 NUMBERS = {torch.float64: "double", torch.float32: "float", torch.bfloat16: "Bf16", torch.float16: "Half"}
 
 
-def mma(dtype, dim, warps, stages, shared=False):
-    return ("decode", (f"KERNEL=DecodeMma<{NUMBERS[dtype]},{dim},{warps},{stages},{str(shared).lower()}>",))
+def mma(dtype, dim, warps, stages, shared=False, bytes=False):
+    flags = ",".join(str(flag).lower() for flag in (shared, bytes))
+    return ("decode", (f"KERNEL=DecodeMma<{NUMBERS[dtype]},{dim},{warps},{stages},{flags}>", *["BYTES"] * bytes))
 
 
-def fma(dtype):
-    return ("decode", (f"NUMBER={NUMBERS[dtype]}",))
+def fma(dtype, bytes=False):
+    return ("decode", (f"NUMBER={NUMBERS[dtype]}", *["BYTES"] * bytes))
 
 
 def _flat(x):
@@ -23,7 +24,7 @@ def _flat(x):
 
 def decode(program, query, key, value, lengths, *, block_table=None, ring=False, is_causal=True, window_size=(-1, -1),
            scale=0.125, attn_mask=None, prefix_length=0, softcap=0.0, sinks=None, alibi_slopes=None, order="forward",
-           splits=1, chunked=True, longest=0):  # fmt: skip
+           splits=1, chunked=True, longest=0, key_scale=None, value_scale=None):  # fmt: skip
     """(out, lse); arguments as attnjourney.decode's, cache tensors with their strides. Numbers travel in decimal:
     scale needs at most six places, softcap three."""
     batch, heads, q_len, dim = query.shape
@@ -40,13 +41,22 @@ def decode(program, query, key, value, lengths, *, block_table=None, ring=False,
         "sinks": sinks is not None, "slopes": alibi_slopes is not None, "mask": 0, "mask_size": 0, "splits": splits,
         "chunked": chunked, "longest": longest, **dict.fromkeys(("mask_batch", "mask_head", "mask_row", "mask_col"), 0),
     }  # fmt: skip
-    tensors = [lengths]
+    arguments |= dict.fromkeys(("bytes", "key_scale_size", "value_scale_size"), 0)
+    arguments |= dict.fromkeys(("ks_outer", "ks_head", "vs_outer", "vs_head"), 0)
+    tensors, scales = [lengths], []
+    if key_scale is not None:
+        arguments["bytes"] = 1 + (key.dtype == torch.float8_e4m3fn)
+        for name, short, x in (("key_scale", "ks", key_scale), ("value_scale", "vs", value_scale)):
+            flat, strides = _flat(x)
+            scales.append(flat)
+            arguments |= {f"{name}_size": flat.numel(), f"{short}_outer": strides[0], f"{short}_head": strides[1]}
+        flat_key, flat_value = (x.view(torch.uint8) for x in (flat_key, flat_value))
     if block_table is not None:
         size = key.shape[2]
         arguments |= {"max_blocks": block_table.shape[1], "blocks": key.shape[0], "block_size": size}
         arguments["capacity"] = size * block_table.shape[1]
         tensors.append(block_table)
-    tensors += [query.contiguous(), flat_key, flat_value]
+    tensors += [query.contiguous(), flat_key, flat_value, *scales]
     tensors += [x.to(lse_dtype).expand(batch, heads).contiguous() for x in (sinks, alibi_slopes) if x is not None]
     if attn_mask is not None:
         mask = attn_mask[(None,) * (4 - attn_mask.dim())].contiguous()

@@ -44,7 +44,7 @@ struct Stats {
 Stats& stats();
 
 // Global memory: guard pages around it, filled with 0xff bytes (NaN), named in reports.
-void* device_alloc(size_t bytes, const char* name);
+void* device_alloc(size_t bytes, const char* name, size_t cell);  // cell: bytes that are checked together
 void device_free(void*);
 void mark_initialised(const void*, size_t bytes);
 
@@ -52,7 +52,8 @@ template <class T>
 struct Buffer {
   T* data;
   size_t size;
-  Buffer(size_t count, const char* name) : data(static_cast<T*>(device_alloc(count * sizeof(T), name))), size(count) {}
+  Buffer(size_t count, const char* name)
+      : data(static_cast<T*>(device_alloc(count * sizeof(T), name, sizeof(T) == 1 ? 1 : 2))), size(count) {}
   Buffer(const std::vector<T>& values, const char* name) : Buffer(values.size(), name) {
     std::copy(values.begin(), values.end(), data);
     mark_initialised(data, size * sizeof(T));

@@ -17,7 +17,7 @@ struct GlobalCell {  // shadow of one granule of global memory; blocks are numbe
 };
 struct Region {
   unsigned char *map, *begin;
-  size_t map_bytes, bytes;
+  size_t map_bytes, bytes, cell;  // cell: bytes of a GlobalCell
   std::string name;
   std::vector<GlobalCell> cells;
 };
@@ -76,7 +76,7 @@ void region_access(Region& r, const void* a, size_t bytes, Access mode, Site s) 
          format(" out of bounds of '%s': byte %td of %zu, ", r.name.c_str(), offset, r.bytes) + who() + " at " + at(s));
   if (!options.check) return;
   const uint32_t here = block_number();
-  for (size_t i = offset / granule; i <= (offset + bytes - 1) / granule; i++) {
+  for (size_t i = offset / r.cell; i <= (offset + bytes - 1) / r.cell; i++) {
     GlobalCell& c = r.cells[i];
     if (c.launch != launch_number) {
       const bool initialised = c.initialised;
@@ -85,14 +85,14 @@ void region_access(Region& r, const void* a, size_t bytes, Access mode, Site s) 
     }
     const auto conflict = [&](const char* kind) {
       fail(format("global-memory race (%s) on '%s' byte %zu with block #%u thread %d: ", kind, r.name.c_str(),
-                  i * granule, c.block - 1, c.writer) +
+                  i * r.cell, c.block - 1, c.writer) +
            who() + " at " + at(s));
     };
     const bool after_write =
         !c.block || (c.block == here ? ordered(*current, c.writer, c.write_clock) : ordered_across(*current, c));
     if (mode == Access::read) {
       if (!c.initialised)
-        fail(format("read of uninitialised global memory '%s' byte %zu, ", r.name.c_str(), i * granule) + who() +
+        fail(format("read of uninitialised global memory '%s' byte %zu, ", r.name.c_str(), i * r.cell) + who() +
              " at " + at(s));
       if (!after_write) conflict("read after write");
       c.read = true;
@@ -222,7 +222,7 @@ void global_access(const void* p, size_t bytes, Access mode, Site s) {
   region_access(*r, p, bytes, mode, s);
 }
 
-void* device_alloc(size_t bytes, const char* name) {
+void* device_alloc(size_t bytes, const char* name, size_t cell) {
   auto r = std::make_unique<Region>();
   const size_t page = 4096, body = (bytes + page - 1) / page * page;
   r->map_bytes = body + 2 * guard_bytes;
@@ -232,7 +232,8 @@ void* device_alloc(size_t bytes, const char* name) {
   r->begin = r->map + guard_bytes + (body - (bytes + 15) / 16 * 16);  // ends at the guard, 16-byte aligned
   r->bytes = bytes;
   r->name = name;
-  r->cells.resize((bytes + granule - 1) / granule);
+  r->cell = cell;
+  r->cells.resize((bytes + cell - 1) / cell);
   memset(r->begin, 0xff, bytes);
   regions.push_back(std::move(r));
   return regions.back()->begin;
@@ -250,7 +251,7 @@ void mark_initialised(const void* p, size_t bytes) {
   if (!bytes) return;
   Region* r = region_of(p);
   const size_t offset = static_cast<const unsigned char*>(p) - r->begin;
-  for (size_t i = offset / granule; i < (offset + bytes + granule - 1) / granule; i++) r->cells[i].initialised = true;
+  for (size_t i = offset / r->cell; i < (offset + bytes + r->cell - 1) / r->cell; i++) r->cells[i].initialised = true;
 }
 
 // ---- cp.async and global reductions ----

@@ -21,6 +21,9 @@ inline uint32_t smem_addr(const void* p, Site s = Site::here()) { return emulato
 inline void cp_async_16(uint32_t dst, const void* src, bool valid, Site s = Site::here()) {
   emulator::cp_async(dst, src, 16, valid ? 16 : 0, s);
 }
+inline void cp_async_4(uint32_t dst, const void* src, bool valid, Site s = Site::here()) {
+  emulator::cp_async(dst, src, 4, valid ? 4 : 0, s);
+}
 inline void cp_async_commit() { emulator::cp_async_commit(); }
 template <int Pending>
 void cp_async_wait() {
@@ -46,6 +49,7 @@ inline float reciprocal(float x) { return 1.f / x; }
 inline float to_float(Bf16 x) { return emulator::from_bf16(x.bits); }
 inline float to_float(Half x) { return emulator::from_half(x.bits); }
 inline float as_float(uint32_t bits) { return emulator::float_of(bits); }
+inline uint32_t as_bits(float x) { return emulator::bits_of(x); }
 template <class T>
 uint32_t pack2(float lo, float hi) {
   const auto bits = [](float f) {

@@ -1,5 +1,6 @@
-// Runs decoding, kernel and merge: -DKERNEL=DecodeMma<...>, or -DNUMBER=... for the kernel with ordinary arithmetic.
-// stdin: lengths, block table, query, key, value, sinks, slopes, mask; stdout: out, lse.
+// Runs decoding, kernel and merge: -DKERNEL=DecodeMma<...>, or -DNUMBER=... for the kernel with ordinary arithmetic;
+// -DBYTES: over caches of bytes. stdin: lengths, block table, query, key, value, their scales, sinks, slopes, mask;
+// stdout: out, lse.
 #include "emulator/machine/driver.h"
 //
 #include "kernels/decode.h"
@@ -10,6 +11,7 @@ constexpr int kTileRows = KERNEL::kRows;
 constexpr int kTileRows = DecodeFma<T>::kRows;
 #endif
 using C = Compute<T>;
+using Stored = std::conditional_t<kBytes, unsigned char, T>;
 
 int main(int argc, char** argv) {
   return driver::run(argc, argv, [](const driver::Arguments& a) {
@@ -22,8 +24,13 @@ int main(int argc, char** argv) {
     const emulator::Buffer<int64_t> lengths(driver::read<int64_t>(count("batch")), "lengths");
     const emulator::Buffer<int> table(driver::read<int>(count("batch") * count("max_blocks")), "block_table");
     const emulator::Buffer<T> query(driver::read<T>(count("query_size")), "query");
-    const emulator::Buffer<T> key(driver::read<T>(count("key_size")), "key");
-    const emulator::Buffer<T> value(driver::read<T>(count("value_size")), "value");
+    const emulator::Buffer<Stored> key(driver::read<Stored>(count("key_size")), "key");
+    const emulator::Buffer<Stored> value(driver::read<Stored>(count("value_size")), "value");
+    const emulator::Buffer<float> key_scale(driver::read<float>(count("key_scale_size")), "key_scale");
+    const emulator::Buffer<float> value_scale(driver::read<float>(count("value_scale_size")), "value_scale");
+    p.bytes = static_cast<ByteKind>(a["bytes"]), p.key_scale = key_scale.data, p.value_scale = value_scale.data;
+    p.key_scale_outer = a["ks_outer"], p.key_scale_head = a["ks_head"];
+    p.value_scale_outer = a["vs_outer"], p.value_scale_head = a["vs_head"];
     const int heads = p.kv_heads * p.group;
     const emulator::Buffer<C> sinks(driver::read<C>(a["sinks"] ? count("batch") * heads : 0), "sinks");
     const emulator::Buffer<C> slopes(driver::read<C>(a["slopes"] ? count("batch") * heads : 0), "slopes");
@@ -56,8 +63,13 @@ int main(int argc, char** argv) {
     emulator::launch(decode_mma<KERNEL>, dim3(units * p.splits), dim3(KERNEL::kThreads), KERNEL::kSmemBytes,
                      a.options(), p);
 #else
-    const DecodeFmaShape<T> shape(p.head_dim, p.v_head_dim);
-    emulator::launch(decode_fma<T>, dim3(units * p.splits), dim3(shape.kThreads), shape.bytes(), a.options(), p,
+#ifdef BYTES
+    constexpr auto decode = decode_bytes_fma<T>;
+#else
+    constexpr auto decode = decode_fma<T>;
+#endif
+    const DecodeFmaShape<T, kBytes> shape(p.head_dim, p.v_head_dim);
+    emulator::launch(decode, dim3(units * p.splits), dim3(shape.kThreads), shape.bytes(), a.options(), p,
                      a["chunked"] != 0);
 #endif
     if (p.splits > 1)

@@ -1,11 +1,16 @@
 // Runs one kernel of decoding over latents, named by -DKERNEL=... and, where the keys are shared out, what joins the
 // parts. stdin: query [batch, heads, q_len, dim], latents [batch or blocks, capacity or block size, dim], lengths,
-// table, sinks and slopes, mask; stdout: out, lse.
+// table, sinks and slopes, mask; stdout: out, lse. -DBYTES: latents are bytes, and their scales follow them.
 #include "emulator/machine/driver.h"
 //
 #include "kernels/latent.h"
 
 using C = Compute<T>;
+#ifdef BYTES
+using Stored = unsigned char;
+#else
+using Stored = T;
+#endif
 
 template <class X>
 struct Optional {  // of stdin
@@ -20,7 +25,7 @@ struct Optional {  // of stdin
 template <class K>
 void run(const driver::Arguments& a, const DecodeTask& p) {
   const dim3 grid(static_cast<unsigned>(p.batch * p.row_tiles * p.splits)), block(K::kThreads);
-  if constexpr (std::is_same_v<K, LatentFma<T>>)
+  if constexpr (requires { K::smem_bytes(0); })
     emulator::launch(FUNCTION<K>, grid, block, static_cast<size_t>(K::smem_bytes(p.head_dim)), a.options(), p);
   else
     emulator::launch(FUNCTION<K>, grid, block, K::kSmemBytes, a.options(), p);
@@ -37,7 +42,11 @@ int main(int argc, char** argv) {
     p.blocks = a["blocks"], p.block_size = a["block_size"], p.max_blocks = a["max_blocks"];
     const int64_t outer = p.blocks ? p.blocks : p.batch, inner = p.blocks ? p.block_size : p.capacity;
     emulator::Buffer<T> query(driver::read<T>(static_cast<size_t>(rows * p.head_dim)), "query");
-    emulator::Buffer<T> latent(driver::read<T>(static_cast<size_t>(outer * inner * pitch)), "latent");
+    emulator::Buffer<Stored> latent(driver::read<Stored>(static_cast<size_t>(outer * inner * pitch)), "latent");
+    Optional<float> scale;
+    p.bytes = static_cast<ByteKind>(a["bytes"]);
+    p.key_scale = p.value_scale = scale.read(a["bytes"], outer * inner, "latent_scale");
+    p.key_scale_outer = p.value_scale_outer = inner;
     emulator::Buffer<int64_t> lengths(driver::read<int64_t>(static_cast<size_t>(p.batch)), "lengths");
     Optional<int> table;
     Optional<C> sinks, slopes;

@@ -36,7 +36,10 @@ DecodeTiling decode_tiling(int head_dim, int v_head_dim, int rows, bool chunked)
 template <class T>
 void launch_sm80_decode(const DecodeTask& task, bool chunked, cudaStream_t stream) {
   const DecodeTiling tiling = decode_tiling<T>(task.head_dim, task.v_head_dim, task.rows, chunked);
-  const int64_t pairs = int64_t{task.batch} * task.kv_heads, blocks = pairs * task.row_tiles * task.splits;
+  // tiles of rows, and rows of results; packed rows: what there may be of them
+  const int64_t pairs = int64_t{task.batch} * task.kv_heads;
+  const int64_t tiles = task.cu_q ? int64_t{task.kv_heads} * task.tiles : pairs * task.row_tiles;
+  const int64_t rows = task.cu_q ? tiles * tiling.rows : pairs * task.rows, blocks = tiles * task.splits;
   bool done = false;
   if constexpr (sizeof(T) == 2)
     if (chunked) {
@@ -49,8 +52,8 @@ void launch_sm80_decode(const DecodeTask& task, bool chunked, cudaStream_t strea
   static_assert(fits(DecodeFmaShape<T>(256, 256).bytes(), true));
   if (!done) launch_kernel(decode_fma<T>, blocks, DecodeFma<T>::kThreads, tiling.smem_bytes, stream, task, chunked);
   if (task.splits > 1)
-    launch_kernel(decode_merge<T>, pairs * task.rows, kMergeThreads,
-                  merge_smem<Compute<T>>(task.splits, task.v_head_dim), stream, task, tiling.rows);
+    launch_kernel(decode_merge<T>, rows, kMergeThreads, merge_smem<Compute<T>>(task.splits, task.v_head_dim), stream,
+                  task, tiling.rows);
 }
 
 }  // namespace attnjourney

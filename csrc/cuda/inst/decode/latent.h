@@ -30,25 +30,25 @@ constexpr CudaDecode latent_mma_decode{[](int, int, int, bool) {
                                                                            Kernel::kSmemBytes, Kernel::kRows, stream);
                                        }};
 
-template <class T>
+template <class T, bool Bytes = false>
 constexpr CudaDecode latent_fma_decode{[](int head_dim, int, int, bool) {
-                                         using Kernel = LatentFma<T>;
+                                         using Kernel = LatentFma<T, Bytes>;
                                          return DecodeTiling{Kernel::kRows, Kernel::kKeys, Kernel::smem_bytes(head_dim),
                                                              Kernel::kBlocks, kRoundKeys};
                                        },
                                        [](const DecodeTask& task, bool, cudaStream_t stream) {
-                                         using Kernel = LatentFma<T>;
+                                         using Kernel = LatentFma<T, Bytes>;
                                          static_assert(fits(Kernel::smem_bytes(kLatentDim), true));
                                          launch_latent<T>(latent_fma<Kernel>, task, Kernel::kThreads,
                                                           Kernel::smem_bytes(task.head_dim), Kernel::kRows, stream);
                                        }};
 
-template <class T>
+template <class T, bool Bytes = false>
 constexpr LatentDecode latent_decode = [] {
-  using Large = LatentMma<T, 64, 32>;
-  using Small = LatentMma<T, 32, 16>;
+  using Large = LatentMma<T, 64, 32, Bytes>;
+  using Small = LatentMma<T, 32, 16, Bytes>;
   static_assert(fits(Large::kSmemBytes, false) && fits(Small::kSmemBytes, true));
-  return LatentDecode{latent_mma_decode<Large>, latent_mma_decode<Small>, latent_fma_decode<T>};
+  return LatentDecode{latent_mma_decode<Large>, latent_mma_decode<Small>, latent_fma_decode<T, Bytes>};
 }();
 
 }  // namespace attnjourney

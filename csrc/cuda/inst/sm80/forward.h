@@ -6,10 +6,10 @@
 namespace attnjourney {
 
 // f<Kernel>() for what takes heads of that size
-template <class T, bool Options, class F>
+template <class T, bool Options, bool Paged = false, class F>
 void with_sm80_forward(HeadSize size, F&& f) {
   const auto go = [&]<int Dqk, int Dv, int Keys>() {
-    using Kernel = Sm80Forward<T, Dqk, Dv, Keys, Options>;
+    using Kernel = Sm80Forward<T, Dqk, Dv, Keys, Options, Paged>;
     static_assert(fits(Kernel::kSmemBytes, true));
     f.template operator()<Kernel>();
   };

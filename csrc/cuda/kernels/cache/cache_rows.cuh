@@ -22,35 +22,56 @@ __device__ __forceinline__ void each_unit(int rows, int units, int part, int par
     for (int u = lane; u < units; u += lanes) f(static_cast<int>(row), u);
 }
 
-// grid: batch * parts. Token t of a sequence's new ones is token tokens - count + t of those given. With one part, and
-// without a plan, the length moves on here.
+// One sequence's part of an append.
+struct NewTokens {
+  int batch, count, oldest;  // a ring keeps the last
+  int64_t have, limit;
+  __device__ __forceinline__ NewTokens(const AppendTask& task, int batch_)
+      : batch(batch_), count(new_tokens(task.counts, batch_, task.tokens)) {
+    const int64_t length = task.plan ? task.plan[batch] : task.lengths[batch];
+    have = length < 0 ? 0 : length;
+    limit = task.ring ? have + count : task.table ? int64_t{task.max_blocks} * task.block_size : task.capacity;
+    oldest = task.ring && count > task.capacity ? count - task.capacity : 0;
+  }
+  // Where token t goes: outer and slot; false: nowhere.
+  __device__ __forceinline__ bool place(const AppendTask& task, int t, int64_t& outer, int64_t& slot) const {
+    const int64_t at = have + t;
+    if (t < oldest || at >= limit) return false;
+    outer = batch, slot = at;
+    if (task.ring) slot = at % task.capacity;
+    if (task.table) {
+      const int j = static_cast<int>(at / task.block_size);
+      outer = task.table[static_cast<int64_t>(batch) * task.max_blocks + j], slot = at - int64_t{j} * task.block_size;
+      if (outer < 0 || outer >= task.blocks) return false;
+    }
+    return true;
+  }
+  // Token t of a sequence's new ones is token tokens - count + t of those given.
+  __device__ __forceinline__ const unsigned char* given(const AppendTask& task, int tensor, int head, int t) const {
+    return task.fresh[tensor].at(batch, head, task.tokens - count + t);
+  }
+  // With one part, and without a plan, the length moves on here. All threads of the block.
+  __device__ __forceinline__ void move_length(const AppendTask& task) const {
+    if (task.parts > 1 || task.plan) return;
+    __syncthreads();
+    if (threadIdx.x == 0) task.lengths[batch] = have + count;
+  }
+};
+
+// grid: batch * parts
 template <class Unit>
 __global__ void __launch_bounds__(kCacheThreads, 8) cache_append(const AppendTask task) {
-  const int batch = blockIdx.x / task.parts, part = blockIdx.x % task.parts;
-  const int count = new_tokens(task.counts, batch, task.tokens);
-  const int64_t length = task.plan ? task.plan[batch] : task.lengths[batch], have = length < 0 ? 0 : length;
-  const int64_t limit = task.ring    ? have + count
-                        : task.table ? int64_t{task.max_blocks} * task.block_size
-                                     : task.capacity;
-  const int oldest = task.ring && count > task.capacity ? count - task.capacity : 0;  // a ring keeps the last
+  const int part = blockIdx.x % task.parts;
+  const NewTokens fresh(task, blockIdx.x / task.parts);
   for (int i = 0; i < task.to.count; i++)
-    each_unit(task.heads * count, task.to.units[i], part, task.parts, [&](int row, int unit) {
-      const int head = row / count, t = row - head * count;
-      const int64_t at = have + t;
-      if (t < oldest || at >= limit) return;
-      int64_t outer = batch, slot = at;
-      if (task.ring) slot = at % task.capacity;
-      if (task.table) {
-        const int j = static_cast<int>(at / task.block_size);
-        outer = task.table[static_cast<int64_t>(batch) * task.max_blocks + j], slot = at - int64_t{j} * task.block_size;
-        if (outer < 0 || outer >= task.blocks) return;
-      }
+    each_unit(task.heads * fresh.count, task.to.units[i], part, task.parts, [&](int row, int unit) {
+      const int head = row / fresh.count, t = row - head * fresh.count;
+      int64_t outer, slot;
+      if (!fresh.place(task, t, outer, slot)) return;
       reinterpret_cast<Unit*>(task.to.cache[i].at(outer, head, slot))[unit] =
-          reinterpret_cast<const Unit*>(task.fresh[i].at(batch, head, task.tokens - count + t))[unit];
+          reinterpret_cast<const Unit*>(fresh.given(task, i, head, t))[unit];
     });
-  if (task.parts > 1 || task.plan) return;
-  __syncthreads();
-  if (threadIdx.x == 0) task.lengths[batch] = have + count;
+  fresh.move_length(task);
 }
 
 // grid: one thread for each sequence

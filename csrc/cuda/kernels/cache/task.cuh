@@ -37,6 +37,13 @@ struct AppendTask {
   int max_blocks, block_size, blocks;
 };
 
+// What an append to caches of bytes has besides: tokens are quantised.
+struct AppendBytes {
+  ByteKind kind;
+  CacheRows scale[2];  // of each cache: one number a slot
+  int dim[2];
+};
+
 struct ReorderTask {  // of one tensor
   CacheRows rows;
   int units;
@@ -51,6 +58,8 @@ struct GatherTask {
   int64_t* held;    // [sequences]: keys that each has there
   DecodeTask cache;
   int first_sequence, heads, parts;
+  ByteKind bytes;  // of a cache of bytes, whose rows are expanded: `units` counts numbers
+  CacheRows scales[2];
 };
 
 struct PagedTask {

@@ -53,6 +53,13 @@ __device__ __forceinline__ int next_visible_tile(int n, VisibleTile& found, cons
   return n;
 }
 
+// The same where there is no mask: tile n itself.
+template <class Fragment, class Walk>
+__device__ __forceinline__ uint32_t seen_in_tile(int n, Walk&& walk) {
+  const TilePlace place = walk.place(n, walk.sequence());
+  return place.whole ? kAllSeen<Fragment> : seen_in_range<Fragment>(walk.sequence(), place.row, place.key);
+}
+
 // The query tiles of a backward block, of all the query heads of its key head. Kernel: kRows, kKeys, kOptions,
 // takes_turns(p), and kRecompute: a sequence for the turns is recomputed, where holding it would spill.
 template <class Kernel, bool Ranged, class Real>

@@ -11,14 +11,26 @@ constexpr int merge_smem(int splits, int v_head_dim) {
   return (splits + kMergeWarps * (2 + v_head_dim)) * static_cast<int>(sizeof(Real));
 }
 
-// grid: batch * kv_heads * rows; tile_rows: those of the kernel before. Each warp adds up every kMergeWarps-th split.
+// grid: batch * kv_heads * rows, packed: kv_heads * tiles * tile_rows; tile_rows: those of the kernel before. Each warp
+// adds up every kMergeWarps-th split.
 template <class T>
 __global__ void __launch_bounds__(kMergeThreads) decode_merge(const DecodeTask task, int tile_rows) {
   using Real = Compute<T>;
-  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, i = blockIdx.x % task.rows,
-            pair = blockIdx.x / task.rows;
-  const int batch = pair / task.kv_heads, head = pair % task.kv_heads * task.group + i / task.q_len;
-  const int64_t unit = static_cast<int64_t>(pair) * task.row_tiles + i / tile_rows;
+  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
+  int batch, kv_head, i, q_len = task.q_len;
+  int64_t unit;
+  if (task.cu_q) {
+    unit = blockIdx.x / tile_rows, kv_head = static_cast<int>(unit) / task.tiles;
+    const PackedRows packed(task, static_cast<int>(unit) % task.tiles, tile_rows);
+    batch = packed.batch, i = packed.row0 + blockIdx.x % tile_rows;
+    if (i >= packed.count) return;
+    q_len = packed.count / task.group;
+  } else {
+    const int pair = blockIdx.x / task.rows;
+    batch = pair / task.kv_heads, kv_head = pair % task.kv_heads, i = blockIdx.x % task.rows;
+    unit = static_cast<int64_t>(pair) * task.row_tiles + i / tile_rows;
+  }
+  const int head = kv_head * task.group + i / q_len;
   const int64_t first = unit * task.splits * tile_rows + i % tile_rows;  // the row's part of the first split
   const auto part = [&](int split) { return first + static_cast<int64_t>(split) * tile_rows; };
   const Real *const stats = static_cast<const Real*>(task.part_stats), *const parts =
@@ -63,9 +75,10 @@ __global__ void __launch_bounds__(kMergeThreads) decode_merge(const DecodeTask t
   for (int w = 1; w < kMergeWarps; w++) sum += sums[w];
   Real lse;
   const Real factor = end_row(task, batch, head, RowSum<Real>{top, sum}, lse);
-  if (tid == 0) static_cast<Real*>(task.lse)[blockIdx.x] = lse;
+  const DecodeResult to(task, batch, kv_head, i);
+  if (tid == 0) static_cast<Real*>(task.lse)[to.lse] = lse;
   __syncthreads();
-  T* const out = static_cast<T*>(task.out) + static_cast<int64_t>(blockIdx.x) * task.v_head_dim;
+  T* const out = static_cast<T*>(task.out) + to.out;
   for (int column = tid; column < task.v_head_dim; column += kMergeThreads) {
     Real value = 0;
 #pragma unroll

@@ -2,21 +2,26 @@
 // block: the rows of one key head against its share of a sequence's keys, so that a key is read once for all heads of
 // its group. Up to 16 rows: every warp goes its own way through every kWarps-th tile of 16 keys, with copies of its own
 // in flight and no barrier of the block; in the end the warps' results are joined. Up to 64 (Shared): each warp has 16
-// rows, and all of them go through the same tiles. Proofs: tests/emulator/test_decode.py, faults/decode.py.
+// rows, and all of them go through the same tiles. Bytes are expanded in shared memory, a tile at a time; their scales
+// meet scores and weights. Proofs: tests/emulator/test_decode.py, faults/decode.py.
 #pragma once
 #include "decode_scores.cuh"
 
 namespace attnjourney {
 
-// head_dim and v_head_dim up to D, multiples of 8; rows of the caches in 16-byte chunks.
-template <class T_, int D, int Warps, int Stages, bool Shared = false>
+// head_dim and v_head_dim up to D, multiples of 8; rows of the caches in 16-byte chunks. Bytes: the caches are of
+// bytes.
+template <class T_, int D, int Warps, int Stages, bool Shared = false, bool Bytes = false>
 struct DecodeMma {
   using T = T_;
   static constexpr int kD = D, kKeys = 16, kWarps = Warps, kStages = Stages, kThreads = 32 * Warps;
   static constexpr int kBlocks = D == 64 ? 3 : 2;  // of a multiprocessor, as far as registers go
   static constexpr int kWarpRows = 16, kRows = Shared ? Warps * kWarpRows : kWarpRows;
-  static constexpr int kTileBytes = kKeys * D * 2, kStageBytes = 2 * kTileBytes;
-  static constexpr int kRing = Stages * kStageBytes;  // of a warp, or of the block
+  static constexpr int kTileBytes = kKeys * D * 2;  // expanded
+  static constexpr int kStoredBytes = kKeys * D * (Bytes ? 1 : 2);
+  static constexpr int kScalesAt = 2 * kStoredBytes, kStageBytes = kScalesAt + (Bytes ? 2 * kKeys * 4 : 0);
+  static constexpr int kExpandedAt = Stages * kStageBytes;
+  static constexpr int kRing = kExpandedAt + (Bytes ? 2 * kTileBytes : 0);  // of a warp, or of the block
   static constexpr int kSmemBytes = (Shared ? 1 : Warps) * kRing;
   static constexpr int kPitch = D + 8;  // of a warp's result, in floats: [16][kPitch], then [16] references, [16] sums
   static constexpr int kTops = kWarpRows * kPitch, kSums = kTops + kWarpRows;
@@ -27,48 +32,94 @@ struct DecodeMma {
     return tile + row * (D * 2) + ((chunk ^ (row & 7)) << 4);
   }
 
+  static __device__ __forceinline__ Place of_lane(Place place, int row) {
+    return {static_cast<int>(ptx::shfl(static_cast<uint32_t>(place.outer), row)),
+            static_cast<int>(ptx::shfl(static_cast<uint32_t>(place.slot), row))};
+  }
+
   // Starts the copy of 16 rows of K or V, Shared: of this warp's part. Lane i < 16 knows where row i lies; what is
   // nowhere becomes zeros.
   static __device__ __forceinline__ void load_tile(uint32_t tile, const void* base, const CacheStrides& strides,
                                                    Place place, int dim) {
     const int lane = threadIdx.x % 32;
+    if constexpr (Bytes) {
+      constexpr int kChunks = kStoredBytes / 16, kEach = Shared ? kThreads : 32;
 #pragma unroll
-    for (int i = 0; i < kKeys * (D / 8) / (Shared ? kThreads : 32); i++) {
-      const int c = (Shared ? i * Warps + threadIdx.x / 32 : i) * 32 + lane, row = c / (D / 8), chunk = c % (D / 8);
-      const int outer = static_cast<int>(ptx::shfl(static_cast<uint32_t>(place.outer), row));
-      const int slot = static_cast<int>(ptx::shfl(static_cast<uint32_t>(place.slot), row));
-      const bool valid = outer >= 0 && chunk * 8 < dim;
-      const T* from = static_cast<const T*>(base);
-      if (valid) from += outer * strides.outer + slot * strides.row + chunk * 8;
-      ptx::cp_async_16(chunk_at(tile, row, chunk), from, valid);
+      for (int i = 0; i < (kChunks + kEach - 1) / kEach; i++) {
+        const int c = (Shared ? i * Warps + threadIdx.x / 32 : i) * 32 + lane, row = c / (D / 16), chunk = c % (D / 16);
+        if (kChunks % kEach && c - lane >= kChunks) break;  // whole warps
+        const Place at = of_lane(place, row);
+        const bool valid = at.outer >= 0 && chunk * 16 < dim;
+        const unsigned char* from = static_cast<const unsigned char*>(base);
+        if (valid) from += at.outer * strides.outer + at.slot * strides.row + chunk * 16;
+        ptx::cp_async_16(tile + c * 16, from, valid);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kKeys * (D / 8) / (Shared ? kThreads : 32); i++) {
+        const int c = (Shared ? i * Warps + threadIdx.x / 32 : i) * 32 + lane, row = c / (D / 8), chunk = c % (D / 8);
+        const Place at = of_lane(place, row);
+        const bool valid = at.outer >= 0 && chunk * 8 < dim;
+        const T* from = static_cast<const T*>(base);
+        if (valid) from += at.outer * strides.outer + at.slot * strides.row + chunk * 8;
+        ptx::cp_async_16(chunk_at(tile, row, chunk), from, valid);
+      }
+    }
+  }
+
+  // Starts the copy of the scales of a tile's keys, by lanes 0 .. 15, and of its values; 0 for what is nowhere.
+  static __device__ __forceinline__ void load_scales(uint32_t scales, const DecodeTask& task, int head, Place place) {
+    const int lane = threadIdx.x % 32;
+    if (Shared && threadIdx.x >= 32) return;
+    const bool keys = lane < kKeys, valid = place.outer >= 0;
+    const float* from = keys ? task.key_scale : task.value_scale;
+    if (valid)
+      from += place.outer * (keys ? task.key_scale_outer : task.value_scale_outer) +
+              head * (keys ? task.key_scale_head : task.value_scale_head) + place.slot;
+    ptx::cp_async_4(scales + lane * 4, from, valid);
+  }
+  // Bytes of a stage to the tiles of K and V, by those who share them.
+  static __device__ __forceinline__ void expand(unsigned char* stage, unsigned char* tiles, ByteKind kind) {
+    constexpr int kChunks = 2 * kStoredBytes / 16, kEach = Shared ? kThreads : 32;
+#pragma unroll 2
+    for (int c = Shared ? threadIdx.x : threadIdx.x % 32; c < kChunks; c += kEach) {
+      const int row = c / (D / 16), chunk = c % (D / 16);  // rows of V behind those of K
+      uint4 numbers[2];
+      expand_bytes<T>(numbers, kind, *reinterpret_cast<const uint4*>(stage + c * 16));
+#pragma unroll
+      for (int i = 0; i < 2; i++) *reinterpret_cast<uint4*>(tiles + chunk_at(0, row, 2 * chunk + i)) = numbers[i];
     }
   }
 
   // A operand of Q K^T: rows row0 + g and + 8
-  static __device__ __forceinline__ void load_query(uint32_t (&qf)[D / 16][4], const DecodeTask& task, int batch,
-                                                    int head, int row0) {
+  static __device__ __forceinline__ void load_query(uint32_t (&qf)[D / 16][4], const DecodeTask& task,
+                                                    const DecodePart<kKeys, true>& part, int row0) {
+    const int q_len = part.sequence.q_len, head = part.head;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int i = row0 + g + 8 * h;
-      const T* q = static_cast<const T*>(task.query) + batch * task.q_batch +
-                   (head * task.group + i / task.q_len) * task.q_head + i % task.q_len * task.q_row;
+      const T* q = static_cast<const T*>(task.query) + part.batch * task.q_batch +
+                   (head * task.group + i / q_len) * task.q_head + (part.sequence.q_begin + i % q_len) * task.q_row;
 #pragma unroll
       for (int k = 0; k < D / 8; k++)
         qf[k / 2][k % 2 * 2 + h] =
-            i < task.rows && k * 8 < task.head_dim ? *reinterpret_cast<const uint32_t*>(q + k * 8 + 2 * t) : 0u;
+            i < part.rows && k * 8 < task.head_dim ? *reinterpret_cast<const uint32_t*>(q + k * 8 + 2 * t) : 0u;
     }
   }
 
   static __device__ __forceinline__ void run(const DecodeTask& task) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const DecodePart<kKeys> part(task, kRows);
+    const DecodePart<kKeys, true> part(task, kRows);
+    if (part.row0 >= part.rows) return;
     const DecodeSequence& sequence = part.sequence;
     const uint32_t ring = ptx::smem_addr(ptx::dynamic_smem()) + (Shared ? 0 : warp * kRing);
     const int row0 = part.row0 + (Shared ? warp * kWarpRows : 0);  // this warp's first
     constexpr int kStep = Shared ? 1 : Warps;                      // from one of its tiles to the next
-    const T* key = static_cast<const T*>(task.key) + part.head * task.k.head;
-    const T* value = static_cast<const T*>(task.value) + part.head * task.v.head;
+    using Stored = std::conditional_t<Bytes, unsigned char, T>;
+    const Stored* key = static_cast<const Stored*>(task.key) + part.head * task.k.head;
+    const Stored* value = static_cast<const Stored*>(task.value) + part.head * task.v.head;
+    [[maybe_unused]] unsigned char* const own_smem = ptx::dynamic_smem() + (Shared ? 0 : warp * kRing);
 
     // the place of a lane's key of a tile, looked up one tile before its copy starts
     const auto locate = [&](int tile) {
@@ -78,7 +129,8 @@ struct DecodeMma {
     const auto start = [&](int stage, Place place) {
       const uint32_t at = ring + stage * kStageBytes;
       load_tile(at, key, task.k, place, task.head_dim);
-      load_tile(at + kTileBytes, value, task.v, place, task.v_head_dim);
+      load_tile(at + kStoredBytes, value, task.v, place, task.v_head_dim);
+      if constexpr (Bytes) load_scales(at + kScalesAt, task, part.head, place);
       ptx::cp_async_commit();
       return ptx::ballot(place.outer >= 0);
     };
@@ -88,11 +140,14 @@ struct DecodeMma {
     Place next = locate(tile0 + (Stages - 1) * kStep);
 
     uint32_t qf[D / 16][4];
-    load_query(qf, task, part.batch, part.head, row0);
-    const DecodeRow<float> rows[2] = {{task, part.batch, part.head, sequence.origin, row0 + g},
-                                      {task, part.batch, part.head, sequence.origin, row0 + g + 8}};
+    load_query(qf, task, part, row0);
+    const auto row_at = [&](int i) {
+      return DecodeRow<float>(task, part.batch, part.head, sequence.origin, i, part.rows, sequence.q_len);
+    };
+    const DecodeRow<float> rows[2] = {row_at(row0 + g), row_at(row0 + g + 8)};
     float acc[D / 8][4] = {};
     float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.f, 0.f};
+    [[maybe_unused]] float unit[2] = {0.f, 0.f};  // of acc: see weigh_bytes
 
     int stage = 0;
     for (int tile = tile0; tile < part.last; tile += kStep) {
@@ -100,7 +155,11 @@ struct DecodeMma {
       meet();  // @tile_landed: for everyone; all are past the one before
       there[Stages - 1] = start((stage + Stages - 1) % Stages, next);
       next = locate(tile + Stages * kStep);
-      const uint32_t sk = ring + stage * kStageBytes, sv = sk + kTileBytes;
+      if constexpr (Bytes) {
+        expand(own_smem + stage * kStageBytes, own_smem + kExpandedAt, task.bytes);
+        meet();  // @expanded
+      }
+      const uint32_t sk = ring + (Bytes ? kExpandedAt : stage * kStageBytes), sv = sk + kTileBytes;
 
       float scores[2][4] = {};
 #pragma unroll
@@ -111,8 +170,17 @@ struct DecodeMma {
         ptx::mma_m16n8k16<T>(scores[0], qf[kk], b[0], b[1]);
         ptx::mma_m16n8k16<T>(scores[1], qf[kk], b[2], b[3]);
       }
+      [[maybe_unused]] const float* const scales =
+          reinterpret_cast<const float*>(own_smem + stage * kStageBytes + kScalesAt) + 2 * t;
+      if constexpr (Bytes) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) scores[i / 4][i % 4] *= scales[i / 4 * 8 + i % 2];
+      }
       const bool hides = score(scores, task, sequence, rows, tile * kKeys, there[0] & 0xffffu);
-      softmax(scores, acc, top, sum, score_exponent<float>(task));
+      if constexpr (Bytes)
+        weigh_bytes(scores, acc, top, sum, unit, scales + kKeys, score_exponent<float>(task));
+      else
+        softmax(scores, acc, top, sum, score_exponent<float>(task));
 
       const uint32_t a[4] = {ptx::pack2<T>(scores[0][0], scores[0][1]), ptx::pack2<T>(scores[0][2], scores[0][3]),
                              ptx::pack2<T>(scores[1][0], scores[1][1]), ptx::pack2<T>(scores[1][2], scores[1][3])};
@@ -139,6 +207,10 @@ struct DecodeMma {
 
     ptx::cp_async_wait<0>();
     meet();
+    if constexpr (Bytes) {
+#pragma unroll
+      for (int i = 0; i < D / 2; i++) acc[i / 4][i % 4] *= unit[i % 4 / 2];
+    }
     float* mine = result(warp);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -186,6 +258,41 @@ struct DecodeMma {
   static __device__ __forceinline__ void softmax(float (&scores)[2][4], float (&acc)[D / 8][4], float (&top)[2],
                                                  float (&sum)[2], float exponent) {
     float shrink[2];
+    weigh(scores, shrink, top, sum, exponent);
+    move(acc, shrink);
+  }
+  // The same where values have scales: scores become weight * scale, which is rounded to T, in a unit of the row's own,
+  // the power of two below the largest of these so far; acc is in that unit.
+  static __device__ __forceinline__ void weigh_bytes(float (&scores)[2][4], float (&acc)[D / 8][4], float (&top)[2],
+                                                     float (&sum)[2], float (&unit)[2], const float* scales,
+                                                     float exponent) {
+    float shrink[2];
+    weigh(scores, shrink, top, sum, exponent);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float most = 0.f;
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        float& weight = scores[i / 2][2 * h + i % 2];
+        weight = weight == 0.f ? 0.f : weight * scales[i / 2 * 8 + i % 2];  // a hidden key's scale may be NaN
+        const float size = fabsf(weight);
+        if (size < INFINITY) most = fmaxf(most, size);
+      }
+      most = fmaxf(most, ptx::shfl_xor(most, 1));
+      most = fmaxf(most, ptx::shfl_xor(most, 2));
+      const float before = unit[h] * shrink[h];
+      const uint32_t power = min(max(ptx::as_bits(fmaxf(before, most)) & 0x7f800000u, 0x00800000u), 0x7e800000u);
+      const float inverse = ptx::as_float(0x7f000000u - power);
+      unit[h] = ptx::as_float(power);
+      shrink[h] = before * inverse;
+#pragma unroll
+      for (int i = 0; i < 4; i++) scores[i / 2][2 * h + i % 2] *= inverse;
+    }
+    move(acc, shrink);
+  }
+  // Scores to weights; shrink: what the sums so far were multiplied by.
+  static __device__ __forceinline__ void weigh(float (&scores)[2][4], float (&shrink)[2], float (&top)[2],
+                                               float (&sum)[2], float exponent) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       float largest =
@@ -204,6 +311,8 @@ struct DecodeMma {
       }
       sum[h] = sum[h] * shrink[h] + part;
     }
+  }
+  static __device__ __forceinline__ void move(float (&acc)[D / 8][4], const float (&shrink)[2]) {
     if (!ptx::any(shrink[0] != 1.f || shrink[1] != 1.f)) return;
 #pragma unroll
     for (int j = 0; j < D / 8; j++) {
@@ -224,10 +333,10 @@ struct DecodeMma {
   }
 
   // The results of each row, of all warps in their order or of the one that has it, and what becomes of them.
-  static __device__ __forceinline__ void join(const DecodeTask& task, const DecodePart<kKeys>& part) {
+  static __device__ __forceinline__ void join(const DecodeTask& task, const DecodePart<kKeys, true>& part) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     constexpr int kParts = Shared ? 1 : Warps;
-    for (int r = warp; r < kRows && part.row0 + r < task.rows; r += Warps) {
+    for (int r = warp; r < kRows && part.row0 + r < part.rows; r += Warps) {
       const int own = r % kWarpRows;
       const auto result_of = [&](int w) { return result(Shared ? r / kWarpRows : w); };
       float weight[kParts];
@@ -253,12 +362,12 @@ struct DecodeMma {
           for (int c = lane; c < task.v_head_dim; c += 32) out[c] = column(c);
         continue;
       }
-      const int i = part.row0 + r, head = part.head * task.group + i / task.q_len;
-      const int64_t row = (static_cast<int64_t>(part.batch) * task.kv_heads + part.head) * task.rows + i;
+      const int i = part.row0 + r, head = part.head * task.group + i / part.sequence.q_len;
+      const DecodeResult to(task, part.batch, part.head, i);
       float lse;
       const float factor = end_row(task, part.batch, head, all, lse);
-      if (lane == 0) static_cast<float*>(task.lse)[row] = lse;
-      uint32_t* out = reinterpret_cast<uint32_t*>(static_cast<T*>(task.out) + row * task.v_head_dim);
+      if (lane == 0) static_cast<float*>(task.lse)[to.lse] = lse;
+      uint32_t* out = reinterpret_cast<uint32_t*>(static_cast<T*>(task.out) + to.out);
       for (int c = lane; c < task.v_head_dim / 2; c += 32)
         out[c] = ptx::pack2<T>(column(2 * c) * factor, column(2 * c + 1) * factor);
     }

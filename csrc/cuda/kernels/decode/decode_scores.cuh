@@ -19,10 +19,13 @@ struct DecodeRow {
   Real slope;                 // in the unit of scores
   const unsigned char* mask;  // of key 0
   __device__ __forceinline__ DecodeRow(const DecodeTask& task, int batch, int kv_head, int64_t origin, int number)
+      : DecodeRow(task, batch, kv_head, origin, number, task.rows, task.q_len) {}
+  __device__ __forceinline__ DecodeRow(const DecodeTask& task, int batch, int kv_head, int64_t origin, int number,
+                                       int rows, int q_len)
       : row(0), slope(0), mask(nullptr) {
-    if (number >= task.rows) return;
-    const int head = kv_head * task.group + number / task.q_len;
-    row = number % task.q_len;
+    if (number >= rows) return;
+    const int head = kv_head * task.group + number / q_len;
+    row = number % q_len;
     if (task.slopes)
       slope = static_cast<const Real*>(task.slopes)[batch * task.slopes_batch + head] *
               (natural_scores(task) ? Real(1) : Real(log2_e));

@@ -6,7 +6,8 @@
 
 #include "attention/params.h"
 #include "core/constants.h"
-#include "cuda/kernels/common/sequence.cuh"
+#include "cuda/kernels/common/bytes.cuh"
+#include "cuda/kernels/common/pages.cuh"
 
 namespace attnjourney {
 
@@ -41,6 +42,17 @@ struct DecodeTask {
   // splits > 1: [unit, split, row of the tile] outputs before division [v_head_dim], and each row's reference (in
   // the unit of scores) and sum; a unit is (sequence, key head, tile of rows)
   void *part_out, *part_stats;
+  // Packed rows over a paged cache, or null: sequence b has rows cu_q[b] .. of heads of q_len rows, and cu_k[b + 1] -
+  // cu_k[b] keys. Sequences of more than few_rows rows are attention's (sm80/forward.cuh). A key head has `tiles` tiles
+  // of rows: row_tiles for each sequence or, where that is 0, numbered through, see PackedRows.
+  const int *cu_q, *cu_k;
+  int few_rows, tiles;
+  bool bottom_right;
+  int64_t out_head, out_row;  // strides
+  // Of caches of bytes: what each key and value is multiplied by, [outer, head, row] like them, rows dense.
+  ByteKind bytes;
+  const float *key_scale, *value_scale;
+  int64_t key_scale_outer, key_scale_head, value_scale_outer, value_scale_head;
 };
 
 // With a floating mask scores are natural, for that is added as it is, up to both ends of its range; else they are in
@@ -57,7 +69,8 @@ inline void describe_scores(DecodeTask& p, double scale, const ScoreModifier& mo
 // One sequence. Keys are numbered from the first one that is there, `origin`.
 struct DecodeSequence {
   int64_t origin;
-  Ranges keys;           // of all its rows
+  Ranges keys;  // of all its rows
+  int q_begin, q_len;
   SeenKeys seen, whole;  // keys that some row sees, the items; that all rows see
   int total;             // items
   int slot;              // ring: where key 0 lies
@@ -71,31 +84,27 @@ struct DecodeSequence {
 };
 
 __device__ __forceinline__ DecodeSequence decode_sequence(const DecodeTask& task, int batch) {
-  int64_t length = task.lengths[batch];
-  length = length < 0 ? 0 : length < task.longest ? length : task.longest;
   DecodeSequence sequence;
+  sequence.q_begin = task.cu_q ? task.cu_q[batch] : 0;
+  sequence.q_len = task.cu_q ? task.cu_q[batch + 1] - sequence.q_begin : task.q_len;
+  int64_t length = task.cu_q ? task.cu_k[batch + 1] - task.cu_k[batch] : task.lengths[batch];
+  length = length < 0 ? 0 : length < task.longest ? length : task.longest;
   sequence.origin = task.ring && length > task.capacity ? length - task.capacity : 0;
   sequence.slot = task.ring ? static_cast<int>(sequence.origin % task.capacity) : 0;
   const int there = static_cast<int>(length - sequence.origin);
   sequence.keys = task.keys;
-  sequence.keys.offset = there - task.q_len;
+  if (!task.cu_q || task.bottom_right) sequence.keys.offset = there - sequence.q_len;
   sequence.keys.set_length(there);
-  sequence.seen = sequence.keys.any(0, task.q_len - 1);
-  sequence.whole = sequence.keys.all(0, task.q_len - 1);
+  sequence.seen = sequence.keys.any(0, sequence.q_len - 1);
+  sequence.whole = sequence.keys.all(0, sequence.q_len - 1);
   sequence.total = sequence.seen.count();
   return sequence;
 }
 
-// Where a key lies: slot `slot` of sequence or block `outer`; outer < 0: nowhere.
-struct Place {
-  int outer, slot;
-};
 __device__ __forceinline__ Place place_of_key(const DecodeTask& task, const DecodeSequence& sequence, int batch,
                                               int key) {
-  if (task.table) {
-    const int j = key / task.block_size, block = task.table[static_cast<int64_t>(batch) * task.max_blocks + j];
-    return {block < task.blocks ? block : -1, key - j * task.block_size};
-  }
+  if (task.table)
+    return place_in_pages(task.table, task.blocks, task.block_size, static_cast<int64_t>(batch) * task.max_blocks, key);
   const int slot = sequence.slot + key;  // below twice the capacity
   return {batch, task.ring && slot >= task.capacity ? slot - task.capacity : slot};
 }
@@ -104,26 +113,73 @@ __device__ __forceinline__ Place place_of(const DecodeTask& task, const DecodeSe
   return item < end ? place_of_key(task, sequence, batch, sequence.key(item)) : Place{-1, 0};
 }
 
-// A block's part: tiles of `Keys` items [first, last) for a tile of rows of one key head.
-template <int Keys>
+// Tile `number` of a key head's rows in a packed call: rows row0 .. of the `count` that sequence `batch` has.
+struct PackedRows {
+  int batch, row0, count;
+  __device__ __forceinline__ PackedRows(const DecodeTask& task, int number, int tile_rows) {
+    int tile;
+    if (task.row_tiles) {
+      batch = number / task.row_tiles, tile = number % task.row_tiles;
+    } else {  // those of sequence b from cu_q[b] * group / tile_rows + b on
+      const auto first = [&](int item) { return task.cu_q[item] * task.group / tile_rows + item; };
+      batch = 0;
+      for (int high = task.batch; batch + 1 < high;) {
+        const int middle = (batch + high) / 2;
+        (first(middle) <= number ? batch : high) = middle;
+      }
+      tile = number - first(batch);
+    }
+    row0 = tile * tile_rows;
+    const int rows = task.cu_q[batch + 1] - task.cu_q[batch];
+    count = rows <= task.few_rows ? rows * task.group : 0;
+  }
+};
+
+// A block's part: tiles of `Keys` items [first, last) for a tile of rows of one key head, which has `rows` of them.
+// Packed: the call may be one of packed rows; then there may be nothing to do, where row0 >= rows.
+template <int Keys, bool Packed = false>
 struct DecodePart {
-  int batch, head, row0, split, first, last;
+  int batch, head, row0, rows, split, first, last;
   int64_t unit;
   DecodeSequence sequence;
   __device__ __forceinline__ explicit DecodePart(const DecodeTask& task, int tile_rows) {
     int i = blockIdx.x;
-    const int tile = i % task.row_tiles;
-    i /= task.row_tiles;
-    head = i % task.kv_heads;
-    i /= task.kv_heads;
-    split = i % task.splits;
-    batch = i / task.splits;
-    row0 = tile * tile_rows;
-    unit = (static_cast<int64_t>(batch) * task.kv_heads + head) * task.row_tiles + tile;
+    if (Packed && task.cu_q) {
+      const int number = i % task.tiles;
+      i /= task.tiles;
+      head = i % task.kv_heads;
+      split = i / task.kv_heads;
+      const PackedRows packed(task, number, tile_rows);
+      batch = packed.batch, row0 = packed.row0, rows = packed.count;
+      unit = static_cast<int64_t>(head) * task.tiles + number;
+    } else {
+      const int tile = i % task.row_tiles;
+      i /= task.row_tiles;
+      head = i % task.kv_heads;
+      i /= task.kv_heads;
+      split = i % task.splits;
+      batch = i / task.splits;
+      row0 = tile * tile_rows, rows = task.rows;
+      unit = (static_cast<int64_t>(batch) * task.kv_heads + head) * task.row_tiles + tile;
+    }
     sequence = decode_sequence(task, batch);
     const int64_t tiles = (sequence.total + Keys - 1) / Keys;
     first = static_cast<int>(tiles * split / task.splits);
     last = static_cast<int>(tiles * (split + 1) / task.splits);
+  }
+};
+
+// Where row i of those that read a key head goes: numbers from the begin of out and of lse.
+struct DecodeResult {
+  int64_t out, lse;
+  __device__ __forceinline__ DecodeResult(const DecodeTask& task, int batch, int kv_head, int i) {
+    if (task.cu_q) {
+      const int begin = task.cu_q[batch], q_len = task.cu_q[batch + 1] - begin;
+      const int64_t head = kv_head * task.group + i / q_len, row = begin + i % q_len;
+      out = head * task.out_head + row * task.out_row, lse = head * task.q_len + row;
+    } else {
+      lse = (static_cast<int64_t>(batch) * task.kv_heads + kv_head) * task.rows + i, out = lse * task.v_head_dim;
+    }
   }
 };
 

@@ -1,15 +1,17 @@
 // Decoding over latents with ordinary arithmetic: float and double, and 16-bit numbers whose rows are not whole 16-byte
 // chunks. One block: up to kRows rows of a sequence against its share of the keys. A tile of keys lies in shared memory
-// in the type of the arithmetic; for scores a thread takes two rows and two keys of a slice of the columns, for the
-// output columns of its own.
+// in the type of the arithmetic, bytes times their scale; for scores a thread takes two rows and two keys of a slice of
+// the columns, for the output columns of its own.
 #pragma once
 #include "latent_mma.cuh"
 
 namespace attnjourney {
 
-template <class T_>
+// Bytes: the cache is of bytes.
+template <class T_, bool Bytes = false>
 struct LatentFma {
   using T = T_;
+  using Stored = std::conditional_t<Bytes, unsigned char, T>;
   using Real = Compute<T>;
   static constexpr int kThreads = 128, kRows = sizeof(Real) == 8 ? 8 : 16, kKeys = kRows;
   static constexpr int kSlices = kThreads * 4 / (kRows * kKeys);  // threads that share four products
@@ -33,6 +35,13 @@ struct LatentFma {
     for (int d = threadIdx.x % 32; d < width; d += 32) to[d] = from && d < dim ? Real(ptx::to_float(from[d])) : Real(0);
   }
 
+  static __device__ __forceinline__ void load_bytes(Real* to, const unsigned char* from, ByteKind kind, float scale,
+                                                    int dim, int width) {
+#pragma unroll 1
+    for (int d = ptx::opaque(threadIdx.x) % 32; d < width; d += 32)
+      to[d] = from && d < dim ? Real(byte_number(kind, from[d]) * scale) : Real(0);
+  }
+
   static __device__ __forceinline__ void run(const DecodeTask& task) {
     const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, width = pitch(task.head_dim) - 4, step = width + 4;
     const DecodePart<kKeys> part(task, kRows);
@@ -41,7 +50,7 @@ struct LatentFma {
     Real *const keys = queries + kRows * step, *const weights = keys + kKeys * step;  // weights [key][row]
     Real *const shrinks = weights + kKeys * kRows, *const stats = shrinks + kRows;    // [row], [row][2]
     uint32_t* const there = reinterpret_cast<uint32_t*>(stats + 2 * kRows);
-    const T* const latent = static_cast<const T*>(task.key) + part.head * task.k.head;
+    const Stored* const latent = static_cast<const Stored*>(task.key) + part.head * task.k.head;
     for (int r = warp; r < kRows; r += kThreads / 32) {
       const int i = part.row0 + r;
       const T* from = static_cast<const T*>(task.query) + part.batch * task.q_batch +
@@ -59,8 +68,13 @@ struct LatentFma {
       __syncthreads();  // @tile_read: every thread is past the tile before
       for (int k = warp; k < kKeys; k += kThreads / 32) {
         const Place at = place_of(task, sequence, part.batch, tile * kKeys + k, sequence.total);
-        load_row(keys + k * step, at.outer < 0 ? nullptr : latent + at.outer * task.k.outer + at.slot * task.k.row,
-                 task.head_dim, width);
+        const Stored* const from = at.outer < 0 ? nullptr : latent + at.outer * task.k.outer + at.slot * task.k.row;
+        if constexpr (Bytes) {
+          const float scale = from ? task.key_scale[at.outer * task.key_scale_outer + at.slot] : 0.f;
+          load_bytes(keys + k * step, from, task.bytes, scale, task.head_dim, width);
+        } else {
+          load_row(keys + k * step, from, task.head_dim, width);
+        }
         if (lane == 0) there[k] = at.outer >= 0;
       }
       __syncthreads();

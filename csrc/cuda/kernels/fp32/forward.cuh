@@ -4,13 +4,14 @@
 #pragma once
 #include "cuda/kernels/common/forward_task.cuh"
 #include "cuda/kernels/common/next_tile.cuh"
+#include "cuda/kernels/common/pages.cuh"
 #include "tiles.cuh"
 
 namespace attnjourney {
 
 // Parts: so many warps share 16 rows, each for its part of the output's columns (they do not fit one's registers); each
-// computes the weights for itself.
-template <class Real_, int D, int Keys, int Parts = 1>
+// computes the weights for itself. Paged: as in sm80/forward.cuh.
+template <class Real_, int D, int Keys, int Parts = 1, bool Paged = false>
 struct Fp32Forward {
   using Real = Real_;
   using T = Real;
@@ -20,19 +21,31 @@ struct Fp32Forward {
   static constexpr int kTileBytes = kQueryBytes + 2 * kKeyBytes;
   static constexpr int kFlagBytes = 2 * kThreads / 32 * 4;
   using Window = TileWindow<kThreads>;
-  static constexpr int kSmemBytes = kTileBytes + kFlagBytes + Window::kBytes;
+  using PageTiles = PagedTiles<Keys>;
+  using Pages = std::conditional_t<Paged, PagedKeys, NoPages>;
+  static constexpr int kPagesAt = kTileBytes + kFlagBytes + Window::kBytes;
+  static constexpr int kSmemBytes = kPagesAt + (Paged ? PageTiles::kBytes : 0);
   static constexpr bool kKeepQuery = D == 64 && sizeof(Real) == 4;  // in registers
   static constexpr int kBlocks = D == 256 ? 1 : 2;
   using Fragment = RowFragment<Keys / 8>;
   using Weights = Real[Keys / 8][4];
   using Sums = Real[kOwn * kW][4];
 
-  static __device__ __forceinline__ void run(const ForwardTaskOf<Real>& p, int tile) {
+  static __device__ __forceinline__ Sequence sequence_at(const ForwardTaskOf<Real>& p, int batch) {
+    if constexpr (Paged)
+      return paged_sequence(p, batch);
+    else
+      return sequence_of<true>(p, batch);
+  }
+
+  static __device__ __forceinline__ void run(const ForwardTaskOf<Real>& p, const Pages& pages, int tile) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int first_group = warp % Parts * kOwn, own_row = warp / Parts * 16;
     const ForwardTile where = packed_tile<kRows>(p, tile);
-    const Sequence sequence = sequence_of<true>(p, where.batch);
+    const Sequence sequence = sequence_at(p, where.batch);
     if (where.row >= sequence.rows) return;
+    if constexpr (Paged)
+      if (sequence.rows <= pages.few_rows) return;
     const int head_k = where.head / p.group, row = where.row + own_row + g;
     const KeyTiles tiles = key_tiles_of<Keys, true>(p, sequence, where.row, where.row + kRows - 1);
     const KeyTiles own = key_tiles_of<Keys, true>(p, sequence, row - g, row - g + 15);
@@ -43,9 +56,18 @@ struct Fp32Forward {
     const Real* value = head_of(p.value, p.value_strides, head_k, sequence.k_begin);
     unsigned char* const query_tile = ptx::dynamic_smem();
     unsigned char *const key_tile = query_tile + kQueryBytes, *const value_tile = key_tile + kKeyBytes;
+    [[maybe_unused]] const PageTiles page_tiles{query_tile + kPagesAt};
+    [[maybe_unused]] int turn = 0;  // of the tile at hand
     const auto load = [&](unsigned char* tile, const Real* base, const Strides& s, int n, int dim) {
-      fp32_load<Real, D, Keys, kThreads>(ptx::smem_addr(tile), base, s.row, n * Keys, tiles.key_end, dim);
-      ptx::cp_async_commit();
+      if constexpr (Paged) {
+        const bool is_key = tile == key_tile;
+        load_pages<Real, D, Keys, kThreads>(tile, base, is_key ? pages.key_block : pages.value_block, s.row,
+                                            page_tiles.places(turn), is_key ? pages.key_dim : pages.value_dim,
+                                            pages.chunked, fp32_at<Real, D>);
+      } else {
+        fp32_load<Real, D, Keys, kThreads>(ptx::smem_addr(tile), base, s.row, n * Keys, tiles.key_end, dim);
+        ptx::cp_async_commit();
+      }
     };
 
     const HeadScoresOf<Real> scores(p, p.q_heads, where.batch, where.head);
@@ -56,12 +78,21 @@ struct Fp32Forward {
     Window window{flags + kFlagBytes / 4};
     const KeyTileWalk<kRows, Keys, Real> walk{p, sequence, scores, tiles, own, where.row, row};
     const auto next_visible = [&](int n) {
+      if constexpr (Paged) {  // located before the barrier
+        if (n < tiles.end)
+          found.seen = page_tiles.template seen_in<Fragment>(turn, lane % 4 * 2, seen_in_tile<Fragment>(n, walk));
+        return n;
+      }
       return next_visible_tile<Fragment, kThreads / 32>(n, found, p.scores, walk, window, flags, flags_turn);
     };
 
     fp32_load<Real, D, kRows, kThreads>(ptx::smem_addr(query_tile),
                                         head_of(p.query, p.query_strides, where.head, sequence.q_begin),
                                         p.query_strides.row, where.row, sequence.rows, p.head_dim);
+    if constexpr (Paged) {
+      page_tiles.locate(pages, where.batch, tiles.first(), turn, tiles.key_end);
+      __syncthreads();
+    }
     const int first = next_visible(tiles.first());
     if (first < tiles.end) load(key_tile, key, p.key_strides, first, p.head_dim);
     ptx::cp_async_commit();
@@ -111,9 +142,11 @@ struct Fp32Forward {
       softmax(s, alpha, row_max, row_sum, p.scores.exponent);
       if (p.scores.seed) drop<Fragment>(s, p.scores, scores, row, n * Keys + 2 * t);
 
+      if constexpr (Paged) page_tiles.locate(pages, where.batch, tiles.above(n), turn ^ 1, tiles.key_end);
       ptx::cp_async_wait<0>();  // @value_landed
       __syncthreads();          // @key_read: by all warps
       const bool border = !tiles.whole(n) || p.scores.mask_kind > MaskElement::none || (blocks && !window.whole(n));
+      turn ^= 1;
       next = next_visible(tiles.above(n));
       if (next < tiles.end) load(key_tile, key, p.key_strides, next, p.head_dim);
       if (border) guard(acc, s, value_tile, first_group, flags, flags_turn, lane);
@@ -224,11 +257,26 @@ struct Fp32ForwardSmall : Fp32ForwardOf<Real, D> {};
 template <>
 struct Fp32ForwardSmall<double, 256> : Fp32Forward<double, 256, 8, 2> {};
 
+// over pages; of double, those of small shared memory everywhere
+template <class Real, int D>
+struct Fp32ForwardPaged : Fp32Forward<Real, D,
+                                      sizeof(Real) * D == 2048   ? 8
+                                      : sizeof(Real) * D == 1024 ? 16
+                                                                 : 32,
+                                      sizeof(Real) * D == 2048 ? 2 : 1, true> {};
+
 // grid: total tiles
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
     fp32_forward(const __grid_constant__ ForwardTaskOf<typename Kernel::Real> p) {
-  Kernel::run(p, blockIdx.x);
+  Kernel::run(p, {}, blockIdx.x);
+}
+
+// Over pages. grid: total tiles
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
+    fp32_paged_forward(const __grid_constant__ ForwardTaskOf<typename Kernel::Real> p, const PagedKeys pages) {
+  Kernel::run(p, pages, blockIdx.x);
 }
 
 // Instead of Sm90Fp16x2Forward, where `needs_fallback` (Fp16x2Planes) is not 0; else it returns immediately. grid: what
@@ -239,7 +287,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
                           const uint32_t* needs_fallback) {
   if (*needs_fallback == 0) return;
   // no barrier between tiles: without options, the first copies of one go to memory that is unused by then
-  for (int tile = blockIdx.x; tile < p.total; tile += gridDim.x) Kernel::run(p, tile);
+  for (int tile = blockIdx.x; tile < p.total; tile += gridDim.x) Kernel::run(p, {}, tile);
 }
 
 }  // namespace attnjourney

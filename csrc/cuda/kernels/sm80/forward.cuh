@@ -4,21 +4,26 @@
 #pragma once
 #include "cuda/kernels/common/forward_task.cuh"
 #include "cuda/kernels/common/next_tile.cuh"
+#include "cuda/kernels/common/pages.cuh"
 
 namespace attnjourney {
 
-// Options: all that attention has (scores.cuh); without, scores are only scaled, by a positive number.
-template <class T_, int Dqk_, int Dv_, int Keys, bool Options = false>
+// Options: all that attention has (scores.cuh); without, scores are only scaled, by a positive number. Paged: packed
+// rows over keys in pages (pages.cuh), without masks, of the sequences that have more rows than decoding takes.
+template <class T_, int Dqk_, int Dv_, int Keys, bool Options = false, bool Paged = false>
 struct Sm80Forward {
   using T = T_;
   static constexpr int kDqk = Dqk_, kDv = Dv_, kRows = 64, kKeys = Keys, kThreads = 128;
   static constexpr int kQueryBytes = kRows * kDqk * 2, kKeyBytes = kKeys * kDqk * 2, kValueBytes = kKeys * kDv * 2;
   static constexpr int kTileBytes = kQueryBytes + kKeyBytes + kValueBytes;
   using Window = TileWindow<kThreads>;
-  static constexpr int kSmemBytes = kTileBytes + (Options ? Window::kBytes : 0);
+  using PageTiles = PagedTiles<kKeys>;
+  using Pages = std::conditional_t<Paged, PagedKeys, NoPages>;
+  static constexpr int kPagesAt = kTileBytes + (Options ? Window::kBytes : 0);
+  static constexpr int kSmemBytes = kPagesAt + (Paged ? PageTiles::kBytes : 0);
   static constexpr bool kOptions = Options;
-  static constexpr bool kKeepQuery = kDqk <= (Options ? 64 : 128);  // in registers; more would spill
-  static_assert(kDqk % 64 == 0 && kDv % 64 == 0 && kDv <= kDqk);
+  static constexpr bool kKeepQuery = kDqk <= (Paged ? 0 : Options ? 64 : 128);  // in registers; more would spill
+  static_assert(kDqk % 64 == 0 && kDv % 64 == 0 && kDv <= kDqk && (Options || !Paged));
 
   using Fragment = RowFragment<kKeys / 8>;
 
@@ -26,6 +31,11 @@ struct Sm80Forward {
   template <int D>
   static __device__ __forceinline__ uint32_t chunk_at(uint32_t tile, int row, int chunk) {
     return tile + row * (D * 2) + ((chunk ^ (row & 7)) << 4);
+  }
+
+  template <int D>
+  static __device__ __forceinline__ uint32_t chunk_in(int row, int chunk) {
+    return chunk_at<D>(0, row, chunk);
   }
 
   // Starts the copy of rows [row0, row0 + Count) of one head; rows past the end and columns past `dim` become zeros.
@@ -42,12 +52,21 @@ struct Sm80Forward {
     ptx::cp_async_commit();
   }
 
+  static __device__ __forceinline__ Sequence sequence_at(const ForwardTask& p, int batch) {
+    if constexpr (Paged)
+      return paged_sequence(p, batch);
+    else
+      return sequence_of<Options>(p, batch);
+  }
+
   template <bool Ranged>
-  static __device__ __forceinline__ void run(const ForwardTask& p) {
+  static __device__ __forceinline__ void run(const ForwardTask& p, const Pages& pages) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const ForwardTile where = Options ? packed_tile<kRows>(p, blockIdx.x) : forward_tile<kRows, Ranged>(p, blockIdx.x);
-    const Sequence sequence = sequence_of<Options>(p, where.batch);
+    const Sequence sequence = sequence_at(p, where.batch);
     if (Options && where.row >= sequence.rows) return;
+    if constexpr (Paged)
+      if (sequence.rows <= pages.few_rows) return;
     const int row0 = where.row, head_k = where.head / p.group, row = row0 + warp * 16 + g;
     const KeyTiles tiles = key_tiles_of<kKeys, Ranged>(p, sequence, row0, row0 + kRows - 1);
     const KeyTiles own = key_tiles_of<kKeys, Ranged>(p, sequence, row0 + warp * 16, row0 + warp * 16 + 15);
@@ -59,8 +78,14 @@ struct Sm80Forward {
     const T* value = head_of(p.value, p.value_strides, head_k, sequence.k_begin);
     unsigned char* smem = ptx::dynamic_smem();
     const uint32_t sq = ptx::smem_addr(smem), sk = sq + kQueryBytes, sv = sk + kKeyBytes;
+    [[maybe_unused]] const PageTiles page_tiles{smem + kPagesAt};
+    [[maybe_unused]] int turn = 0;  // of the tile at hand
     const auto load_k = [&](int n0) {
-      load_tile<kDqk, kKeys>(sk, key, p.key_strides.row, n0, tiles.key_end, p.head_dim);
+      if constexpr (Paged)
+        load_pages<T, kDqk, kKeys, kThreads>(smem + kQueryBytes, key, pages.key_block, p.key_strides.row,
+                                             page_tiles.places(turn), pages.key_dim, pages.chunked, chunk_in<kDqk>);
+      else
+        load_tile<kDqk, kKeys>(sk, key, p.key_strides.row, n0, tiles.key_end, p.head_dim);
     };
 
     const HeadScores scores(p, p.q_heads, where.batch, where.head);
@@ -70,10 +95,19 @@ struct Sm80Forward {
     const KeyTileWalk<kRows, kKeys, float> walk{p, sequence, scores, tiles, own, row0, row};
     const auto next_visible = [&](int n) {
       if (!Options) return n;
+      if constexpr (Paged) {  // located before the barrier
+        if (n < tiles.end)
+          found.seen = page_tiles.template seen_in<Fragment>(turn, lane % 4 * 2, seen_in_tile<Fragment>(n, walk));
+        return n;
+      }
       return next_visible_tile<Fragment, kThreads / 32>(n, found, p.scores, walk, window, window.found, flags_turn);
     };
 
     load_tile<kDqk, kRows>(sq, query, p.query_strides.row, row0, sequence.rows, p.head_dim);
+    if constexpr (Paged) {
+      page_tiles.locate(pages, where.batch, tiles.first(), turn, tiles.key_end);
+      __syncthreads();  // @places_known
+    }
     const int first_tile = next_visible(tiles.first());
     if (first_tile < tiles.end) load_k(first_tile * kKeys);
 
@@ -100,7 +134,12 @@ struct Sm80Forward {
       if (!kKeepQuery) at = ptx::opaque(at);
       ptx::cp_async_wait<0>();  // @key_landed: K (and Q) of this tile have landed
       __syncthreads();          // @value_read: every warp is past V of the tile before
-      load_tile<kDv, kKeys>(sv, value, p.value_strides.row, n0, tiles.key_end, p.v_head_dim);
+      if constexpr (Paged)
+        load_pages<T, kDv, kKeys, kThreads>(smem + kQueryBytes + kKeyBytes, value, pages.value_block,
+                                            p.value_strides.row, page_tiles.places(turn), pages.value_dim,
+                                            pages.chunked, chunk_in<kDv>);
+      else
+        load_tile<kDv, kKeys>(sv, value, p.value_strides.row, n0, tiles.key_end, p.v_head_dim);
       if (kKeepQuery && n == first_tile) {
 #pragma unroll
         for (int kk = 0; kk < kDqk / 16; kk++) read_q(qf[kk], kk);
@@ -134,8 +173,10 @@ struct Sm80Forward {
         softmax(s, acc, row_max, row_sum, p.score_scale);
       }
 
+      if constexpr (Paged) page_tiles.locate(pages, where.batch, tiles.above(n), turn ^ 1, tiles.key_end);
       ptx::cp_async_wait<0>();  // @value_landed
       __syncthreads();          // @key_read: by all warps
+      turn ^= 1;
       next = next_visible(tiles.above(n));
       if (next < tiles.end) load_k(next * kKeys);
       const auto value_fragment = [&](uint32_t (&b)[4], int kk, int j, int at) {
@@ -238,7 +279,7 @@ struct Sm80Forward {
     const uint32_t stage = base + warp * (16 * kDqk * 2);
     const int row0 = where.row + warp * 16;
     // recomputed where holding it through the loop would spill
-    const Sequence sequence = kDqk == 192 ? sequence_of<Options>(p, where.batch) : held;
+    const Sequence sequence = kDqk == 192 ? sequence_at(p, where.batch) : held;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       float sum = row_sum[h];
@@ -273,7 +314,14 @@ struct Sm80Forward {
 // grid: total tiles
 template <class Kernel, bool Ranged>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kOptions ? 2 : 0) sm80_forward(const ForwardTask p) {
-  Kernel::template run<Ranged>(p);
+  Kernel::template run<Ranged>(p, {});
+}
+
+// The same over pages. grid: total tiles
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, 2)
+    sm80_paged_forward(const __grid_constant__ ForwardTask p, const PagedKeys pages) {
+  Kernel::template run<true>(p, pages);
 }
 
 }  // namespace attnjourney

@@ -5,6 +5,11 @@
 #include "cuda/kernels/decode/decode_mma.cuh"
 
 using namespace attnjourney;
+#ifdef BYTES
+constexpr bool kBytes = true;
+#else
+constexpr bool kBytes = false;
+#endif
 #ifdef KERNEL
 using T = KERNEL::T;
 #else
@@ -14,6 +19,8 @@ using T = NUMBER;
 namespace attnjourney {
 #ifdef KERNEL
 INSTANCE(decode_mma<KERNEL>);
+#elif defined(BYTES)
+INSTANCE(decode_bytes_fma<T>);
 #else
 INSTANCE(decode_fma<T>);
 #endif

@@ -1,0 +1,5 @@
+#include "paged_forward.h"
+
+void attnjourney::sm80_paged_forward_fp16(ForwardTask task, const PagedKeys& pages, cudaStream_t stream) {
+  launch_sm80_paged_forward<Half>(task, pages, stream);
+}
