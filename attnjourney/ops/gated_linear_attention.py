@@ -116,7 +116,15 @@ def _fake(
             raise RuntimeError(f"{name}: expected the dtype of query, {query.dtype}, got {x.dtype}")
     batch, heads, length, dim = query.shape
     kv_heads, v_heads, v_dim = key.shape[1], value.shape[1], value.shape[3]
-    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if not 0 <= update < len(UPDATES):
+        raise ValueError(f"update: expected a number from 0 to {len(UPDATES) - 1}, got {update}")
+    sequences = batch
+    if cu_seqlens is not None:
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+            raise ValueError(f"cu_seqlens: expected shape (sequences + 1,), got {tuple(cu_seqlens.shape)}")
+        if batch != 1:
+            raise ValueError(f"query: expected a batch of 1 with cu_seqlens, got shape {tuple(query.shape)}")
+        sequences = cu_seqlens.shape[0] - 1
     for name, given, wanted in (("gate", gate, update in GATED), ("beta", beta, update in DELTA)):
         if (given is not None) != wanted:
             what = "a tensor" if wanted else "None"
