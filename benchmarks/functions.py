@@ -111,9 +111,13 @@ def _chunked_delta(case, q, k, v, chunk: int = CHUNK):
 
 
 def _delta_flops(case, which: str) -> int:
-    """Products with the state alone, the least there is (as gated_linear_attention counts them): three a row forwards,
-    eight backwards."""
-    return (6 if which == "forward" else 16) * case.batch * case.heads * case.q_len * case.head_dim * case.v_head_dim
+    """In chunks of CHUNK rows. Forward: three products with the state, and half of K K^T, Q K^T, the triangular system
+    and P E. Backward: eight products with states, and half of those four again, P^T dO, the transposed system, dO E^T,
+    Z E^T, and two products of each of these with queries or keys."""
+    d, dv = case.head_dim, case.v_head_dim
+    state, own = 2 * d * dv, CHUNK + 1
+    row = 3 * state + own * (2 * d + 2 * dv) if which == "forward" else 8 * state + own * (6 * d + 5 * dv)
+    return case.batch * case.heads * case.q_len * row
 
 
 # ---- Infini-attention, segments of `extent` rows
