@@ -12,6 +12,7 @@ from .integrations import flash_registry as _flash_registry  # noqa: F401
 from .ops import attention as attention
 from .ops import attention_weights as attention_weights
 from .ops import decode as decode
+from .ops import gated_linear_attention as gated_linear_attention
 from .ops import gpt_attention as gpt_attention
 from .ops import gqa as gqa
 from .ops import infini_attention as infini_attention

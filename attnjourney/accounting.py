@@ -24,6 +24,7 @@ class Row:
     backward_flops: int
     decode_flops_per_token: int
     cache_bytes_per_token: int
+    state_bytes_per_sequence: int
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Account:
     backward_flops: int
     decode_flops_per_token: int
     cache_bytes_per_token: int
+    state_bytes_per_sequence: int
 
     def as_dict(self) -> dict:
         """All numbers; `parts` is a list of dicts."""
@@ -73,6 +75,7 @@ COLUMNS = (
     ("backward_flops", "backward FLOPs"),
     ("decode_flops_per_token", "decode FLOPs / token"),
     ("cache_bytes_per_token", "cache bytes / token"),
+    ("state_bytes_per_sequence", "state bytes / sequence"),
 )
 
 
@@ -83,12 +86,14 @@ def account(
 
     FLOPs are those of matrix products, 2 for a multiplication and an addition, as torch.utils.flop_counter counts them:
     a causal layer counts as a full one, and the backward of attention recomputes the scores. Decoding is one
-    token of one sequence after seq_len cached ones; latent attention decodes in its latent space. Besides the attention
+    token of one sequence after seq_len cached ones; latent attention decodes in its latent space. Linear attention with
+    gates and the delta rule counts as `gated_linear_attention` does, its states in float32. Besides the attention
     layers, a module's nn.Linear layers count with every position; other layers count as parameters alone.
 
     Args:
         model: a module (parameters shared by layers count once), or a configuration of transformers, or a dict with
-            the same keys: model_type gpt2, llama, mistral, qwen2, qwen3 or deepseek_v3 (active experts in FLOPs).
+            the same keys: model_type gpt2, llama, mistral, qwen2, qwen3, qwen3_next, qwen3_5_text or deepseek_v3
+            (active experts in FLOPs).
         seq_len: tokens of a sequence.
         batch: sequences.
         dtype: of the cache; one of bytes (int8, float8_e4m3fn) has its scales beside it.
@@ -114,7 +119,7 @@ def account(
 
 
 def _row(part: Part, seq_len: int, batch: int, dtype: torch.dtype) -> Row:
-    tokens, a = batch * seq_len, part.attention
+    tokens, a, s = batch * seq_len, part.attention, part.state
     forward, backward = 2 * part.multiplied * tokens, 4 * part.multiplied * tokens
     decode = 2 * part.multiplied
     cached = 0
@@ -124,7 +129,14 @@ def _row(part: Part, seq_len: int, batch: int, dtype: torch.dtype) -> Row:
         backward += pairs * (3 * a.qk_dim + 2 * a.v_dim)
         decode += 2 * seq_len * a.heads * a.decode_width
         cached = a.cached * dtype.itemsize + (a.rows * 4 if dtype in BYTE_DTYPES else 0)  # a float32 scale each
-    numbers = (part.parameters, forward, backward, decode, cached)
+    held = 0
+    if s is not None:
+        product = 2 * s.heads * s.qk_dim * s.v_dim  # with a state: three a token, eight backwards
+        forward += 3 * product * tokens
+        backward += 8 * product * tokens
+        decode += 3 * product
+        held = 4 * s.heads * s.qk_dim * s.v_dim
+    numbers = (part.parameters, forward, backward, decode, cached, held)
     return Row(part.name, part.count, *(part.count * n for n in numbers))
 
 
@@ -142,12 +154,22 @@ class AttentionPart:
 
 
 @dataclass(frozen=True)
+class StatePart:
+    """Linear attention with the delta rule: a state of qk_dim x v_dim for each head."""
+
+    heads: int
+    qk_dim: int
+    v_dim: int
+
+
+@dataclass(frozen=True)
 class Part:
     name: str
     parameters: int
     multiplied: int  # numbers of the weight matrices that every token is multiplied with
     attention: AttentionPart | None = None
     count: int = 1
+    state: StatePart | None = None
 
 
 def grouped(heads: int, kv_heads: int, head_dim: int) -> AttentionPart:
@@ -279,6 +301,34 @@ def _llama(c: _Config) -> list[Part]:
     ]
 
 
+def _qwen_hybrid(c: _Config) -> list[Part]:
+    """qwen3_next, qwen3_5_text: gated delta rule in most layers, softmax attention with a gate in the others."""
+    d, layers, heads, head_dim = c("hidden_size"), c("num_hidden_layers"), c("num_attention_heads"), c("head_dim")
+    kv_heads, types = c("num_key_value_heads"), c("layer_types")
+    linear = sum(kind == "linear_attention" for kind in types)
+    keys, values = c("linear_num_key_heads"), c("linear_num_value_heads")
+    key_dim, value_dim = c("linear_key_head_dim"), c("linear_value_head_dim")
+    mixed = 2 * keys * key_dim + values * value_dim  # what the convolution takes: queries, keys and values
+    rule = d * (mixed + values * value_dim + 2 * values) + values * value_dim * d
+    small = mixed * c("linear_conv_kernel_dim") + 2 * values + value_dim  # convolution, A and dt, norm
+    full = d * head_dim * (3 * heads + 2 * kv_heads)  # queries with gates
+    parts = [
+        Part("gated delta rule", rule + small, rule, None, linear, StatePart(values, key_dim, value_dim)),
+        Part("attention", full + 2 * head_dim, full, grouped(heads, kv_heads, head_dim), layers - linear),
+        Part("norms", d * (2 * layers + 1), 0),
+        *_output(c, d),
+    ]
+    if not c.has("num_experts"):
+        hidden = 3 * d * c("intermediate_size")
+        return [*parts, Part("MLP", hidden, hidden, None, layers)]
+    if c("decoder_sparse_step", 1) != 1 or c("mlp_only_layers", []):
+        raise ValueError("model: expected a mixture of experts in every layer")
+    expert, routed = 3 * d * c("moe_intermediate_size"), c("num_experts")
+    shared = 3 * d * c("shared_expert_intermediate_size") + d  # and its gate
+    active = c("num_experts_per_tok") * expert + shared + routed * d
+    return [*parts, Part("mixture of experts", routed * expert + shared + routed * d, active, None, layers)]
+
+
 def _deepseek(c: _Config) -> list[Part]:
     d, layers, heads, kv_lora = c("hidden_size"), c("num_hidden_layers"), c("num_attention_heads"), c("kv_lora_rank")
     nope, rope, v = c("qk_nope_head_dim"), c("qk_rope_head_dim"), c("v_head_dim")
@@ -309,6 +359,8 @@ CONFIGS: dict[str, Callable[[_Config], list[Part]]] = {
     "mistral": _llama,
     "qwen2": _llama,
     "qwen3": _llama,
+    "qwen3_next": _qwen_hybrid,
+    "qwen3_5_text": _qwen_hybrid,
     "deepseek_v3": _deepseek,
 }
 

@@ -59,6 +59,13 @@ def decode(
     """out, lse"""
 
 @_operator
+def gated_linear_attention(
+    query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None = None, beta: Tensor | None = None,
+    initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None, *, update: int = 3, scale: float = 1.0,
+    qk_l2norm: bool = False
+) -> Tensor: ...
+
+@_operator
 def gpt_attention(
     x: Tensor, num_heads: int, qkv_weight: Tensor, qkv_bias: Tensor | None, out_weight: Tensor, out_bias: Tensor | None,
     *, dropout_p: float = 0.0
@@ -266,6 +273,22 @@ def block_attention_jvp(
     alibi_slopes: Tensor | None = None, origin: Sequence[int] = [0, 0, 0, 0], dropout_seed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """out_tangent, lse_tangent"""
+
+@_operator
+def gated_linear_attention_backward(
+    grad_out: Tensor | None, grad_state: Tensor | None, query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None,
+    beta: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None, *, update: int = 3,
+    scale: float = 1.0, qk_l2norm: bool = False, need: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """grad_query, grad_key, grad_value, grad_gate, grad_beta, grad_initial_state"""
+
+@_operator
+def gated_linear_attention_forward(
+    query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None = None, beta: Tensor | None = None,
+    initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None, *, update: int = 3, scale: float = 1.0,
+    qk_l2norm: bool = False
+) -> tuple[Tensor, Tensor]:
+    """out, state"""
 
 @_operator
 def gpt_attention_backward(

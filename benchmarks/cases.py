@@ -42,7 +42,7 @@ class Case:
         "bhnd"  # "bnhd": views of (batch, length, heads, dim); "packed": of one (batch, length, 3, heads, dim)
     )
     layer: str = ""  # "mha", "gpt", "gqa", "mla": projections and attention, width heads * head_dim
-    function: str = ""  # "linear", "infini", "longformer": see functions.py
+    function: str = ""  # "linear", "gated_delta", "kda", "infini", "longformer": see functions.py
     extent: int = 0  # window, segment or block (of option "window": keys that a row sees)
     # The last rows of sequences over a cache: "dense", "paged", "ring", or "latent" (the absorbed form of multi-head
     # latent attention: one key head, whose first v_head_dim numbers are the value)
@@ -231,6 +231,15 @@ def _linear() -> list[Case]:
     return cases
 
 
+def _gated() -> list[Case]:
+    """The gated delta rule and Kimi delta attention."""
+    shape = dict(heads=2, head_dim=128)
+    return [
+        Case(f"{name}-{dtype}-n{n}", "gated", q_len=n, dtype=dtype, function=name, check=n <= 1024, **shape)
+        for name in ("gated_delta", "kda") for dtype in ("fp32", "bf16") for n in (1024, 4096, 16384)
+    ]  # fmt: skip
+
+
 def _options() -> list[Case]:
     """Options beside the plain case of the same shape; windows, padding and a packed batch."""
     cases = []
@@ -254,7 +263,7 @@ def _options() -> list[Case]:
     return cases
 
 
-CASES = _dense() + _decode() + _few() + _linear() + _options() + [
+CASES = _dense() + _decode() + _few() + _linear() + _gated() + _options() + [
     # head sizes
     Case("fp32-d80-n1024-full", "dims", heads=4, head_dim=80),
     Case("fp32-d96-n1024-full", "dims", heads=4, head_dim=96),

@@ -59,6 +59,67 @@ def _linear_flops(case, which: str) -> int:
     return case.batch * case.heads * case.q_len * row
 
 
+# ---- the gated delta rule ("gated_delta") and Kimi delta attention ("kda")
+
+
+def _gates(case, k):
+    """Gates and betas, about what trained models have; with "kda" a gate a channel."""
+    rows = torch.arange(case.q_len, dtype=torch.float32)
+    gate = -0.05 - 0.5 * torch.sin(rows).square().expand(case.batch, case.heads, -1)
+    beta = (0.5 + 0.4 * torch.cos(3 * rows)).expand(case.batch, case.heads, -1)
+    if case.function == "kda":
+        gate = gate[..., None] * torch.linspace(0.1, 2, case.head_dim)
+    return gate, beta
+
+
+def _delta(case, q, k, v):
+    import attnjourney
+
+    return attnjourney.gated_linear_attention(q, k, v, *_gates(case, k), update=case.function, qk_l2norm=True)
+
+
+def _exact_delta(case, q, k, v):
+    from attnjourney import reference
+
+    return reference.gated_linear_attention(q, k, v, *_gates(case, k), update=case.function, qk_l2norm=True)
+
+
+def _chunked_delta(case, q, k, v, chunk: int = CHUNK):
+    """The gated delta rule in chunks as written by hand in PyTorch: within chunks all at once, states one after the
+    other, in float32."""
+    length, dtype = q.shape[2], q.dtype
+    gate, beta = _gates(case, k)
+    q, k, v = (x.float() for x in (q, k, v))
+    q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+    rows, padding = -length % chunk, (0, 0, 0, -length % chunk)
+    q, k, v = (F.pad(x, padding).unflatten(2, (-1, chunk)) for x in (q * case.head_dim**-0.5, k, v))
+    gate, beta = (F.pad(x, (0, rows)).unflatten(2, (-1, chunk)) for x in (gate, beta))
+    sums = gate.cumsum(-1)
+    decays = (sums[..., :, None] - sums[..., None, :]).masked_fill(torch.ones(chunk, chunk).triu(1).bool(), -torch.inf)
+    decays, reads, writes = decays.exp(), sums.exp()[..., None], (sums[..., -1:] - sums).exp()[..., None]
+    system, own = beta[..., None] * (k @ k.mT) * decays, (q @ k.mT) * decays
+    right = torch.cat((v, reads * k), -1) * beta[..., None]
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    new, held = solved.split((case.v_head_dim, case.head_dim), -1)
+    state, outs = 0, []
+    for i in range(q.shape[2]):
+        error = new[:, :, i] - held[:, :, i] @ state if i else new[:, :, i]
+        read = (reads * q)[:, :, i] @ state if i else 0
+        outs.append(read + own[:, :, i] @ error)
+        state = state * sums[:, :, i, -1].exp()[..., None, None] + (writes * k)[:, :, i].mT @ error
+    return torch.cat(outs, 2)[:, :, :length].to(dtype)
+
+
+def _delta_flops(case, which: str) -> int:
+    """In chunks of CHUNK rows. Forward: three products with the state, and half of K K^T, Q K^T, the triangular system
+    and P E. Backward: eight products with states, and half of those four again, P^T dO, the transposed system, dO E^T,
+    Z E^T, and two products of each of these with queries or keys."""
+    d, dv = case.head_dim, case.v_head_dim
+    state, own = 2 * d * dv, CHUNK + 1
+    row = 3 * state + own * (2 * d + 2 * dv) if which == "forward" else 8 * state + own * (6 * d + 5 * dv)
+    return case.batch * case.heads * case.q_len * row
+
+
 # ---- Infini-attention, segments of `extent` rows
 
 
@@ -148,6 +209,8 @@ class Function:
 
 FUNCTIONS = {
     "linear": Function(_linear, _chunked, _exact_linear, _linear_flops),
+    "gated_delta": Function(_delta, _chunked_delta, _exact_delta, _delta_flops),
+    "kda": Function(_delta, None, _exact_delta, _delta_flops),
     "infini": Function(_infini, _infini_loop, _exact_infini, _infini_flops),
     "longformer": Function(_longformer, None, _exact_longformer, _longformer_flops),
 }

@@ -47,6 +47,10 @@ class Registration {
     if (supplied(backend.caches.append)) caches();
     add("linear_attention_forward", boxed<backend, linear_attention_forward>);
     add("linear_attention_backward", boxed<backend, linear_attention_backward>);
+    if (supplied(backend.gated.forward)) {
+      add("gated_linear_attention_forward", boxed<backend, gated_linear_attention_forward>);
+      add("gated_linear_attention_backward", boxed<backend, gated_linear_attention_backward>);
+    }
     layers();
   }
 

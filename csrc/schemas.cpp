@@ -187,6 +187,20 @@ void add_linear_attention(Schemas& schemas) {
               "Tensor grad_initial_normalizer)");
 }
 
+// update: 0 linear, 1 gated, 2 delta, 3 gated_delta, 4 kda
+void add_gated_linear_attention(Schemas& schemas) {
+  const Text inputs = "Tensor query, Tensor key, Tensor value, ";
+  const Text given = "Tensor? gate=None, Tensor? beta=None, Tensor? initial_state=None, Tensor? cu_seqlens=None, *, ";
+  const Text options = "int update=3, float scale=1.0, bool qk_l2norm=False";
+  schemas.add("gated_linear_attention", inputs + given + options, "Tensor");
+  schemas.add("gated_linear_attention_forward", inputs + given + options, "(Tensor out, Tensor state)");
+  schemas.add("gated_linear_attention_backward",
+              "Tensor? grad_out, Tensor? grad_state, " + inputs +
+                  "Tensor? gate, Tensor? beta, Tensor? initial_state, Tensor? cu_seqlens, *, " + options + ", int need",
+              "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_gate, Tensor grad_beta, "
+              "Tensor grad_initial_state)");
+}
+
 // ---- layers ----
 
 // rope is linear in x: its backward is rope with the other `inverse`, its forward derivative rope itself.
@@ -270,6 +284,7 @@ struct AllSchemas : Schemas {
     add_decode(*this);
     add_caches(*this);
     add_linear_attention(*this);
+    add_gated_linear_attention(*this);
     add_rope(*this);
     add_mha(*this);
     add_gpt_attention(*this);

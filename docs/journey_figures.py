@@ -194,6 +194,27 @@ def linear_flops() -> plt.Figure:
     return figure
 
 
+def gated() -> plt.Figure:
+    """What states say about a key that is written with 1 in row 0 and with -1 in row 40; other keys in between."""
+    torch.manual_seed(0)
+    rows, dim = 80, 32
+    key = F.normalize(torch.randn(1, 1, rows, dim), dim=-1)
+    key[:, :, 40] = key[:, :, 0]
+    value = torch.zeros(1, 1, rows, 1)
+    value[0, 0, 0], value[0, 0, 40] = 1.0, -1.0
+    query, gate, beta = key[:, :, :1].expand(1, 1, rows, dim), torch.full((1, 1, rows), -0.03), torch.ones(1, 1, rows)
+    figure, axes = plt.subplots(figsize=(6.5, 2.6))
+    for (update, g, b), color in zip(
+        (("linear", None, None), ("gated", gate, None), ("delta", None, beta), ("gated_delta", gate, beta)),
+        (GREY, GREEN, BLUE, ORANGE),
+    ):
+        read = attnjourney.gated_linear_attention(query, key, value, g, b, update=update, scale=1.0)
+        axes.plot(read.flatten().tolist(), label=update, color=color)
+    axes.set(xlabel="row", ylabel="what is read", ylim=(-1.1, 1.4))
+    axes.legend(frameon=False, ncols=4, loc="upper right", fontsize=8)
+    return figure
+
+
 def infini() -> plt.Figure:
     torch.manual_seed(0)
     layer = nn.InfiniAttention(32, 2, segment_length=8)
@@ -323,6 +344,7 @@ FIGURES = {
     "rope": rope_methods,
     "longformer": longformer,
     "linear": linear_flops,
+    "gated": gated,
     "infini": infini,
     "mistake-mask": inverted_mask,
     "mistake-rotary": mixed_layouts,

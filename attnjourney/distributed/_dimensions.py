@@ -54,6 +54,7 @@ DIMENSIONS: dict[str, dict[str, str]] = {
     "decode": {**_decode, "key": "BK..", "value": "BK..", "key_scale": "BK.", "value_scale": "BK."},
     "mla_decode": {**_decode, "latent": "B..", "latent_scale": "B.", "kv_b_weight": "h."},
     "linear_attention": _linear,
+    "gated_linear_attention": {},
     "rope": dict(x="BHL.", cos="BL.", sin="BL.", out="BHL."),
     "rope_": dict(x="BHL.", cos="BL.", sin="BL."),
     "mha": _mha,

@@ -5,6 +5,7 @@ from ._tree_mask import tree_mask as tree_mask
 from .attention import attention as attention
 from .attention_weights import attention_weights as attention_weights
 from .decode import decode as decode
+from .gated_linear_attention import gated_linear_attention as gated_linear_attention
 from .gpt_attention import gpt_attention as gpt_attention
 from .gqa import gqa as gqa
 from .infini_attention import infini_attention as infini_attention

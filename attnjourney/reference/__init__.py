@@ -8,6 +8,7 @@ from .attention import varlen_attention as varlen_attention
 from .decode import decode as decode
 from .decode import mla_decode as mla_decode
 from .dropout import dropout_keep_mask as dropout_keep_mask
+from .gated_linear_attention import gated_linear_attention as gated_linear_attention
 from .gpt_attention import gpt_attention as gpt_attention
 from .gqa import gqa as gqa
 from .infini_attention import infini_attention as infini_attention

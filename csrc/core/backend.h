@@ -5,6 +5,7 @@
 #include "decode/mla_decode.h"
 #include "layers/rms_norm.h"
 #include "layers/rotary.h"
+#include "linear/gated_linear_attention.h"
 #include "linear/linear_attention.h"
 
 namespace attnjourney {
@@ -14,6 +15,7 @@ struct Backend {
   DecodeBackend decode;
   CacheBackend caches;
   LinearBackend linear;
+  GatedBackend gated;  // the CPU's alone
   RotaryFunction rotary;
   RmsNormBackend rms_norm;
 };

@@ -26,6 +26,7 @@ constexpr Backend cpu_backend{
                .paged_truncate = cpu_paged_truncate,
                .paged_reorder = cpu_paged_reorder},
     .linear = {.forward = cpu_linear_forward, .backward = cpu_linear_backward},
+    .gated = {.forward = cpu_gated_forward, .backward = cpu_gated_backward},
     .rotary = cpu_rotary,
     .rms_norm = {.forward = cpu_rms_forward, .apply = cpu_rms_apply, .backward = cpu_rms_backward},
 };

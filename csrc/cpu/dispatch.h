@@ -4,6 +4,7 @@
 
 #include "attention/params.h"
 #include "decode/params.h"
+#include "linear/gated_params.h"
 #include "linear/params.h"
 
 namespace attnjourney {
@@ -74,12 +75,29 @@ struct LinearKernels {
   Sweep backward_key;
 };
 
+// Gated linear attention in one dtype, a state head at a time: see kernels/gated/forward.h. Scratch is in bytes.
+struct GatedKernels {
+  int64_t lanes;      // what the columns of a part of a head are a multiple of
+  int64_t step_rows;  // sequences of up to so many rows are `step`'s
+  int64_t (*step_space)(const GatedParams&, int64_t cols);
+  void (*step)(const GatedParams&, const GatedHead&, void* space);
+  int64_t (*forward_space)(const GatedParams&, int64_t cols);
+  void (*forward)(const GatedParams&, const GatedHead&, void* space);
+  int64_t (*backward_space)(const GatedParams&, int64_t cols, int64_t len);
+  void (*backward)(const GatedParams&, const GatedHead&, void* space);
+};
+
+struct GatedTable {
+  GatedKernels of[dtype_count];
+};
+
 struct KernelTable {
   const char* isa;
   AttentionKernels attention[dtype_count];
   DecodeKernels decode[dtype_count];
   QuantizedKernels quantized[dtype_count - 1][byte_dtype_count];  // of every dtype but the first, f64
   LinearKernels linear[dtype_count];
+  const GatedTable* gated;
 };
 
 // What products of bfloat16 pairs change in a table, all of it for bfloat16. Rows with scores so large that their last
@@ -102,13 +120,16 @@ struct PairKernels {
 
 // Constants, all of them: code that ran when the library is loaded would be code of an ISA that the machine may lack.
 extern const KernelTable scalar_kernels;
+extern const GatedTable scalar_gated;
 #ifdef ATTNJOURNEY_X86
 extern const KernelTable avx2_kernels, avx512_kernels;
+extern const GatedTable avx2_gated, avx512_gated;
 extern const PairKernels avx512_bf16_pairs;
 extern const PairForward avx512_bf16_forward, amx_forward;
 #endif
 #ifdef ATTNJOURNEY_ARM64
 extern const KernelTable neon_kernels;
+extern const GatedTable neon_gated;
 extern const PairKernels neon_bf16_pairs;
 extern const PairForward neon_bf16_forward;
 #endif

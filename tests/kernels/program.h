@@ -29,5 +29,6 @@ void decode(const Inputs&, const Types&);
 void head_product(const Inputs&, const Types&);
 void quantized_row(const Inputs&, const Types&);
 void linear(const Inputs&, const Types&);
+void gated(const Inputs&, const Types&);
 
 }  // namespace kernel_tests

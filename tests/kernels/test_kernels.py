@@ -10,6 +10,7 @@ import attnjourney
 from attnjourney import reference
 from attnjourney.ops.linear_attention import FEATURE_MAPS
 from tests.kernels import build
+from tests.linear import test_gated_linear_attention as gated
 from tests.linear.test_linear_attention import dense
 from tests.support import derivative_checks, options_cases
 from tests.support.layer_checks import results as layer_results
@@ -178,6 +179,36 @@ def test_head_product(table, transposed, dtype):
     given = dict(rows=5, inner=40, width=50, transposed=transposed, x=x, w=w.T if transposed else w)
     out = build.tensor(build.run(*table, "head_product", dtype, given)["out"], dtype, (5, 50))
     assert_close_to_reference(out, x @ w, x.double() @ w.double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("update, strength", [("gated_delta", 1.0), ("kda", 12.0)])
+def test_gated_linear_attention(table, update, strength, dtype):
+    shape = dict(heads=(2, 2, 2), length=150, dims=(20, 33), batch=1, state=True, strength=strength)
+    tensors, wide = gated.inputs(dtype, update, **shape), torch.promote_types(dtype, torch.float32)
+    tensors["beta"] = tensors["beta"].to(wide)
+    options = dict(update=update, scale=0.7, qk_l2norm=True)
+    grad_out = random_tensor((1, 2, 150, 33), dtype, 9, outliers=False)
+    sizes = dict(heads=2, len=150, head_dim=20, v_head_dim=33, scale=0.7, norm_eps=1e-6, channels=update == "kda")
+    found = build.run(*table, "gated", dtype, {**tensors, **sizes, "grad_out": grad_out})
+
+    def results(function, dtype=None):
+        leaves = {n: t.detach().to(dtype or t.dtype).requires_grad_() for n, t in tensors.items()}
+        out, state = function(**leaves, **options, return_state=True)
+        grads = torch.autograd.grad(out, list(leaves.values()), grad_out.to(out.dtype))
+        return {"out": out, "state": state, **{f"grad_{n}": g for n, g in zip(leaves, grads)}}
+
+    exact = results(reference.gated_linear_attention, torch.float64)
+    plain = results(gated.plain, dtype)
+    for name, other in (("out", "out"), ("state", "state"), ("stepped", "out"), ("stepped_state", "state")):
+        stored = dtype if other == "out" else wide
+        got = build.tensor(found[name], stored, exact[other].shape)
+        assert_close_to_reference(got, plain[other], exact[other], OUTPUT_FACTOR, name)
+    for name, value in exact.items():
+        if name.startswith("grad"):
+            stored = dtype if name in ("grad_query", "grad_key", "grad_value") else wide
+            got = build.tensor(found[name], stored, value.shape)
+            assert_close_to_reference(got, plain[name], value, GRADIENT_FACTOR, name)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnjourney import KVCache, account, nn
+from attnjourney import KVCache, account, gated_linear_attention, nn
 
 RANKS = dict(kv_lora_rank=10, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
 LAYERS = {
@@ -173,3 +173,27 @@ def test_errors():
     ):
         with pytest.raises(error, match=message):
             account(*arguments)
+
+
+@pytest.mark.clients
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
+def test_a_model_with_states(name):
+    """Parameters beside those of transformers; FLOPs of the delta rule beside the operator's own count."""
+    fla = pytest.importorskip("tests.integrations.test_fla")
+    model, config = getattr(fla, name)(pytest.importorskip("transformers"))
+    result = account(config, 100, 2)
+    assert result.parameters == sum(p.numel() for p in model(config).parameters())
+    (part,) = [row for row in result.parts if row.name == "gated delta rule"]
+    q, k, v = torch.randn(2, 2, 100, 8, requires_grad=True), torch.randn(2, 2, 100, 8), torch.randn(2, 4, 100, 12)
+    with FlopCounterMode(display=False) as forward:
+        out, state = gated_linear_attention(q, k, v, v[..., 0], v[..., 0], return_state=True)
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    matrices = 32 * (2 * 16 + 2 * 48 + 8) + 48 * 32
+    assert part.count == 1 and part.state_bytes_per_sequence == 4 * state[0].numel()
+    assert part.forward_flops == forward.get_total_flops() + 2 * 200 * matrices
+    assert part.backward_flops == backward.get_total_flops() + 4 * 200 * matrices
+    assert (
+        result.state_bytes_per_sequence == part.state_bytes_per_sequence and result.cache_bytes_per_token == 2 * 2 * 16
+    )

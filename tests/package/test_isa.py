@@ -51,6 +51,7 @@ SELECTION = [
     "attention/test_dropout.py::test_keeps_what_the_counter_says",
     "cache/test_decode.py::test_a_nan_shows_in_the_rows_that_see_it_and_in_no_other",
     "linear/test_linear_attention.py::test_a_nan_shows_in_the_rows_that_see_it_and_in_no_other",
+    "linear/test_gated_linear_attention.py::test_a_nan_shows_in_the_rows_that_see_it_and_in_no_other",
     "attention/test_block_mask.py::test_values_and_gradients",
     "attention/test_block_mask.py::test_what_is_hidden_does_not_leak",
 ]
@@ -60,6 +61,7 @@ IN_KERNELS = [
     "cache/test_decode.py::test_values",
     "options/test_options.py::test_values_and_gradients",
     "linear/test_linear_attention.py::test_values_and_gradients",
+    "linear/test_gated_linear_attention.py::test_values_and_gradients",
     "attention/test_derivatives.py::test_values",
     "attention/test_block_mask.py::test_second_derivatives",
 ]

@@ -303,6 +303,28 @@ def linear_attention(m):
     }
 
 
+def gated_linear_attention(m):
+    packed, length = m.pick(False, True), m.pick(0, 1, 3, 70, 200)
+    batch, heads = 1 if packed else m.pick(0, 1, 2), m.pick(1, 2)
+    q_heads, kv_heads, v_heads = m.pick((1, 1, 1), (3, 1, 1), (1, 1, 2))
+    dim, v_dim, update, channels = m.pick(1, 8, 17), m.pick(1, 12, 40), m.pick(0, 1, 2, 3, 4), m.pick(False, True)
+    ends = sorted(m.whole(0, length, 2).tolist()) if length else [0, 0]
+    rows, sequences = (batch, heads * v_heads, length), 3 if packed else batch
+    gate = m.positive(*rows, dim) if update == 4 or channels else m.positive(*rows)
+    return {
+        "query": m.normal(batch, heads * q_heads, length, dim),
+        "key": m.normal(batch, heads * kv_heads, length, dim) / max(1, dim) ** 0.5,
+        "value": m.normal(batch, heads * v_heads, length, v_dim),
+        "gate": -gate.to(m.pick(m.dtype, m.sum_dtype)) if update in (1, 3, 4) else None,
+        "beta": m.normal(*rows, dtype=m.pick(m.dtype, m.sum_dtype)).sigmoid() if update in (2, 3, 4) else None,
+        "initial_state": m.pick(None, m.normal(sequences, heads * v_heads, dim, v_dim, dtype=m.sum_dtype)),
+        "cu_seqlens": torch.tensor([0, *ends, length]) if packed else None,
+        "update": update,
+        "scale": m.pick(1.0, -0.5),
+        "qk_l2norm": m.pick(False, True),
+    }
+
+
 def _angles(m, batch, seq, half):
     shape = m.pick((seq, half), (batch, seq, half))
     return {name: m.normal(*shape, dtype=m.pick(torch.float32, m.dtype)) for name in ("cos", "sin")}
@@ -410,6 +432,7 @@ INPUTS = {
     "paged_cache_truncate": paged_cache_truncate,
     "paged_cache_reorder": paged_cache_reorder,
     "linear_attention": linear_attention,
+    "gated_linear_attention": gated_linear_attention,
     "rope": rope,
     "rope_": rope,
     "mha": mha,

@@ -64,6 +64,10 @@ QUICK: dict[str, dict[str, int | None]] = {
     "layers/test_accounting.py": {"test_a_layer": None},
     "linear/test_linear_attention.py": {"test_values_and_gradients": 24},
     "linear/test_linear_attention_integration.py": {"test_module_streams_and_trains": None},
+    "linear/test_gated_linear_attention.py": {
+        "test_values_and_gradients": 24,
+        "test_packed_sequences_are_sequences": 2,
+    },
     "linear/test_infini_attention.py": {"test_values_and_gradients": 4, "test_module_streams_and_trains": 1},
     "emulator/test_faults.py": {"test_faults_find_their_places": None, "test_markers_are_used": None},
     "seeing/test_trace.py": {"test_every_option": 6},
@@ -78,7 +82,7 @@ QUICK: dict[str, dict[str, int | None]] = {
 
 # the main operators, whose every dtype and every option some quick test must call
 MAIN = ("attention", "varlen_attention", "paged_attention", "block_attention", "decode", "mla_decode")
-LAYERS = ("gpt_attention", "gqa", "linear_attention", "mha", "mla", "rope")
+LAYERS = ("gated_linear_attention", "gpt_attention", "gqa", "linear_attention", "mha", "mla", "rope")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 # what no call on a CPU reaches: the CUDA library alone asks for it
 UNREACHED = {"_deterministic_algorithms"}

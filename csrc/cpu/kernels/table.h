@@ -65,7 +65,7 @@ constexpr QuantizedKernels quantized_kernels() {
   return {.decode = decode_kernels<T, Stored>(), .quantize = Rows::quantize, .dequantize = Rows::dequantize};
 }
 
-constexpr KernelTable make_table(const char* isa) {
+constexpr KernelTable make_table(const char* isa, const GatedTable& gated) {
   return {
       isa,
       {attention_kernels<double>(), attention_kernels<float>(), attention_kernels<bf16>(), attention_kernels<f16>()},
@@ -73,7 +73,8 @@ constexpr KernelTable make_table(const char* isa) {
       {{quantized_kernels<float, i8>(), quantized_kernels<float, e4m3>()},
        {quantized_kernels<bf16, i8>(), quantized_kernels<bf16, e4m3>()},
        {quantized_kernels<f16, i8>(), quantized_kernels<f16, e4m3>()}},
-      {linear_kernels<double>(), linear_kernels<float>(), linear_kernels<bf16>(), linear_kernels<f16>()}};
+      {linear_kernels<double>(), linear_kernels<float>(), linear_kernels<bf16>(), linear_kernels<f16>()},
+      &gated};
 }
 
 }  // namespace
