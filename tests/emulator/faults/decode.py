@@ -157,7 +157,7 @@ CACHES = [  # of emulator/test_caches.py
     ),
     ("counts read while others change them", _PAGED, "@counts_read", ""),
     ("new holders not counted", _PAGED, "if (here >= 0) ptx::atomic_add(task.refs + here, 1);", ""),
-    ("a length below 0 moves on", _ROWS, "(have < 0 ? 0 : have) + new_tokens", "have + new_tokens"),
+    ("a length below 0 moves on", "cache/lengths.cuh", "(have < 0 ? 0 : have) + new_tokens", "have + new_tokens"),
     ("a source behind the last", _ROWS, "index[item] < batch ?", "index[item] <= batch ?"),
     (
         "keys beside the window left out",

@@ -32,7 +32,9 @@ __global__ void __launch_bounds__(kCacheThreads) cache_append_bytes(const Append
   constexpr int kWarps = kCacheThreads / 32;
   const NewTokens fresh(task, blockIdx.x / task.parts);
   const int first = blockIdx.x % task.parts * kWarps + threadIdx.x / 32;
-  for (int i = 0; i < task.to.count; i++)
+#pragma unroll
+  for (int i = 0; i < 2; i++) {  // numbers known to the compiler: else `bytes` is copied to the stack
+    if (i >= task.to.count) break;
     for (int64_t row = first; row < int64_t{task.heads} * fresh.count; row += int64_t{task.parts} * kWarps) {
       const int head = static_cast<int>(row / fresh.count), t = static_cast<int>(row % fresh.count);
       int64_t outer, slot;
@@ -41,6 +43,7 @@ __global__ void __launch_bounds__(kCacheThreads) cache_append_bytes(const Append
                    task.to.cache[i].at(outer, head, slot),
                    reinterpret_cast<float*>(bytes.scale[i].at(outer, head, slot)));
     }
+  }
   fresh.move_length(task);
 }
 

@@ -60,7 +60,7 @@ struct NewTokens {
 
 // grid: batch * parts
 template <class Unit>
-__global__ void __launch_bounds__(kCacheThreads, 8) cache_append(const AppendTask task) {
+__global__ void __launch_bounds__(kCacheThreads, 6) cache_append(const AppendTask task) {
   const int part = blockIdx.x % task.parts;
   const NewTokens fresh(task, blockIdx.x / task.parts);
   for (int i = 0; i < task.to.count; i++)
@@ -76,25 +76,6 @@ __global__ void __launch_bounds__(kCacheThreads, 8) cache_append(const AppendTas
 
 // grid: one thread for each sequence
 __device__ __forceinline__ int sequence_number() { return blockIdx.x * kCacheThreads + threadIdx.x; }
-
-// Lengths move on after an append by several blocks.
-__global__ void __launch_bounds__(kCacheThreads)
-    cache_advance(int64_t* lengths, const int64_t* counts, int batch, int tokens) {
-  const int item = sequence_number();
-  if (item >= batch) return;
-  const int64_t have = lengths[item];
-  lengths[item] = (have < 0 ? 0 : have) + new_tokens(counts, item, tokens);
-}
-
-// lengths become new_lengths, but never more than they are, nor less than `lowest` or 0
-__global__ void __launch_bounds__(kCacheThreads)
-    cache_truncate(int64_t* lengths, const int64_t* new_lengths, const int64_t* lowest, int batch) {
-  const int item = sequence_number();
-  if (item >= batch) return;
-  const int64_t have = lengths[item], low = lowest && lowest[item] > 0 ? lowest[item] : 0;
-  int64_t wanted = new_lengths[item] > low ? new_lengths[item] : low;
-  lengths[item] = wanted < have ? wanted : have < 0 ? 0 : have;
-}
 
 // ---- reordering ----
 
@@ -123,15 +104,6 @@ __global__ void __launch_bounds__(kCacheThreads) cache_reorder(const ReorderTask
   each([](const Unit* from, Unit*, Unit& here) { here = *from; });
   __syncthreads();
   each([](const Unit*, Unit* to, Unit& here) { *to = here; });
-}
-
-// One block; shared memory for `batch` numbers.
-__global__ void __launch_bounds__(kCacheThreads)
-    cache_reorder_lengths(int64_t* lengths, const int64_t* index, int batch) {
-  int64_t* const held = reinterpret_cast<int64_t*>(ptx::dynamic_smem());
-  for (int item = threadIdx.x; item < batch; item += kCacheThreads) held[item] = lengths[source_of(index, item, batch)];
-  __syncthreads();
-  for (int item = threadIdx.x; item < batch; item += kCacheThreads) lengths[item] = held[item];
 }
 
 // ---- keys in one piece, for kernels that read dense tensors ----

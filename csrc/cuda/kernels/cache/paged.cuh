@@ -1,7 +1,7 @@
 // Blocks of a paged cache: who takes which, and who gives them back. Free blocks are taken from the lowest number up,
 // in the order of the sequences, as on the CPU: the same table at every call. One block of threads plans for all.
 #pragma once
-#include "cache_rows.cuh"
+#include "lengths.cuh"
 
 namespace attnjourney {
 

@@ -413,9 +413,7 @@ struct Sm90Backward {
       const int64_t tile = (int64_t(where.batch) * task.q_heads + at.head) * at.tiles + at.tile;
       // recomputed: registers are few
       const int turn = at.turn(task, where, sequence_of(task, ptx::opaque(where.batch)));
-#pragma unroll
-      for (int piece = Shape::kPieces == 2 ? half : 0; piece < Shape::kPieces; piece++) {
-        if (Shape::kPieces > 2 && !Shape::adds(piece, half, at.tile)) continue;
+      const auto add = [&](int piece) {
         ptx::bar_sync(2 + half, 160);  // written
         if (threadIdx.x % 32 == 0) {
           ptx::turn_wait(task.turn + 2 * tile + half, turn);
@@ -426,7 +424,13 @@ struct Sm90Backward {
         }
         __syncwarp();
         ptx::bar_arrive(8 + half, 160);  // read
-        if (Shape::kPieces == 2) break;
+      };
+      if constexpr (Shape::kPieces == 2) {
+        add(half);
+      } else {
+#pragma unroll
+        for (int piece = 0; piece < Shape::kPieces; piece++)
+          if (Shape::adds(piece, half, at.tile)) add(piece);
       }
       if (threadIdx.x % 32 == 0) {
         ptx::bulk_wait<0>();
