@@ -25,6 +25,8 @@ bool avx512_runs() {
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && avx2_runs();
 }
 bool avx512_bf16_runs() { return __builtin_cpu_supports("avx512bf16") && avx512_runs(); }
+// Intel's cores multiply pairs at a quarter of the rate that AMD's have, at half that of float32 numbers.
+bool pairs_pay() { return !__builtin_cpu_is("intel"); }
 // Linux gives a process the matrix registers when it asks for them (component 18 of its state).
 bool amx_runs() {
 #ifdef ATTNJOURNEY_AMX_TWIN
@@ -63,8 +65,7 @@ KernelTable with_pairs() {
   };
   attention.forward = [](const AttentionParams& params, const HeadPointers& head, int64_t first, int64_t rows,
                          void* space) {
-    if (!forward.run(params, head, first, rows, space))
-      single.attention[of_bf16].forward(params, head, first, rows, space);
+    forward.run(params, head, first, rows, space, single.attention[of_bf16].forward);
   };
   attention.jvp_space = [](const AttentionParams& params, int64_t rows) {
     return std::max(pairs.jvp_space(params, rows), single.attention[of_bf16].jvp_space(params, rows));
@@ -87,6 +88,117 @@ const KernelTable& pair_table() {
   static const KernelTable table = with_pairs<forward, pairs, single>();
   return table;
 }
+#ifdef ATTNJOURNEY_X86
+// ATTNJOURNEY_TUNING=matrix: on the matrix unit whatever can be, for tests
+bool matrix_everywhere() {
+  static const bool everywhere = [] {
+    const char* const tuning = std::getenv("ATTNJOURNEY_TUNING");
+    return tuning && std::strcmp(tuning, "matrix") == 0;
+  }();
+  return everywhere;
+}
+// From so many rows and keys a row on attention is faster there, measured on a Xeon 6; with fewer, packing costs more
+// than products.
+template <int dtype>
+constexpr int64_t matrix_rows = dtype == of_bf16 ? 32 : dtype == static_cast<int>(DType::f16) ? 64 : 128;
+template <int dtype>
+constexpr int64_t matrix_keys = dtype == of_bf16 ? 40 : dtype == static_cast<int>(DType::f16) ? 96 : 400;
+
+// Known of a call, not of its parts: all kernels of a call then have the same scores.
+template <int dtype>
+bool matrix_pays(const AttentionParams& p) {
+  if (matrix_everywhere()) return true;
+  if (p.q_len < matrix_rows<dtype>) return false;
+  const auto seen = [&](int64_t row) { return static_cast<double>(std::max<int64_t>(0, p.keys.row(row).count())); };
+  return p.density * (seen(0) + 2 * seen(p.q_len / 2) + seen(p.q_len - 1)) / 4 >= matrix_keys<dtype>;
+}
+// Whether it does for calls of up to these sizes: for their scratch memory.
+template <int dtype>
+bool matrix_may_pay(const AttentionParams& p) {
+  return matrix_everywhere() || (p.q_len >= matrix_rows<dtype> && p.kv_len >= matrix_keys<dtype>);
+}
+
+// the table's own for as many rows as a call on the matrix unit takes
+template <int dtype>
+void plain_forward(const AttentionParams& params, const HeadPointers& head, int64_t first, int64_t rows, void* space) {
+  constexpr const AttentionKernels& plain = avx512_kernels.attention[dtype];
+  const int64_t most = plain.forward_tile * plain.forward_tiles;
+  for (int64_t done = 0; done < rows; done += most)
+    plain.forward(params, head, first + done, std::min(most, rows - done), space);
+}
+// the attention of one dtype on the matrix unit
+template <int dtype>
+void take_matrix(KernelTable& t) {
+  AttentionKernels& attention = t.attention[dtype];
+  attention.backward_key_block = amx_matrix[dtype].backward_key_block;
+  attention.forward_space = [](const AttentionParams& params, int64_t rows) {
+    const AttentionKernels& table = avx512_kernels.attention[dtype];
+    const int64_t plain = table.forward_space(params, std::min(rows, table.forward_tile * table.forward_tiles));
+    return matrix_may_pay<dtype>(params) ? std::max(plain, amx_matrix[dtype].forward_space(params, rows)) : plain;
+  };
+  attention.forward = [](const AttentionParams& params, const HeadPointers& head, int64_t first, int64_t rows,
+                         void* space) {
+    if (matrix_pays<dtype>(params))
+      amx_matrix[dtype].forward(params, head, first, rows, space, plain_forward<dtype>);
+    else
+      plain_forward<dtype>(params, head, first, rows, space);
+  };
+  attention.backward_space = [](const AttentionParams& params) {
+    const int64_t plain = avx512_kernels.attention[dtype].backward_space(params);
+    return matrix_may_pay<dtype>(params) ? std::max(plain, amx_matrix[dtype].backward_space(params)) : plain;
+  };
+  attention.backward = [](const AttentionParams& params, const HeadPointers* heads, const HeadGradients* gradients,
+                          int64_t part, int64_t parts, void* partial, void* space) {
+    const auto plain = avx512_kernels.attention[dtype].backward;
+    if (matrix_pays<dtype>(params))
+      amx_matrix[dtype].backward(params, heads, gradients, part, parts, partial, space, plain);
+    else
+      plain(params, heads, gradients, part, parts, partial, space);
+  };
+  attention.weights_space = [](const AttentionParams& params) {
+    const int64_t plain = avx512_kernels.attention[dtype].weights_space(params);
+    return matrix_may_pay<dtype>(params) ? std::max(plain, amx_matrix[dtype].weights_space(params)) : plain;
+  };
+  attention.weights = [](const AttentionParams& params, const HeadPointers& head, int64_t first, int64_t rows,
+                         void* space) {
+    const auto plain = avx512_kernels.attention[dtype].weights;
+    if (matrix_pays<dtype>(params))
+      amx_matrix[dtype].weights(params, head, first, rows, space, plain);
+    else
+      plain(params, head, first, rows, space);
+  };
+}
+constexpr const DecodeKernels& plain_decode(int stored) {
+  return stored == 0 ? avx512_kernels.decode[of_bf16] : avx512_kernels.quantized[of_bf16 - 1][stored - 1].decode;
+}
+// decoding by bfloat16 queries on the matrix unit, where there are many rows
+template <int stored>
+void take_matrix_decode(DecodeKernels& t) {
+  t.space = [](const DecodeParams& params, int64_t rows) {
+    const int64_t plain = plain_decode(stored).space(params, rows);
+    return amx_decode[stored].takes(rows) ? std::max(plain, amx_decode[stored].space(params, rows)) : plain;
+  };
+  t.chunk = [](const DecodeParams& params, const DecodeRows& rows, const DecodeRun* runs, int64_t n_runs, void* partial,
+               void* space) {
+    if (!amx_decode[stored].takes(rows.count) || !amx_decode[stored].chunk(params, rows, runs, n_runs, partial, space))
+      plain_decode(stored).chunk(params, rows, runs, n_runs, partial, space);
+  };
+}
+const KernelTable& amx_table() {
+  static const KernelTable table = [] {
+    KernelTable t = avx512_kernels;
+    t.isa = "amx";
+    take_matrix<static_cast<int>(DType::f32)>(t);
+    take_matrix<static_cast<int>(DType::bf16)>(t);
+    take_matrix<static_cast<int>(DType::f16)>(t);
+    take_matrix_decode<0>(t.decode[of_bf16]);
+    take_matrix_decode<1>(t.quantized[of_bf16 - 1][0].decode);
+    take_matrix_decode<2>(t.quantized[of_bf16 - 1][1].decode);
+    return t;
+  }();
+  return table;
+}
+#endif
 #endif
 template <const KernelTable& kernels>
 const KernelTable& table() {
@@ -96,8 +208,8 @@ const KernelTable& table() {
 // __builtin_cpu_supports looks at CPUID and at XGETBV: the operating system must save the registers, too.
 const IsaEntry entries[] = {
 #ifdef ATTNJOURNEY_X86
-    {pair_table<amx_forward, avx512_bf16_pairs, avx512_kernels>, amx_runs},
-    {pair_table<avx512_bf16_forward, avx512_bf16_pairs, avx512_kernels>, avx512_bf16_runs},
+    {amx_table, amx_runs},
+    {pair_table<avx512_bf16_forward, avx512_bf16_pairs, avx512_kernels>, avx512_bf16_runs, pairs_pay},
     {table<avx512_kernels>, avx512_runs},
     {table<avx2_kernels>, avx2_runs},
 #endif
@@ -110,6 +222,9 @@ const IsaEntry entries[] = {
 constexpr int entry_count = sizeof(entries) / sizeof(entries[0]);
 
 const KernelTable& choose() {
+  const char* const tuning = std::getenv("ATTNJOURNEY_TUNING");
+  if (tuning && *tuning && std::strcmp(tuning, "matrix") != 0)
+    throw std::runtime_error("ATTNJOURNEY_TUNING: expected 'matrix', got '" + std::string(tuning) + "'");
   const char* forced = std::getenv("ATTNJOURNEY_ISA");
   std::string known;
   for (const IsaEntry& e : entries) {
@@ -121,7 +236,7 @@ const KernelTable& choose() {
                                  "'");
       return e.table();
     }
-    if (e.runs()) return e.table();
+    if (e.runs() && (!e.pays || e.pays())) return e.table();
   }
   throw std::runtime_error("ATTNJOURNEY_ISA: expected one of " + known + ", got '" + forced + "'");
 }

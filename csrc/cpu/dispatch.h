@@ -100,12 +100,14 @@ struct KernelTable {
   const GatedTable* gated;
 };
 
-// What products of bfloat16 pairs change in a table, all of it for bfloat16. Rows with scores so large that their last
-// bits matter go to the table's own forward and jvp, whose scores are those of the backward: the two then return false.
+// What products of bfloat16 pairs change in a table, all of it for bfloat16. `plain`: the table's own forward, for rows
+// with scores so large that their last bits matter, which are there those of the backward. The jvp returns false if
+// there is such a row.
 struct PairForward {
   const char* isa;
   decltype(AttentionKernels::forward_space) space;
-  bool (*run)(const AttentionParams&, const HeadPointers&, int64_t first_row, int64_t rows, void* space);
+  void (*run)(const AttentionParams&, const HeadPointers&, int64_t first_row, int64_t rows, void* space,
+              decltype(AttentionKernels::forward) plain);
 };
 struct PairKernels {
   decltype(AttentionKernels::jvp_space) jvp_space;
@@ -118,6 +120,30 @@ struct PairKernels {
   LinearKernels linear;
 };
 
+// What a matrix unit changes for one dtype. `plain`: the table's own, for rows that numbers reach which are out of
+// range, and rows with scores so large that their last bits matter.
+struct MatrixKernels {
+  int64_t backward_key_block;
+  decltype(AttentionKernels::forward_space) forward_space;
+  void (*forward)(const AttentionParams&, const HeadPointers&, int64_t first_row, int64_t rows, void* space,
+                  decltype(AttentionKernels::forward) plain);
+  decltype(AttentionKernels::backward_space) backward_space;
+  void (*backward)(const AttentionParams&, const HeadPointers* group, const HeadGradients* gradients, int64_t part,
+                   int64_t parts, void* partial_query, void* space, decltype(AttentionKernels::backward) plain);
+  decltype(AttentionKernels::weights_space) weights_space;
+  void (*weights)(const AttentionParams&, const HeadPointers&, int64_t first_row, int64_t rows, void* space,
+                  decltype(AttentionKernels::weights) plain);
+};
+
+// Decoding of many rows on a matrix unit, for queries in bfloat16. chunk: false, and nothing written, where a number is
+// out of range.
+struct MatrixDecodeKernels {
+  bool (*takes)(int64_t rows);
+  decltype(DecodeKernels::space) space;
+  bool (*chunk)(const DecodeParams&, const DecodeRows&, const DecodeRun* runs, int64_t n_runs, void* partial,
+                void* space);
+};
+
 // Constants, all of them: code that ran when the library is loaded would be code of an ISA that the machine may lack.
 extern const KernelTable scalar_kernels;
 extern const GatedTable scalar_gated;
@@ -125,7 +151,9 @@ extern const GatedTable scalar_gated;
 extern const KernelTable avx2_kernels, avx512_kernels;
 extern const GatedTable avx2_gated, avx512_gated;
 extern const PairKernels avx512_bf16_pairs;
-extern const PairForward avx512_bf16_forward, amx_forward;
+extern const PairForward avx512_bf16_forward;
+extern const MatrixKernels amx_matrix[dtype_count];                 // none for float64
+extern const MatrixDecodeKernels amx_decode[1 + byte_dtype_count];  // of bfloat16, int8, e4m3
 #endif
 #ifdef ATTNJOURNEY_ARM64
 extern const KernelTable neon_kernels;
@@ -139,7 +167,8 @@ const KernelTable& kernels();
 
 struct IsaEntry {
   const KernelTable& (*table)();
-  bool (*runs)();  // CPU and operating system
+  bool (*runs)();            // CPU and operating system
+  bool (*pays)() = nullptr;  // whether it is as fast as what follows it; null: always
 };
 // best first; the last always runs
 const IsaEntry* isa_list(int& count);

@@ -47,7 +47,8 @@ def backward_costs(plan, heads, length, is_causal):
     costs = [of_keys(0, length)] * plan["heads_whole"]
     for parts in plan["parts_of_cut_heads"]:
         rounds = max(2 if is_causal else 1, -(-length // (parts * plan["key_block"])))
-        step = min(plan["key_block"], -length // (parts * rounds) // 16 * -16)
+        largest = min(plan["key_block"], -length // (parts * rounds) // 16 * -16)
+        step = min(range(largest, max(16, largest // 2) - 1, -16), key=lambda s: -(-length // s // parts) * s)
         own = [0.0] * parts
         for index, first in enumerate(range(0, length, step)):
             seat = index % parts

@@ -70,6 +70,9 @@ def layers(dtype=torch.float64):
     }
 
 
+LAYER_ULPS = 16
+
+
 @pytest.mark.parametrize("case", layers())
 def test_layers(case):
     for dtype in DTYPES:
@@ -91,7 +94,10 @@ def test_layers(case):
             assert record.name == f"{name}.0" and record.operator == name and record.step == 0
             assert record.weights.dtype == dtype and record.weights.shape == exact.shape
             assert not record.weights.requires_grad
-            assert_close_to_reference(record.weights, plain_weights, exact, name=f"weights, {dtype}, {mode.__name__}")
+            # the scores are those of projections, which round before them: in float64, plain PyTorch is the reference
+            rounding = LAYER_ULPS * torch.finfo(dtype).eps * exact.abs()
+            label = f"weights, {dtype}, {mode.__name__}"
+            assert_close_to_reference(record.weights, plain_weights, exact, name=label, rounding=rounding)
 
 
 @pytest.mark.parametrize("name", [*OPTIONS, "return_lse"])

@@ -200,5 +200,6 @@ def recorded(seen: set[str]):
         for cls, name, method in before:
             setattr(cls, name, method)
         for name, now in _node.counts().items():
-            seen.update(f"{name}_forward" for kind in ("recorded", "without_node") if now[kind] > counted[name][kind])
-            seen.update({f"{name}_backward"} if now["backwards"] > counted[name]["backwards"] else ())
+            then = counted.get(name, dict.fromkeys(now, 0))  # the library may be loaded inside
+            seen.update(f"{name}_forward" for kind in ("recorded", "without_node") if now[kind] > then[kind])
+            seen.update({f"{name}_backward"} if now["backwards"] > then["backwards"] else ())

@@ -14,7 +14,7 @@ from attnjourney.reference._visibility import per_head, per_item, visibility
 from attnjourney.reference.dropout import keep_mask_of
 from tests.support.plain import LSE_DTYPE, ULPS, expand_heads, is_float
 
-DRAWS = 6
+DRAWS = 12
 
 
 def _noise(x, size):

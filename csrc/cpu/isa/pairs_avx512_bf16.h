@@ -80,5 +80,49 @@ ATTN_INLINE void in_order(Vf& some, Vf& others) {
   others.v = _mm512_permutex2var_ps(low, second, high);
 }
 
+// ---- numbers in parts (kernels/common/parts.h): float32 numbers whose upper 16 bits are a bfloat16
+
+// half of the last digit of those bits added: what is then cut off makes it the nearest
+ATTN_INLINE Vf raised_half(Vf x) {
+  return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x.v), _mm512_set1_epi32(0x8000)))};
+}
+ATTN_INLINE Vf upper_bits(Vf x) {
+  return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x.v), _mm512_set1_epi32(int(0xffff0000))))};
+}
+// the upper halves of low and high side by side
+ATTN_INLINE Pairs join_upper(Vf low, Vf high) {
+  const __m512i upper = _mm512_set1_epi32(int(0xffff0000)), shifted = _mm512_srli_epi32(_mm512_castps_si512(low.v), 16);
+  return {_mm512_ternarylogic_epi32(shifted, _mm512_castps_si512(high.v), upper, 0xf8)};  // a | (b & c)
+}
+ATTN_INLINE Vf as_numbers(Pairs a) { return {_mm512_castsi512_ps(a.v)}; }  // its bits
+ATTN_INLINE void store_upper(bf16* p, Vf x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(x.v), 16)));
+}
+// the bits of the largest |x| and of the smallest that is not 0
+class SizesSeen {
+ public:
+  ATTN_INLINE void see(Vf x) {
+    const __m512i size = _mm512_and_si512(_mm512_castps_si512(x.v), _mm512_set1_epi32(0x7fffffff));
+    largest_ = _mm512_max_epu32(largest_, size);
+    smallest_ = _mm512_min_epu32(smallest_, _mm512_sub_epi32(size, _mm512_set1_epi32(1)));  // 0 becomes the largest
+  }
+  uint32_t largest() const { return _mm512_reduce_max_epu32(largest_); }
+  uint32_t smallest() const {
+    const uint32_t less = _mm512_reduce_min_epu32(smallest_);
+    return less == 0xffffffff ? less : less + 1;
+  }
+
+ private:
+  __m512i largest_ = _mm512_setzero_si512(), smallest_ = _mm512_set1_epi32(-1);
+};
+ATTN_INLINE Pairs largest_halves(Pairs seen, Pairs x) {  // of bfloat16 numbers
+  return {_mm512_max_epu16(seen.v, _mm512_and_si512(x.v, _mm512_set1_epi16(0x7fff)))};
+}
+ATTN_INLINE uint32_t largest_of_halves(Pairs seen) {
+  const __m512i low = _mm512_and_si512(seen.v, _mm512_set1_epi32(0xffff)), high = _mm512_srli_epi32(seen.v, 16);
+  return _mm512_reduce_max_epu32(_mm512_max_epu32(low, high));
+}
+
 }  // namespace
 }  // namespace attnjourney

@@ -3,6 +3,7 @@
 // S^T = K Q^T and dP^T = V dO^T have lanes over queries, so exp2 and P * (dP - delta) are vertical; dV = P^T dO,
 // dK = dS^T Q and dQ = dS K have lanes over head_dim.
 #pragma once
+#include "gradient_step.h"
 #include "walk.h"
 
 namespace attnjourney {
@@ -35,13 +36,13 @@ struct Backward : TileStages<Real> {
   }
   struct Buffers {
     int64_t chunk;  // tiles
+    KeySums<Real> sums;
     BackwardTile tiles[Tuning::backward_max_tiles];
-    Real *P, *dS, *states;        // [key_block][tile]; the last one of the score modifier, or null
-    Real *key, *value;            // [key_block][ld]
-    Real* out_t;                  // panels [dim][panel]
-    Real *grad_key, *grad_value;  // [kv_len][dim, padded to a line]
+    Real *P, *dS, *states;  // [key_block][tile]; the last one of the score modifier, or null
+    Real *key, *value;      // [key_block][ld]
+    Real* out_t;            // panels [dim][panel]
     Buffers(const AttentionParams& params, Scratch& scratch)
-        : chunk(S::template chunk_tiles<BackwardTile>(params, take_tile)) {
+        : chunk(S::template chunk_tiles<BackwardTile>(params, take_tile)), sums(params, scratch) {
       for (int64_t i = 0; i < chunk; i++) take_tile(params, scratch, tiles[i]);
       P = scratch.take<Real>(key_block * tile);
       dS = scratch.take<Real>(key_block * tile);
@@ -49,8 +50,6 @@ struct Backward : TileStages<Real> {
       key = scratch.take<Real>(key_block * key_ld(params));
       value = scratch.take<Real>(key_block * value_ld(params));
       out_t = scratch.take<Real>(tile * round_up(params.v_head_dim, line));
-      grad_key = scratch.take<Real>(params.kv_len * round_up(params.head_dim, line));
-      grad_value = scratch.take<Real>(params.kv_len * round_up(params.v_head_dim, line));
     }
   };
   static int64_t space(const AttentionParams& params) { return scratch_bytes<Buffers>(params); }
@@ -98,51 +97,10 @@ struct Backward : TileStages<Real> {
     memset(queries.grad_query, 0, size_t(tile * key_ld(params)) * sizeof(Real));
   }
 
-  template <bool Dropout, bool Guard>
-  struct GradientStep {  // dS = P * (dP - delta)
-    static constexpr bool hides = false;
-    const BackwardTile* queries;
-    Real *P, *dS;
-    ATTN_INLINE void clear(int64_t at) const { store(dS + at, Vec<Real>::zero()); }
-    template <Hidden, int M, int N>
-    ATTN_INLINE void finish(Tile<Real, M, N>& x, int64_t lane0, int64_t, int64_t k) const {
-      const int64_t at = k * tile + lane0;
-      ATTN_UNROLL for (int j = 0; j < N; j++) {
-        const Vec<Real> delta = load(queries->minus_delta + lane0 + width * j);
-        ATTN_UNROLL for (int r = 0; r < M; r++) {
-          Vec<Real> w = load(P + at + r * tile + width * j), y = x.acc[r][j] + delta;
-          if constexpr (Dropout) {  // a negative P marks a dropped weight
-            const auto kept = ge(w, Vec<Real>::zero());
-            y = select(kept, y, delta);
-            const Vec<Real> zero = Vec<Real>::zero(), left = max(zero, w);
-            w = max(w, zero - w);
-            store(P + at + r * tile + width * j, left);
-          }
-          Vec<Real> s = w * y;
-          if constexpr (Guard) s = select(eq(w, Vec<Real>::zero()), Vec<Real>::zero(), s);  // a hidden NaN stays hidden
-          store(dS + at + r * tile + width * j, s);
-        }
-      }
-    }
-  };
-
-  // dS by the modified scores -> dS by the scores; a hidden NaN stays hidden
-  static ATTN_NOINLINE void through_modifier(Modifier<Real> modifier, const BackwardTile& queries, const Real* states,
-                                             const TileKeys& seen, Real* dS) {
-    const Vec<Real> zero = Vec<Real>::zero();
-    for (int64_t k = seen.begin; k < seen.end; k++)
-      for (int64_t i = 0; i < queries.vectors_used; i++) {
-        Real* x = dS + k * tile + i * width;
-        const Vec<Real> s = load(x);
-        store(x, select(eq(s, zero), zero, s * modifier.slope(load(states + k * tile + i * width))));
-      }
-  }
-
   // One query tile against one key block.
   template <class T, bool DropoutOn>
   static void tile_step(const AttentionParams& params, const BackwardTile& queries, const Wanted& wanted,
-                        const Buffers& buffers, bool key_finite, int64_t k0, int64_t block, Real* grad_key,
-                        Real* grad_value) {
+                        const Buffers& buffers, bool key_finite, int64_t k0, int64_t block) {
     Real *const P = buffers.P, *const dS = buffers.dS, *const states = buffers.states;
     const Real *const K = buffers.key, *const V = buffers.value;
     const auto weights =
@@ -152,24 +110,25 @@ struct Backward : TileStages<Real> {
     if (DropoutOn) S::drop(params, queries, k0, seen, wanted.scores(), P);
     if (wanted.scores()) {
       const typename S::template Product<1> grad{{V}, {queries.grad_t}, value_ld(params), params.v_head_dim};
-      const GradientStep<DropoutOn, true> careful{&queries, P, dS};
+      const GradientStep<Real, tile, DropoutOn, true> careful{queries.minus_delta, P, dS};
       if (weights.bias)
         S::seen_product(params, grad, queries, careful, careful, true, k0, seen);
       else
-        S::seen_product(params, grad, queries, careful, GradientStep<DropoutOn, false>{&queries, P, dS}, false, k0,
-                        seen);
+        S::seen_product(params, grad, queries, careful,
+                        GradientStep<Real, tile, DropoutOn, false>{queries.minus_delta, P, dS}, false, k0, seen);
     }
 
     const bool hidden = weights.some_hidden();
     if (wanted.value)
       S::sum_queries(params, queries, P, queries.grad, queries.grad_ld, hidden && !queries.grad_finite, k0, seen,
-                     params.v_head_dim, grad_value);
+                     params.v_head_dim, buffers.sums.value_rows(k0));
     if (wanted.slope) *wanted.slope += S::slope_gradient(params, queries, dS, k0, seen);
     if (wanted.mask) S::template mask_gradient<T>(queries, wanted, dS, k0, seen, P);  // P has served
-    if (states && (wanted.key || wanted.query)) through_modifier(Modifier<Real>(params), queries, states, seen, dS);
+    if (states && (wanted.key || wanted.query))
+      through_modifier<tile>(Modifier<Real>(params), queries.vectors_used, states, seen, dS);
     if (wanted.key)
       S::sum_queries(params, queries, dS, queries.query, queries.query_ld, hidden && !queries.query_finite, k0, seen,
-                     params.head_dim, grad_key);
+                     params.head_dim, buffers.sums.key_rows(k0));
     if (wanted.query)
       S::sum_keys(params, queries, dS, K, key_ld(params), params.head_dim, hidden && !key_finite, k0, seen, block,
                   queries.grad_query);
@@ -195,34 +154,26 @@ struct Backward : TileStages<Real> {
       pack_rows(static_cast<const T*>(walk.heads[0].value) + k0 * params.v_row, params.v_row, block, params.v_head_dim,
                 buffers.value, value_ld(params), round_up(params.v_head_dim, width));
     }
-    void step(int64_t i, const Wanted& wanted, int64_t k0, int64_t block, Real* grad_key, Real* grad_value) {
-      const AttentionParams& params = walk.params;
+    void step(int64_t i, const Wanted& wanted, int64_t, int64_t k0, int64_t block) {
       RowPrefetch prefetch;
-      if (params.mask != MaskKind::none) {
-        const BackwardTile& next = buffers.tiles[i + 1 < used ? i + 1 : 0];
-        const int64_t k = i + 1 < used ? k0 : k0 + block;
-        prefetch_mask<T>(params, next.head->mask, next.first, next.count, k, min_of(key_block, params.kv_len - k),
-                         prefetch);
-        if (wanted.mask && wanted.mask_row != 0 && wanted.mask_col == 1) {
-          const int64_t at = buffers.tiles[i].first * wanted.mask_row + k0;
-          if (wanted.mask_once)
-            prefetch.add(static_cast<const T*>(wanted.mask) + at, wanted.mask_row, block);
-          else
-            prefetch.add(static_cast<const Real*>(wanted.mask) + at, wanted.mask_row, block);
-        }
-        buffers.tiles[i].prefetch = &prefetch;
-      }
+      prefetch_masks<T>(walk.params, buffers.tiles, i, used, wanted, k0, block, key_block, prefetch);
       const auto go = walk.params.dropout.on() ? tile_step<T, true> : tile_step<T, false>;
-      go(walk.params, buffers.tiles[i], wanted, buffers, key_finite, k0, block, grad_key, grad_value);
+      go(walk.params, buffers.tiles[i], wanted, buffers, key_finite, k0, block);
       buffers.tiles[i].prefetch = nullptr;
     }
+    static int64_t key_step(const AttentionParams& params) { return S::key_step(params); }
+    void clear(int64_t) const { buffers.sums.clear(); }
+    static const uint8_t* kept_queries(int64_t, int64_t) { return nullptr; }
+    static const uint8_t* kept_keys(int64_t) { return nullptr; }
+    const Real* key_sum(int64_t, int64_t k0, int64_t) const { return buffers.sums.key_rows(k0); }
+    const Real* value_sum(int64_t, int64_t k0, int64_t) const { return buffers.sums.value_rows(k0); }
     const Real* query_sum(int64_t i) const { return buffers.tiles[i].grad_query; }
   };
 
   template <class T>
   static void run(const Walk& walk, void* space) {
     Kernel<T> kernel(walk, space);
-    walk_keys<T>(walk, kernel, kernel.buffers.grad_key, kernel.buffers.grad_value);
+    walk_keys<T>(walk, kernel);
   }
 };
 

@@ -52,13 +52,13 @@ struct BackwardJvp : TileStages<Real> {
   };
   struct Buffers {
     int64_t chunk;  // tiles
+    KeySums<Real> sums;
     ChangeTile tiles[Tuning::backward_max_tiles];
     Blocks blocks;
     Real *key, *key_tangent, *value, *value_tangent;  // [key_block][ld]
     Real* out_t;                                      // panels [dim][panel]
-    Real *grad_key, *grad_value;                      // [kv_len][dim, padded to a line]
     Buffers(const AttentionParams& params, Scratch& scratch)
-        : chunk(S::template chunk_tiles<ChangeTile>(params, take_tile)) {
+        : chunk(S::template chunk_tiles<ChangeTile>(params, take_tile)), sums(params, scratch) {
       for (int64_t i = 0; i < chunk; i++) take_tile(params, scratch, tiles[i]);
       const auto block = [&](bool wanted) { return wanted ? scratch.take<Real>(key_block * tile) : nullptr; };
       const bool modified = params.modifier.on();
@@ -73,8 +73,6 @@ struct BackwardJvp : TileStages<Real> {
       value = scratch.take<Real>(key_block * value_ld(params));
       value_tangent = scratch.take<Real>(key_block * value_ld(params));
       out_t = scratch.take<Real>(tile * round_up(params.v_head_dim, line));
-      grad_key = scratch.take<Real>(params.kv_len * round_up(params.head_dim, line));
-      grad_value = scratch.take<Real>(params.kv_len * round_up(params.v_head_dim, line));
     }
   };
   static int64_t space(const AttentionParams& params) { return scratch_bytes<Buffers>(params); }
@@ -325,17 +323,24 @@ struct BackwardJvp : TileStages<Real> {
       keys.V_tangent =
           pack(changes.value, changes.v_row, params.v_head_dim, value_ld(params), buffers.value_tangent, any);
     }
-    void step(int64_t i, const Wanted& wanted, int64_t k0, int64_t block, Real* grad_key, Real* grad_value) {
+    void step(int64_t i, const Wanted& wanted, int64_t, int64_t k0, int64_t block) {
       const auto go = walk.params.dropout.on() ? tile_step<T, true> : tile_step<T, false>;
-      go(walk.params, buffers.tiles[i], wanted, keys, k0, block, buffers.blocks, grad_key, grad_value);
+      go(walk.params, buffers.tiles[i], wanted, keys, k0, block, buffers.blocks, buffers.sums.key_rows(k0),
+         buffers.sums.value_rows(k0));
     }
+    static int64_t key_step(const AttentionParams& params) { return S::key_step(params); }
+    void clear(int64_t) const { buffers.sums.clear(); }
+    static const uint8_t* kept_queries(int64_t, int64_t) { return nullptr; }
+    static const uint8_t* kept_keys(int64_t) { return nullptr; }
+    const Real* key_sum(int64_t, int64_t k0, int64_t) const { return buffers.sums.key_rows(k0); }
+    const Real* value_sum(int64_t, int64_t k0, int64_t) const { return buffers.sums.value_rows(k0); }
     const Real* query_sum(int64_t i) const { return buffers.tiles[i].sum; }
   };
 
   template <class T>
   static void run(const Walk& walk, const HeadTangents* tangents, void* space) {
     Kernel<T> kernel(walk, tangents, space);
-    walk_keys<T>(walk, kernel, kernel.buffers.grad_key, kernel.buffers.grad_value);
+    walk_keys<T>(walk, kernel);
   }
 };
 

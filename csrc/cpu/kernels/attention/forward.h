@@ -10,6 +10,7 @@
 // are too large or too small for weights against such a reference are computed again, against their maximum.
 #pragma once
 #include "attention/params.h"
+#include "cpu/dispatch.h"
 #include "cpu/kernels/common/log_sum.h"
 #include "cpu/kernels/common/pack.h"
 #include "cpu/kernels/common/scratch.h"
@@ -20,11 +21,12 @@
 namespace attnjourney {
 namespace {
 
-// Products: made of (params, head, buffers) for one call. P: the weights, kept in its buffers.
+// Products: made of (params, head, buffers, rows, others) for one call. P: the weights, kept in its buffers.
 //   Buffers(params, tiles, scratch)
 //   tile, key_block             queries, keys
 //   Out, writes_rows(params)    rows of out that it can write in place of sums, and whether it does
 //   rounds, weight_unit         products with values take rounded weights; what P is counted in
+//   own_scores                  of large scores the last bits are not those that derivatives compute
 //   pack_query(tile)            Q^T
 //   load_block(k0, keys, K, V)  a key block and where its rows lie (PlacedRows), to which all that follows refers
 //   whole_units(seen)           keys that it can take without taking others
@@ -35,6 +37,7 @@ namespace {
 //   drop(tile, seen)            dropout on P
 //   reaches_past(seen)          whether products with values take in keys that no row sees
 //   values_finite()             whether every value of the block is
+//   scale_row(sums, ld, row, x), rows_of(tile, sums)   of the tile's sums of values: a row, and all rows [row][ld]
 //   add_values(tile, seen, output, prefetch), add_values_guarded(tile, seen, output)
 template <class T, class Products>
 class Forward {
@@ -46,14 +49,24 @@ class Forward {
 
   static int64_t space(const AttentionParams& params, int64_t rows) { return scratch_bytes<Buffers>(params, rows); }
 
-  // Rows first .. first + count - 1 (count <= tiles * tile) of one head. False if scores are so large that their last
-  // bits matter, and are not those that derivatives compute: the rows are then another kernel's.
-  static bool run(const AttentionParams& params, const HeadPointers& head, int64_t first, int64_t count, void* space) {
-    Forward pass(params, head, first, count, false, space);
-    const bool settled = pass.pass();
-    if (Products::rounds && !pass.repeats_) return false;
-    if (!settled) Forward(params, head, first, count, true, space).pass();
-    return true;
+  // Rows first .. first + count - 1 (count <= tiles * tile) of one head. `plain`, if the products are not of the
+  // arithmetic's precision: the kernel that computes rows again whose scores are so large that their last bits matter,
+  // and are not those that derivatives compute; and rows that numbers reach which the products do not take.
+  static void run(const AttentionParams& params, const HeadPointers& head, int64_t first, int64_t count, void* space,
+                  decltype(AttentionKernels::forward) plain = nullptr) {
+    uint8_t others[tiles * tile];
+    bool any = false;
+    if constexpr (Products::own_scores) memset(others, 0, sizeof others);
+    {
+      Forward pass(params, head, first, count, false, space, {others, any});
+      if (!pass.pass()) Forward(params, head, first, count, true, space, {others, any}).pass();
+    }
+    for (int64_t r = 0; any && r < count; r++) {
+      int64_t n = 0;
+      while (r + n < count && others[r + n]) n++;
+      if (n) plain(params, head, first + r, n, space);
+      r += n;
+    }
   }
 
  private:
@@ -80,7 +93,7 @@ class Forward {
   };
 
   Forward(const AttentionParams& params, const HeadPointers& head, int64_t first, int64_t count, bool again,
-          void* space)
+          void* space, const OtherRows& others)
       : params_(params),
         head_(head),
         first_(first),
@@ -88,7 +101,8 @@ class Forward {
         again_(again),
         unit_(score_unit(params)),
         buffers_(buffers_in<Buffers>(space, params, count)),
-        products_(params, head, buffers_.products) {}
+        others_(others),
+        products_(params, head, buffers_.products, {first, count}, others_) {}
 
   // False if rows are to be computed again: their largest scores are then where the next pass finds them.
   ATTN_NOINLINE bool pass() {
@@ -153,10 +167,12 @@ class Forward {
     products_.add_values(rows, guarded ? TileKeys{0, 0, 0, 0} : seen, output, prefetch);
     if (guarded) products_.add_values_guarded(rows, seen, output);
     started_[rows.index] = true;
-    if (last && !direct)
+    if (last && !direct) {
+      const Real* const row_sums = products_.rows_of(rows, sums);
       for (int64_t i = 0; i < rows.count; i++)
-        unpack_rows<T>(sums + i * output.ld, output.ld, 1, params_.v_head_dim, output.inverse[i],
+        unpack_rows<T>(row_sums + i * output.ld, output.ld, 1, params_.v_head_dim, output.inverse[i],
                        out + i * params_.out_row, params_.out_row);
+    }
     if (last && !again_) look_again(rows, running, out);
   }
 
@@ -221,8 +237,7 @@ class Forward {
         if (!out) continue;
         moved = true;
         reference = -top[i];
-        if (started_[rows.index])
-          for (int64_t d = 0; d < ld; d++) sums[(j * width + i) * ld + d] *= factor[i];
+        if (started_[rows.index]) Products::scale_row(sums, ld, j * width + i, factor[i]);
       }
       Real *const total = running.total + j * width, *const rounded = running.rounded + j * width;
       store(total, load(total) * load(factor));
@@ -243,7 +258,8 @@ class Forward {
     };
     for (int64_t i = 0; i < rows.count; i++) {
       const Real reference = -running.reference[i];
-      if constexpr (Products::rounds) repeats_ = repeats_ && scores_repeat(running.top[i], unit_);
+      if constexpr (Products::own_scores)
+        if (!scores_repeat(running.top[i], unit_)) others_.add(rows.index * tile + i);
       const RowSum<Real> sum = sum_of(reference, running.total[i] * unit);
       lse[i] = sum.lse;
       stats[i] = sum.stats;
@@ -294,10 +310,10 @@ class Forward {
   const bool again_;  // the second pass
   const ScoreUnit unit_;
   const Buffers buffers_;
+  const OtherRows others_;
   Products products_;
   bool started_[tiles];  // whether a tile's sums hold anything
   bool settled_ = true;  // no row is to be computed again
-  bool repeats_ = true;  // scores are small enough for products by pairs
 };
 
 }  // namespace

@@ -58,6 +58,28 @@ struct OutputTile {
   }
 };
 
+// The rows of a call that another kernel is to compute.
+struct OtherRows {
+  uint8_t* marks;  // [row of the call]
+  bool& any;
+  ATTN_INLINE void add(int64_t row) const { marks[row] = any = true; }
+};
+struct CallRows {
+  int64_t first, count;
+};
+
+// Products that keep the sums of a tile as they are.
+struct SumsByRows {
+  template <class Real>
+  static ATTN_INLINE void scale_row(Real* sums, int64_t ld, int64_t row, Real factor) {
+    for (int64_t d = 0; d < ld; d++) sums[row * ld + d] *= factor;
+  }
+  template <class Real>
+  static ATTN_INLINE const Real* rows_of(const QueryTile&, const Real* sums) {
+    return sums;
+  }
+};
+
 // calls f(row of the tile, Rows<m>, keys) for a register tile of rows at a time; keys of `seen` that any of them sees
 template <class F>
 ATTN_INLINE void each_row_group(const KeyRanges& ranges, const QueryTile& tile, int64_t k0, int64_t block,

@@ -17,7 +17,7 @@ namespace {
 struct JvpEpilogue {
   static constexpr int width = Vf::width, most = 3;
   static constexpr int64_t tile = PairTiles::tile;
-  static constexpr bool matrix = false, modifies = true;
+  static constexpr bool modifies = true;
   struct Sums {                                                  // of a query tile
     float shift[tile], inverse[tile], least[tile];               // see QueryRows in stages.h
     float mu[tile], mu_low[tile], total[tile], total_low[tile];  // sums of P A and of P, and what rounding took
@@ -199,8 +199,8 @@ class PairJvp : public PairTiles {
     static_cast<QueryTile&>(rows) = place;
     rows.started = false;
     const auto pack = [&](const void* X, int64_t ld, uint32_t* panels) {
-      pack_panels(static_cast<const bf16*>(X) + rows.first * ld, ld, rows.count, params_.head_dim, 2,
-                  buffers_.query_rows, buffers_.row_ld, panels);
+      pack_panels(static_cast<const bf16*>(X) + rows.first * ld, ld, rows.count, params_.head_dim, buffers_.query_rows,
+                  buffers_.row_ld, panels);
     };
     pack(head_.query, params_.q_row, rows.query);
     if (tangents_.query) pack(tangents_.query, tangents_.q_row, rows.tangent);

@@ -12,13 +12,20 @@ ATTN_INLINE bool owns(int64_t block, int64_t part, int64_t parts) {
   return part == (round & 1 ? parts - 1 - seat : seat);
 }
 
-// Keys at a time: all parts of a head get as many blocks, of a size; under a causal mask or a window at least two of
-// them, since one alone may be seen by all rows or by a few.
+// Keys at a time: all parts of a head get as many blocks, of a size, or nearly so: of sizes down to half of the largest
+// that with which the largest part is smallest. Under a causal mask or a window at least two of them, since one alone
+// may be seen by all rows or by a few.
 ATTN_INLINE int64_t even_step(const AttentionParams& params, int64_t step, int64_t parts) {
   if (parts == 1 || params.block_size || params.kv_len == 0) return step;
   const int64_t least = params.keys.bounded() ? 2 : 1;
   const int64_t blocks = parts * max_of(least, (params.kv_len + parts * step - 1) / (parts * step));
-  return min_of(step, round_up((params.kv_len + blocks - 1) / blocks, 16));
+  const int64_t largest = min_of(step, round_up((params.kv_len + blocks - 1) / blocks, 16));
+  int64_t best = largest, keys = INT64_MAX;
+  for (int64_t size = largest; size >= max_of(16, largest / 2); size -= 16) {
+    const int64_t count = (params.kv_len + size - 1) / size, of_part = (count + parts - 1) / parts * size;
+    if (of_part < keys) best = size, keys = of_part;
+  }
+  return best;
 }
 
 // The keys of the largest part

@@ -12,11 +12,11 @@
 namespace attnjourney {
 namespace {
 
-class PairProducts : public PairTiles {
+class PairProducts : public PairTiles, public SumsByRows {
  public:
   using Out = bf16;
   static constexpr int64_t key_block = Tuning::pairs_forward_keys;
-  static constexpr bool rounds = true, bias_is_overwritten = false;
+  static constexpr bool rounds = true, own_scores = true, bias_is_overwritten = false;
   static constexpr float weight_unit = exp2_unit;
   static_assert(key_block % 2 == 0);
 
@@ -27,10 +27,9 @@ class PairProducts : public PairTiles {
     uint32_t* weights;  // [key_block / 2][tile]
     float* bias;        // [key_block][tile]
     bf16* keys;         // [key_block][row_ld]
-    uint32_t* values;   // [key_block / 2 + more_values][value_ld], zipped
-    // head_dim is padded to `step`
-    Buffers(const AttentionParams& params, int64_t tiles, Scratch& scratch, int64_t step = 2, int64_t more_values = 0)
-        : pairs(round_up(params.head_dim, step) / 2),
+    uint32_t* values;   // [key_block / 2][value_ld], zipped
+    Buffers(const AttentionParams& params, int64_t tiles, Scratch& scratch)
+        : pairs((params.head_dim + 1) / 2),
           row_ld(round_up(params.head_dim, 32)),
           value_ld(sums_ld<float>(params)),
           query(scratch.take<uint32_t>(tiles * tile * pairs)),
@@ -38,13 +37,14 @@ class PairProducts : public PairTiles {
           weights(scratch.take<uint32_t>(key_block / 2 * tile)),
           bias(scratch.take<float>(params.mask == MaskKind::none && !params.alibi ? 0 : key_block * tile)),
           keys(scratch.take<bf16>(key_block * row_ld)),
-          values(scratch.take<uint32_t>((key_block / 2 + more_values) * value_ld)) {}
+          values(scratch.take<uint32_t>(key_block / 2 * value_ld)) {}
   };
 
   float* const bias;
 
-  PairProducts(const AttentionParams& params, const HeadPointers& head, const Buffers& buffers, int64_t step = 2)
-      : bias(buffers.bias), params_(params), head_(head), buffers_(buffers), step_(step) {}
+  PairProducts(const AttentionParams& params, const HeadPointers& head, const Buffers& buffers, const CallRows&,
+               const OtherRows&)
+      : bias(buffers.bias), params_(params), head_(head), buffers_(buffers) {}
 
   static ATTN_INLINE bool writes_rows(const AttentionParams& params) { return params.v_head_dim % width == 0; }
   static ATTN_INLINE TileKeys whole_units(const TileKeys& seen) { return whole_pairs(seen); }
@@ -52,17 +52,16 @@ class PairProducts : public PairTiles {
 
   ATTN_INLINE void pack_query(const QueryTile& rows) const {
     pack_panels(static_cast<const bf16*>(head_.query) + rows.first * params_.q_row, params_.q_row, rows.count,
-                params_.head_dim, step_, buffers_.query_rows, buffers_.row_ld, query_of(rows));
+                params_.head_dim, buffers_.query_rows, buffers_.row_ld, query_of(rows));
   }
 
-  // Keys are read in place where their rows are dense, and where `in_place` allows it.
-  ATTN_INLINE void load_block(int64_t k0, int64_t block, const PlacedRows<bf16>& keys, const PlacedRows<bf16>& values,
-                              bool in_place = true) {
+  // Keys are read in place where their rows are dense.
+  ATTN_INLINE void load_block(int64_t k0, int64_t block, const PlacedRows<bf16>& keys, const PlacedRows<bf16>& values) {
     k0_ = k0;
     block_ = block;
     keys_ = keys.first;
     key_ld_ = keys.ld;
-    if (!in_place || params_.head_dim % step_ != 0 || key_ld_ * 2 >= 1024) {
+    if (params_.head_dim % 2 != 0 || key_ld_ * 2 >= 1024) {
       copy_rows(keys_, key_ld_, block, params_.head_dim, buffers_.keys, buffers_.row_ld);
       keys_ = buffers_.keys;
       key_ld_ = buffers_.row_ld;
@@ -72,9 +71,8 @@ class PairProducts : public PairTiles {
 
   ATTN_INLINE void weights(const QueryTile& rows, const RunningRows<float>& running, const TileKeys& seen,
                            MaskBlock masked, RowPrefetch& prefetch) {
-    using Epilogue = ForwardEpilogue<false>;
     load_running(rows, running);
-    PairStream<Epilogue>::all(epilogue<Epilogue>(rows, masked, prefetch), seen, rows.count, masked);
+    PairStream<ForwardEpilogue>::all(epilogue(rows, masked, prefetch), seen, rows.count, masked);
   }
   ATTN_INLINE Vf top(int64_t j) const { return queries_[j].top; }
   ATTN_INLINE void save_running(const QueryTile& rows, const RunningRows<float>& running) const {
@@ -112,9 +110,7 @@ class PairProducts : public PairTiles {
     for (int64_t j = 0; j < rows.vectors_used; j++)
       queries_[j] = {load(running.reference + j * width), load(running.top + j * width), Vf::zero(), Vf::zero()};
   }
-  template <class Epilogue>
-  ATTN_INLINE Epilogue epilogue(const QueryTile& rows, MaskBlock masked, RowPrefetch& prefetch,
-                                float* scores = nullptr) {
+  ATTN_INLINE ForwardEpilogue epilogue(const QueryTile& rows, MaskBlock masked, RowPrefetch& prefetch) {
     return {.task = {.pairs = buffers_.pairs,
                      .vectors_used = rows.vectors_used,
                      .keys = &params_.keys,
@@ -127,17 +123,13 @@ class PairProducts : public PairTiles {
             .queries = queries_,
             .bias = bias,
             .weights = buffers_.weights,
-            .scale = Vf::set(plain_factor(params_)),
             .factor = Vf::set(query_factor<float>(params_)),
-            .exponents = Vf::set(float(score_unit(params_).exponents)),
-            .scores = scores,
-            .first_key = -1};
+            .scores = {params_, head_, rows.first, k0_, masked}};
   }
 
   const AttentionParams& params_;
   const HeadPointers& head_;
   const Buffers& buffers_;
-  const int64_t step_;
   RunningQueries queries_[tile / width];
   // the key block
   int64_t k0_ = 0, block_ = 0, key_ld_ = 0;

@@ -40,7 +40,6 @@ struct PendingScores {
 //   Cursor, cursor(lane, key, queries)   where in that and in the result it stands
 //   softmax<H>(pending, scores, cursor)  one pair of vectors: two keys for a vector of queries
 //   modify(scores, others, vectors)      the score modifier, where it is not part of softmax
-//   load_scores(scores, lane0, k)        with Epilogue::matrix, in place of products: scores from a matrix unit
 template <class Epilogue>
 struct PairStream : PairTiles {
   template <Hidden H, int N>
@@ -96,30 +95,26 @@ struct PairStream : PairTiles {
     typename Epilogue::Cursor cursor;
     for (int64_t i = 0; i < n; i++, k += M) {
       Vf t[M][N];
-      if constexpr (Epilogue::matrix) {
-        epilogue.load_scores(t, lane0, k);
-      } else {
-        clear(t);
-        for (int c = 0; c < epilogue.count; c++) {
-          if (several && c > 0 && c == epilogue.count - 1) {
-            if (pending.left > 0) {
-              finish<H, N>(pending, cursor, epilogue);
-              pending.left = 0;
-            }
-            spill(t, others);
-            clear(t);
+      clear(t);
+      for (int c = 0; c < epilogue.count; c++) {
+        if (several && c > 0 && c == epilogue.count - 1) {
+          if (pending.left > 0) {
+            finish<H, N>(pending, cursor, epilogue);
+            pending.left = 0;
           }
-          const PairTerm term = epilogue.terms[c];
-          const bf16* X = term.X + k * term.ld;
-          const uint32_t* Y = term.Y + panel_at;
-          int64_t at = 0;
-          for (; at + 2 <= pairs && pending.left > 0; at += 2) {
-            add_product<M>(t, X + 2 * at, term.ld, Y + at * panel);
-            add_product<M>(t, X + 2 * at + 2, term.ld, Y + at * panel + panel);
-            softmax<H, N>(pending, cursor, epilogue);
-          }
-          _Pragma("GCC unroll 2") for (; at < pairs; at++) add_product<M>(t, X + 2 * at, term.ld, Y + at * panel);
+          spill(t, others);
+          clear(t);
         }
+        const PairTerm term = epilogue.terms[c];
+        const bf16* X = term.X + k * term.ld;
+        const uint32_t* Y = term.Y + panel_at;
+        int64_t at = 0;
+        for (; at + 2 <= pairs && pending.left > 0; at += 2) {
+          add_product<M>(t, X + 2 * at, term.ld, Y + at * panel);
+          add_product<M>(t, X + 2 * at + 2, term.ld, Y + at * panel + panel);
+          softmax<H, N>(pending, cursor, epilogue);
+        }
+        _Pragma("GCC unroll 2") for (; at < pairs; at++) add_product<M>(t, X + 2 * at, term.ld, Y + at * panel);
       }
       if (pending.left > 0) finish<H, N>(pending, cursor, epilogue);
       spill(t, scores);
@@ -147,16 +142,12 @@ struct PairStream : PairTiles {
       return stream<H, M, N>(epilogue, lane0, k, 1);
     const int64_t pairs = epilogue.task.pairs;
     Vf t[M + M % 2][N];  // an odd last key is paired with a score that is not looked at
-    if constexpr (Epilogue::matrix) {
-      epilogue.load_scores(t, lane0, k);
-    } else {
-      clear(t);
-      const PairTerm term = epilogue.terms[0];
-      const bf16* X = term.X + k * term.ld;
-      const uint32_t* Y = term.Y + lane0 / panel * panel * pairs + lane0 % panel;
-      _Pragma("GCC unroll 2") for (int64_t at = 0; at < pairs; at++)
-          add_product<M>(t, X + 2 * at, term.ld, Y + at * panel);
-    }
+    clear(t);
+    const PairTerm term = epilogue.terms[0];
+    const bf16* X = term.X + k * term.ld;
+    const uint32_t* Y = term.Y + lane0 / panel * panel * pairs + lane0 % panel;
+    _Pragma("GCC unroll 2") for (int64_t at = 0; at < pairs; at++)
+        add_product<M>(t, X + 2 * at, term.ld, Y + at * panel);
     ATTN_UNROLL for (int j = 0; j < N; j++) {
       const int64_t lane = lane0 + width * j;
       typename Epilogue::Queries mine = epilogue.queries[lane / width];

@@ -90,10 +90,10 @@ struct PairTiles {
     }
   }
   // Rows of X, transposed into panels [pairs][panel] of Y. Rows of odd length or odd stride go by way of `copy`.
-  static ATTN_INLINE void pack_panels(const bf16* X, int64_t ld, int64_t n, int64_t columns, int64_t step, bf16* copy,
+  static ATTN_INLINE void pack_panels(const bf16* X, int64_t ld, int64_t n, int64_t columns, bf16* copy,
                                       int64_t copy_ld, uint32_t* Y) {
-    const int64_t pairs = round_up(columns, step) / 2;
-    if (columns % step || ld % 2) {
+    const int64_t pairs = (columns + 1) / 2;
+    if (columns % 2 || ld % 2) {
       copy_rows(X, ld, n, columns, copy, copy_ld);
       X = copy;
       ld = copy_ld;

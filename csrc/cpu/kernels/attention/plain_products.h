@@ -179,7 +179,7 @@ ATTN_NOINLINE void value_rows(const Real* weights, int64_t keys, const OutputTil
 }
 
 template <class T>
-class PlainProducts {
+class PlainProducts : public SumsByRows {
   using Real = Compute<T>;
   static constexpr int width = Vec<Real>::width;
   static constexpr int64_t panel = ScoreTile<Real>::panel;
@@ -188,7 +188,7 @@ class PlainProducts {
  public:
   using Out = Real;
   static constexpr int64_t tile = ScoreTile<Real>::tile, key_block = Tuning::forward_keys;
-  static constexpr bool rounds = false, bias_is_overwritten = true;
+  static constexpr bool rounds = false, own_scores = false, bias_is_overwritten = true;
   static constexpr Real weight_unit = 1;
 
   struct Buffers {
@@ -207,7 +207,8 @@ class PlainProducts {
 
   Real* const bias;  // where the weights will be
 
-  PlainProducts(const AttentionParams& params, const HeadPointers& head, const Buffers& buffers)
+  PlainProducts(const AttentionParams& params, const HeadPointers& head, const Buffers& buffers, const CallRows&,
+                const OtherRows&)
       : bias(buffers.weights), params_(params), head_(head), buffers_(buffers) {}
 
   static ATTN_INLINE bool writes_rows(const AttentionParams& params) {

@@ -294,9 +294,11 @@ struct TileStages {
     bool bias;      // P came from an additive block, which may hide keys anywhere
     bool some_hidden() const { return bias || seen.all_begin > seen.begin || seen.all_end < seen.end; }
   };
-  template <class T>
-  static TileWeights recompute_weights(const AttentionParams& params, const QueryRows& queries, const Real* K,
-                                       int64_t k0, int64_t block, Real* P, Real* states) {
+  // `product(step, bias, seen)`: S^T = K Q^T, finished by the step
+  template <class T, class F>
+  static ATTN_INLINE TileWeights recompute_weights_by(const AttentionParams& params, const QueryRows& queries,
+                                                      int64_t k0, int64_t block, Real* P, Real* states,
+                                                      const F& product) {
     constexpr TileKeys none{0, 0, 0, 0};
     const TileKeys seen = seen_keys(params, *queries.head, queries.first, queries.first + queries.count - 1, k0, block);
     if (seen.empty()) return {none, false};
@@ -305,10 +307,17 @@ struct TileStages {
       masked = load_bias<T>(params, *queries.head, queries.first, queries.count, k0, seen, P, tile);
     if (masked == MaskBlock::all_hidden) return {none, false};
     const bool bias = has_block(masked);
-    const ScoreStep score{&params, &queries, P, states};
-    seen_product(params, Product<1>{{K}, {queries.query_t}, key_ld(params), params.head_dim}, queries, score, score,
-                 bias, k0, seen);
+    product(ScoreStep{&params, &queries, P, states}, bias, seen);
     return {seen, bias};
+  }
+  template <class T>
+  static TileWeights recompute_weights(const AttentionParams& params, const QueryRows& queries, const Real* K,
+                                       int64_t k0, int64_t block, Real* P, Real* states) {
+    return recompute_weights_by<T>(
+        params, queries, k0, block, P, states, [&](const ScoreStep& score, bool bias, const TileKeys& seen) {
+          seen_product(params, Product<1>{{K}, {queries.query_t}, key_ld(params), params.head_dim}, queries, score,
+                       score, bias, k0, seen);
+        });
   }
   // Dropout on them; see drop_tile
   static void drop(const AttentionParams& params, const QueryRows& queries, int64_t k0, const TileKeys& seen, bool mark,

@@ -18,19 +18,27 @@ struct Walk {
   void* partial_query;
 };
 
-// `kernel` supplies: chunk, the number of query tiles at a time; prepare(tile, head, first row, rows); load(first key,
-// keys); step(tile, wanted, first key, keys, dK, dV), dK and dV of the block; query_sum(tile), [tile][key_ld].
-// grad_key, grad_value: scratch of kv_len rows.
+// `kernel` supplies: chunk, the number of query tiles at a time; key_step(params), the most keys of a block;
+// clear(key step), before all else; prepare(tile, head, first row, rows); load(first key, keys); step(tile, wanted,
+// index of the block, first key, keys); query_sum(tile), [tile][key_ld]; key_sum and value_sum(index of the block,
+// first key, keys), [keys][dim, padded to a line]; kept_queries(head, row) and kept_keys(key), null or 1 for rows of
+// gradients that are to stay as they are.
 template <class T, class Kernel>
-void walk_keys(const Walk& walk, Kernel& kernel, Compute<T>* grad_key, Compute<T>* grad_value) {
+void walk_keys(const Walk& walk, Kernel& kernel) {
   using Real = Compute<T>;
   using S = TileStages<Real>;
   const AttentionParams& params = walk.params;
   const int64_t grad_key_ld = round_up(params.head_dim, S::line), grad_value_ld = round_up(params.v_head_dim, S::line);
   const int64_t per_head = S::tiles_per_head(params), all_tiles = params.group * per_head;
-  const int64_t query_step = S::query_step(params), key_step = even_step(params, S::key_step(params), walk.parts);
-  memset(grad_key, 0, size_t(params.kv_len * grad_key_ld) * sizeof(Real));
-  memset(grad_value, 0, size_t(params.kv_len * grad_value_ld) * sizeof(Real));
+  const int64_t query_step = S::query_step(params);
+  const int64_t key_step = even_step(params, Kernel::key_step(params), walk.parts);
+  kernel.clear(key_step);
+  const auto put = [](const Real* sums, int64_t ld, int64_t n, int64_t dim, Real factor, auto* to, int64_t to_ld,
+                      const uint8_t* kept) {
+    if (!kept) return unpack_rows(sums, ld, n, dim, factor, to, to_ld);
+    for (int64_t i = 0; i < n; i++)
+      if (!kept[i]) unpack_rows(sums + i * ld, ld, 1, dim, factor, to + i * to_ld, to_ld);
+  };
 
   for (int64_t chunk = 0; chunk < all_tiles; chunk += kernel.chunk) {
     const int64_t n_tiles = min_of(kernel.chunk, all_tiles - chunk);
@@ -49,36 +57,72 @@ void walk_keys(const Walk& walk, Kernel& kernel, Compute<T>* grad_key, Compute<T
       if (!used) continue;
       kernel.load(k0, block);
       for (int64_t i = 0; i < n_tiles; i++)
-        kernel.step(i, S::wanted(walk.gradients[head_of(i)], walk.partial_query != nullptr), k0, block,
-                    grad_key + k0 * grad_key_ld, grad_value + k0 * grad_value_ld);
+        kernel.step(i, S::wanted(walk.gradients[head_of(i)], walk.partial_query != nullptr), index, k0, block);
     }
     for (int64_t i = 0; i < n_tiles; i++) {
       const HeadGradients& gradients = walk.gradients[head_of(i)];
       const Real* const sum = kernel.query_sum(i);
       const int64_t ld = S::key_ld(params), dim = params.head_dim;
+      const uint8_t* const kept = kernel.kept_queries(head_of(i), first_of(i));
       if (walk.partial_query)
-        unpack_rows<Real>(
-            sum, ld, count_of(i), dim, Real(1),
+        put(sum, ld, count_of(i), dim, Real(1),
             static_cast<Real*>(walk.partial_query) + (head_of(i) * params.q_len + first_of(i)) * grad_key_ld,
-            grad_key_ld);
+            grad_key_ld, kept);
       else if (gradients.query)
-        unpack_rows<T>(sum, ld, count_of(i), dim, Real(params.scale),
-                       static_cast<T*>(gradients.query) + first_of(i) * gradients.query_row, gradients.query_row);
+        put(sum, ld, count_of(i), dim, Real(params.scale),
+            static_cast<T*>(gradients.query) + first_of(i) * gradients.query_row, gradients.query_row, kept);
     }
   }
 
   const HeadGradients& gradients = walk.gradients[0];  // those of key and value are the same for all heads
-  const auto store_rows = [&](const Real* sums, int64_t ld, int64_t k0, int64_t n, int64_t dim, double factor, void* to,
-                              int64_t to_ld) {
-    if (to) unpack_rows<T>(sums + k0 * ld, ld, n, dim, Real(factor), static_cast<T*>(to) + k0 * to_ld, to_ld);
-  };
   for (int64_t k0 = 0, index = 0; k0 < params.kv_len; k0 += key_step, index++) {
     if (!owns(index, walk.part, walk.parts)) continue;
     const int64_t n = min_of(key_step, params.kv_len - k0);
-    store_rows(grad_key, grad_key_ld, k0, n, params.head_dim, params.scale, gradients.key, gradients.key_row);
-    store_rows(grad_value, grad_value_ld, k0, n, params.v_head_dim, params.dropout.keep_scale, gradients.value,
-               gradients.value_row);
+    if (gradients.key)
+      put(kernel.key_sum(index, k0, n), grad_key_ld, n, params.head_dim, Real(params.scale),
+          static_cast<T*>(gradients.key) + k0 * gradients.key_row, gradients.key_row, kernel.kept_keys(k0));
+    if (gradients.value)
+      put(kernel.value_sum(index, k0, n), grad_value_ld, n, params.v_head_dim, Real(params.dropout.keep_scale),
+          static_cast<T*>(gradients.value) + k0 * gradients.value_row, gradients.value_row, kernel.kept_keys(k0));
   }
+}
+
+// The sums of keys in their order, for a kernel of walk_keys.
+template <class Real>
+struct KeySums {
+  static constexpr int64_t line = 64 / int64_t(sizeof(Real));
+  Real *key, *value;  // [kv_len][dim, padded to a line]
+  int64_t kv_len, key_ld, value_ld;
+  KeySums(const AttentionParams& params, Scratch& scratch)
+      : kv_len(params.kv_len), key_ld(round_up(params.head_dim, line)), value_ld(round_up(params.v_head_dim, line)) {
+    key = scratch.take<Real>(kv_len * key_ld);
+    value = scratch.take<Real>(kv_len * value_ld);
+  }
+  void clear() const {
+    memset(key, 0, size_t(kv_len * key_ld) * sizeof(Real));
+    memset(value, 0, size_t(kv_len * value_ld) * sizeof(Real));
+  }
+  Real* key_rows(int64_t k0) const { return key + k0 * key_ld; }
+  Real* value_rows(int64_t k0) const { return value + k0 * value_ld; }
+};
+
+// What the masks of a tile's next step, and the gradient of its own, will touch: asked for while the tile works.
+template <class T, class QueryTile, class Wanted>
+ATTN_INLINE void prefetch_masks(const AttentionParams& params, QueryTile* tiles, int64_t i, int64_t used,
+                                const Wanted& wanted, int64_t k0, int64_t block, int64_t key_block,
+                                RowPrefetch& prefetch) {
+  if (params.mask == MaskKind::none) return;
+  const QueryTile& next = tiles[i + 1 < used ? i + 1 : 0];
+  const int64_t k = i + 1 < used ? k0 : k0 + block;
+  prefetch_mask<T>(params, next.head->mask, next.first, next.count, k, min_of(key_block, params.kv_len - k), prefetch);
+  if (wanted.mask && wanted.mask_row != 0 && wanted.mask_col == 1) {
+    const int64_t at = tiles[i].first * wanted.mask_row + k0;
+    if (wanted.mask_once)
+      prefetch.add(static_cast<const T*>(wanted.mask) + at, wanted.mask_row, block);
+    else
+      prefetch.add(static_cast<const Compute<T>*>(wanted.mask) + at, wanted.mask_row, block);
+  }
+  tiles[i].prefetch = &prefetch;
 }
 
 // dQ of rows [first, first + count) of one head: the ordered sum of the parts, scaled

@@ -49,6 +49,16 @@ ATTN_INLINE SeenLanes seen_lanes(const KeyRanges& keys, int64_t first_row, int64
   return s;
 }
 
+// of those seen of a block the keys [from, to) of it
+ATTN_INLINE TileKeys within(const TileKeys& seen, int64_t from, int64_t to) {
+  TileKeys mine;
+  mine.begin = max_of(seen.begin, from);
+  mine.end = min_of(seen.end, to);
+  mine.all_begin = max_of(mine.begin, min_of(seen.all_begin, mine.end));
+  mine.all_end = max_of(mine.all_begin, min_of(seen.all_end, mine.end));
+  return mine;
+}
+
 // A mask's numbers as they are, and whether one of them, -inf, hides a key.
 template <class Real>
 struct MaskValue {
