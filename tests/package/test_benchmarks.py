@@ -214,7 +214,7 @@ def test_patterns_select_by_group_part_and_wildcard():
     assert {case.group for case in select("masks")} == {"masks"}
     assert [case.name for case in select("fp32-d64-n512-causal")] == ["fp32-d64-n512-causal"]
     assert {case.name for case in select("layer-gqa,bf16-d64-*-full")} == {
-        "layer-gqa", *(f"bf16-d64-n{n}-full" for n in (128, 512, 1024, 4096)),
+        "layer-gqa", "layer-gqa-b1-n16", *(f"bf16-d64-n{n}-full" for n in (128, 512, 1024, 4096)),
     }  # fmt: skip
     assert select(None) == CASES and select("nothing") == []
 
@@ -341,7 +341,7 @@ def test_a_deterministic_case_runs_in_that_mode_and_nothing_else_does(monkeypatc
     for deterministic in (True, False):
         case = Case("x", "x", 1, 1, q_len=8, head_dim=8, check=False, deterministic=deterministic)
         measure.measure(case, "forward", [Watcher()], "cpu", 1, 1e-4, inputs.make(case), None)
-        assert len(seen) > 3 and set(seen) == {deterministic}
+        assert len(seen) >= 2 and set(seen) == {deterministic}
         assert ("deterministic" in case.shape()) == deterministic  # older files are compared by shapes
         seen.clear()
     assert of_ceilings and not any(of_ceilings)  # a matrix product of cuBLAS would be refused
