@@ -100,9 +100,13 @@ bool matrix_everywhere() {
 // From so many rows and keys a row on attention is faster there, measured on a Xeon 6; with fewer, packing costs more
 // than products.
 template <int dtype>
-constexpr int64_t matrix_rows = dtype == of_bf16 ? 32 : dtype == static_cast<int>(DType::f16) ? 64 : 128;
+constexpr int64_t matrix_rows = dtype == of_bf16                        ? 32
+                                : dtype == static_cast<int>(DType::f16) ? 64
+                                                                        : 128;
 template <int dtype>
-constexpr int64_t matrix_keys = dtype == of_bf16 ? 40 : dtype == static_cast<int>(DType::f16) ? 96 : 400;
+constexpr int64_t matrix_keys = dtype == of_bf16                        ? 40
+                                : dtype == static_cast<int>(DType::f16) ? 96
+                                                                        : 400;
 
 // Known of a call, not of its parts: all kernels of a call then have the same scores.
 template <int dtype>

@@ -69,7 +69,8 @@ def run(machine: str, isa: str, call: str, dtype: torch.dtype, inputs: dict) -> 
     given = {name: _bytes(x) for name, x in inputs.items() if x is not None}
     data = b"".join(name.encode() + b"\0" + len(x).to_bytes(8, "little") + x for name, x in given.items())
     command = [*MACHINES[machine][1], str(program(machine)), call, str(dtype).removeprefix("torch.")]
-    done = subprocess.run(command, input=data, capture_output=True, env={**os.environ, "ATTNJOURNEY_ISA": isa, "ATTNJOURNEY_TUNING": "matrix"})
+    environment = {**os.environ, "ATTNJOURNEY_ISA": isa, "ATTNJOURNEY_TUNING": "matrix"}
+    done = subprocess.run(command, input=data, capture_output=True, env=environment)
     assert done.returncode == 0, f"{' '.join(command)} on {isa}: {done.returncode} {done.stderr.decode()[-2000:]}"
     results, rest = {}, done.stdout
     while rest:

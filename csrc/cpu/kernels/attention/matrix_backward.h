@@ -88,8 +88,8 @@ struct MatrixBackward : TileStages<float> {
     }
   };
   static int64_t space(const AttentionParams& params) { return scratch_bytes<Buffers>(params); }
-  // Tiles of all key blocks, which are whole ones of 16 keys, and what the last group reaches past them, to which it adds
-  // zeros.
+  // Tiles of all key blocks, which are whole ones of 16 keys, and what the last group reaches past them, to which it
+  // adds zeros.
   static int64_t tiles_of_keys(const AttentionParams& params) { return tiles_of(params.kv_len) + key_tiles + 2; }
 
   // P holds what is added to scores, of all keys of a block, before the weights of a group
