@@ -1,5 +1,6 @@
 """Public functions of the operators; importing this package registers them with PyTorch."""
 
+from . import kv_cache as _kv_cache  # noqa: F401  for its operators
 from ._tree_mask import tree_depths as tree_depths
 from ._tree_mask import tree_mask as tree_mask
 from .attention import attention as attention

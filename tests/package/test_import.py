@@ -15,7 +15,7 @@ pytestmark = pytest.mark.smoke
 ROOT = Path(__file__).parents[2]
 # What an import brings: operators with all that must be registered, and what every program needs.
 AT_ONCE = """
-_compile_cache _dtypes _errors _library _names _requirements _version block_mask info integrations
+_compile_cache _dtypes _errors _library _names _node _requirements _version block_mask info integrations
 integrations.flash_registry ops positions
 """.split()
 
@@ -38,6 +38,18 @@ print(*sorted(set(sys.modules) - before))
     ours = {name.partition(".")[2] for name in added if name.partition(".")[0] == "attnjourney"} - {""}
     assert {name for name in ours if not name.startswith("ops.")} == set(AT_ONCE)
     assert [name for name in added if name.partition(".")[0] != "attnjourney"] == []
+
+
+def test_every_operator_is_whole_after_the_import():
+    """Called as torch.ops.attnjourney.<name>, without a module of ours: traced, differentiated, batched."""
+    program = """
+import torch, attnjourney
+has, names = torch._C._dispatch_has_kernel_for_dispatch_key, attnjourney._names.operator_names()
+names = [name for name in names if not name.startswith("_")]
+keys = ("Meta", "CompositeImplicitAutograd")
+print(len(names) > 20, [name for name in names if not any(has("attnjourney::" + name, key) for key in keys)])
+"""
+    assert last_line(program) == "True []"
 
 
 def test_names_of_later_imports():
