@@ -67,6 +67,7 @@ QUICK: dict[str, dict[str, int | None]] = {
     "linear/test_gated_linear_attention.py": {
         "test_values_and_gradients": 24,
         "test_packed_sequences_are_sequences": 2,
+        "test_a_nan_shows_in_the_rows_that_see_it_and_in_no_other": 2,
     },
     "linear/test_infini_attention.py": {"test_values_and_gradients": 4, "test_module_streams_and_trains": 1},
     "emulator/test_faults.py": {"test_faults_find_their_places": None, "test_markers_are_used": None},
