@@ -12,6 +12,11 @@ namespace {
 struct NoPairs {
   static constexpr bool on = false;
   static constexpr int rows = 0, lanes = 1;
+  // named, though in nothing that is compiled: clang looks them up
+  template <class... X>
+  static void scores(X&&...);
+  template <class... X>
+  static void weighted_values(X&&...);
 };
 
 // One function for all dtypes of a precision.
