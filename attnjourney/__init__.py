@@ -16,12 +16,15 @@ from .ops import gated_linear_attention as gated_linear_attention
 from .ops import gpt_attention as gpt_attention
 from .ops import gqa as gqa
 from .ops import infini_attention as infini_attention
+from .ops import lightning_indexer as lightning_indexer
+from .ops import lightning_indexer_loss as lightning_indexer_loss
 from .ops import linear_attention as linear_attention
 from .ops import longformer_attention as longformer_attention
 from .ops import merge_states as merge_states
 from .ops import mha as mha
 from .ops import mla as mla
 from .ops import mla_decode as mla_decode
+from .ops import sparse_attention as sparse_attention
 from .ops import tree_depths as tree_depths
 from .ops import tree_mask as tree_mask
 from .ops import varlen_attention as varlen_attention

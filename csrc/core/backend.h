@@ -7,6 +7,8 @@
 #include "layers/rotary.h"
 #include "linear/gated_linear_attention.h"
 #include "linear/linear_attention.h"
+#include "sparse/lightning_indexer.h"
+#include "sparse/sparse_attention.h"
 
 namespace attnjourney {
 
@@ -16,6 +18,8 @@ struct Backend {
   CacheBackend caches;
   LinearBackend linear;
   GatedBackend gated;  // the CPU's alone
+  SparseBackend sparse;
+  IndexerBackend indexer;
   RotaryFunction rotary;
   RmsNormBackend rms_norm;
 };

@@ -91,6 +91,8 @@ struct GatedTable {
   GatedKernels of[dtype_count];
 };
 
+struct SparseTable;  // of cpu/sparse/kernels.h
+
 struct KernelTable {
   const char* isa;
   AttentionKernels attention[dtype_count];
@@ -98,6 +100,7 @@ struct KernelTable {
   QuantizedKernels quantized[dtype_count - 1][byte_dtype_count];  // of every dtype but the first, f64
   LinearKernels linear[dtype_count];
   const GatedTable* gated;
+  const SparseTable* sparse;
 };
 
 // What products of bfloat16 pairs change in a table, all of it for bfloat16. `plain`: the table's own forward, for rows
@@ -147,9 +150,11 @@ struct MatrixDecodeKernels {
 // Constants, all of them: code that ran when the library is loaded would be code of an ISA that the machine may lack.
 extern const KernelTable scalar_kernels;
 extern const GatedTable scalar_gated;
+extern const SparseTable scalar_sparse;
 #ifdef ATTNJOURNEY_X86
 extern const KernelTable avx2_kernels, avx512_kernels;
 extern const GatedTable avx2_gated, avx512_gated;
+extern const SparseTable avx2_sparse, avx512_sparse;
 extern const PairKernels avx512_bf16_pairs;
 extern const PairForward avx512_bf16_forward;
 extern const MatrixKernels amx_matrix[dtype_count];                 // none for float64
@@ -159,6 +164,7 @@ extern const MatrixDecodeKernels amx_decode[1 + byte_dtype_count];  // of bfloat
 #ifdef ATTNJOURNEY_ARM64
 extern const KernelTable neon_kernels;
 extern const GatedTable neon_gated;
+extern const SparseTable neon_sparse;
 extern const PairKernels neon_bf16_pairs;
 extern const PairForward neon_bf16_forward;
 #endif
