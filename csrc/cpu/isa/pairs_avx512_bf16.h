@@ -13,7 +13,8 @@ struct Pairs {
 ATTN_INLINE Pairs load_pairs(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
 ATTN_INLINE void store_pairs(uint32_t* p, Pairs a) { _mm512_storeu_si512(p, a.v); }
 // two neighbours in memory, at any 2-byte boundary
-ATTN_INLINE Pairs broadcast_pair(const void* p) {
+using PairForAll = Pairs;
+ATTN_INLINE PairForAll broadcast_pair(const void* p) {
   int32_t x;
   memcpy(&x, p, 4);
   return {_mm512_set1_epi32(x)};
