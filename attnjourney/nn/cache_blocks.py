@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..ops import kv_cache as ops
 from ..ops._registry.inference import as_index, optional_index
+from ..ops._shared_prefix import SharedPrefixes, find_shared_prefixes
 from .cache import Cache, check_sizes, scale_of
 from .cache_prefix import PrefixIndex
 
 _NONE_LEFT = re.compile(
     r"the cache overflows: expected at most (\d+) new blocks, as many as are free of its (\d+), got (\d+)"
 )
+
+
+_WHOLE = ("window_size", "alibi_slopes", "prefix_length")  # what depends on where a row stands
+
+
+def check_shared(options: dict[str, Any]) -> None:
+    for name in _WHOLE:
+        value = options.get(name)
+        if isinstance(value, Tensor) or (value is not None and value not in (0, (-1, -1))):
+            raise ValueError(
+                f"shared_prefix: expected False beside {name}, which differs between the rows that share a prefix"
+            )
 
 
 class OutOfBlocks(ValueError):
@@ -175,6 +189,29 @@ class BlockCache(Cache):
         index = torch.tensor(blocks, dtype=torch.int64, device=self.block_refs.device)
         self.block_refs.index_add_(0, index, torch.full_like(index, times, dtype=torch.int32))
 
+    def shared_prefixes(
+        self, rows: int = 1, is_causal: bool = True, *, cu_seqlens: Tensor | None = None
+    ) -> SharedPrefixes:
+        """The blocks in front of several sequences, for attend with so many query rows, or for attend_packed: of the
+        sequences with one row. They serve any number of caches with the same table. Waits for the device."""
+        table, lengths = self.block_table, self.lengths
+        if cu_seqlens is not None:
+            single = counts_of(cu_seqlens, len(lengths)) == 1
+            table, lengths, rows = table[single], lengths[single], 1
+        return find_shared_prefixes(table, lengths, self.block_size, rows, is_causal)
+
+    def _shared_packed(
+        self, wanted: bool | SharedPrefixes, cu_seqlens: Tensor, options: dict[str, Any]
+    ) -> SharedPrefixes:
+        """What attend_packed reads once."""
+        if wanted is False:
+            return SharedPrefixes([], [])
+        check_shared(options)
+        return self.shared_prefixes(cu_seqlens=cu_seqlens) if wanted is True else wanted
+
+    def _place(self) -> dict:
+        return {"block_table": self.block_table}
+
     def _waits(self) -> bool:
         """Whether values are on a device."""
         return self.lengths.device.type != "cpu"
@@ -215,3 +252,25 @@ def longest_of(counts: Tensor, max_seqlen: int | None) -> int:
     if max_seqlen is not None:
         return max_seqlen
     return int(counts.max()) if len(counts) else 0
+
+
+def attend_in_two(
+    query: Tensor, cu_seqlens: Tensor, batch: int, v_dim: int, attend: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """Attention of packed rows (total, heads, dim) by a call for the sequences with one row and one for those with
+    more, padded: attend(query (b, heads, rows, dim), numbers of these b sequences) -> out, lse. Waits for the device.
+    """
+    counts = counts_of(cu_seqlens, batch)
+    out = query.new_zeros(*query.shape[:2], v_dim)
+    lse = query.new_full(query.shape[1::-1], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
+    host = counts.tolist()
+    for members in ([b for b, n in enumerate(host) if n == 1], [b for b, n in enumerate(host) if n > 1]):
+        if not members:
+            continue
+        rows, longest = torch.tensor(members, device=query.device), max(host[b] for b in members)
+        index = packed_index(cu_seqlens, len(query), longest)[rows]
+        part, sums = attend(padded(query, index), rows)
+        real = torch.arange(longest, device=query.device) >= longest - counts[rows, None]
+        out[index[real]] = part.transpose(1, 2)[real]
+        lse[:, index[real]] = sums.transpose(1, 2)[real].T
+    return out, lse

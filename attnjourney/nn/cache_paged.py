@@ -13,18 +13,7 @@ from ..ops.decode import decode
 from ..ops.mla_decode import mla_decode
 from ..ops.varlen_attention import varlen_attention
 from .cache import KeyValueCache, LatentCache, check_sizes
-from .cache_blocks import BlockCache, counts_of, longest_of, packed_index, padded
-
-_WHOLE = ("window_size", "alibi_slopes", "prefix_length")  # what depends on where a row stands
-
-
-def _check_shared(options: dict[str, Any]) -> None:
-    for name in _WHOLE:
-        value = options.get(name)
-        if isinstance(value, Tensor) or (value is not None and value not in (0, (-1, -1))):
-            raise ValueError(
-                f"shared_prefix: expected False beside {name}, which differs between the rows that share a prefix"
-            )
+from .cache_blocks import BlockCache, attend_in_two, check_shared, counts_of, longest_of, packed_index, padded
 
 
 class PagedKVCache(BlockCache, KeyValueCache):
@@ -95,60 +84,46 @@ class PagedKVCache(BlockCache, KeyValueCache):
         """
         if shared_prefix is False:
             return super().attend(query, **options)
-        _check_shared(options)
+        check_shared(options)
         rows = torch.arange(len(self.lengths), device=self.lengths.device) if query.dim() == 4 else None
         return self._attend_shared(query, rows, shared_prefix, **options)
 
     def attend_packed(
-        self, query: Tensor, cu_seqlens: Tensor, *, shared_prefix: bool = False, return_lse: bool = False,
-        is_causal: bool = True, **options: Any,
+        self, query: Tensor, cu_seqlens: Tensor, *, shared_prefix: bool | SharedPrefixes = False,
+        return_lse: bool = False, is_causal: bool = True, **options: Any,
     ) -> Any:  # fmt: skip
         """Attention of packed rows, the last of each sequence, over what the cache holds: pieces of prompts beside
         single tokens of other sequences, in one call of varlen_attention over the blocks.
 
-        With shared_prefix, and over bytes, sequences with one row and those with more are two calls of `decode`, and
-        cu_seqlens is waited for.
+        Where prefixes are shared, and over bytes, sequences with one row and those with more are two calls of `decode`,
+        and cu_seqlens is waited for.
 
         Args:
             query: (total, num_heads, head_dim); rows of sequence b as in append_packed.
-            shared_prefix: of the sequences with one row, as of attend.
+            shared_prefix: of the sequences with one row, as of attend: True, or what shared_prefixes has found for
+                these cu_seqlens.
             options: scale, window_size, prefix_length, softcap, sinks, alibi_slopes.
 
         Returns:
             (total, num_heads, v_head_dim), and with return_lse (num_heads, total).
         """
-        counts = counts_of(cu_seqlens, len(self.lengths))
-        if not shared_prefix and self.key.dtype not in BYTE_DTYPES:
+        found = self._shared_packed(shared_prefix, cu_seqlens, options)
+        if not found.segments and self.key.dtype not in BYTE_DTYPES:
+            counts_of(cu_seqlens, len(self.lengths))
             ends = torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
             options |= {"block_table": self.block_table, "is_causal": is_causal, "return_lse": return_lse}
             return varlen_attention(
                 query, self.key, self.value, cu_seqlens, ends, causal_alignment="bottom_right", **options
             )
-        if shared_prefix:
-            _check_shared(options)
-        out = query.new_zeros(*query.shape[:2], self.value.shape[3])
-        lse = query.new_full(query.shape[1::-1], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
-        host = counts.tolist()
-        for single in (True, False):
-            members = [b for b, n in enumerate(host) if (n == 1 if single else n > 1)]
-            if not members:
-                continue
-            rows, longest = torch.tensor(members, device=query.device), max(host[b] for b in members)
-            index = packed_index(cu_seqlens, len(query), longest)[rows]
-            part = padded(query, index)
-            given = {name: x[rows] if isinstance(x, Tensor) and x.dim() == 2 else x for name, x in options.items()}
-            if shared_prefix and single:
-                o, sums = self._attend_shared(part, rows, True, is_causal=is_causal, return_lse=True, **given)
-            else:
-                o, sums = self._decode(part, self.lengths[rows], self.block_table[rows], is_causal=is_causal, **given)
-            real = torch.arange(longest, device=query.device) >= longest - counts[rows, None]
-            out[index[real]] = o.transpose(1, 2)[real]
-            lse[:, index[real]] = sums.transpose(1, 2)[real].T
-        return (out, lse) if return_lse else out
 
-    def shared_prefixes(self, rows: int = 1, is_causal: bool = True) -> SharedPrefixes:
-        """The blocks in front of several sequences, for attend with so many query rows. Waits for the device."""
-        return find_shared_prefixes(self.block_table, self.lengths, self.block_size, rows, is_causal)
+        def attend(part: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+            given = {name: x[rows] if isinstance(x, Tensor) and x.dim() == 2 else x for name, x in options.items()}
+            if found.segments and part.shape[2] == 1:
+                return self._attend_shared(part, rows, found, is_causal=is_causal, return_lse=True, **given)
+            return self._decode(part, self.lengths[rows], self.block_table[rows], is_causal=is_causal, **given)
+
+        out, lse = attend_in_two(query, cu_seqlens, len(self.lengths), self.value.shape[3], attend)
+        return (out, lse) if return_lse else out
 
     def _decode(self, query: Tensor, lengths: Tensor, block_table: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         return decode(
@@ -179,9 +154,6 @@ class PagedKVCache(BlockCache, KeyValueCache):
                 attend, query, lengths, table, self.block_size, self.key.shape[1], found, is_causal, attn_mask
             )
         return (out, lse) if return_lse else out
-
-    def _place(self) -> dict:
-        return {"block_table": self.block_table}
 
 
 class PagedLatentCache(BlockCache, LatentCache):
@@ -216,17 +188,51 @@ class PagedLatentCache(BlockCache, LatentCache):
     def _write(self, latent: Tensor, lengths: Tensor | None) -> None:
         self._append(latent, None, lengths)
 
+    def append_packed(self, latent: Tensor, cu_seqlens: Tensor, *, max_seqlen: int | None = None) -> None:
+        """As PagedKVCache.append_packed; latent (total, width)."""
+        counts = counts_of(cu_seqlens, len(self.lengths))
+        self.append(latent[packed_index(cu_seqlens, len(latent), longest_of(counts, max_seqlen))], counts)
+
     def attend(
-        self, query: Tensor, kv_b_weight: Tensor, *, shared_prefix: bool | SharedPrefixes = False, **options: Any
-    ) -> Any:
+        self, query: Tensor, kv_b_weight: Tensor, *, shared_prefix: bool | SharedPrefixes = False,
+        return_lse: bool = False, **options: Any,
+    ) -> Any:  # fmt: skip
         """As LatentCache.attend; shared_prefix as of PagedKVCache.attend."""
         if shared_prefix is False:
-            return super().attend(query, kv_b_weight, **options)
-        _check_shared(options)
+            return super().attend(query, kv_b_weight, return_lse=return_lse, **options)
+        check_shared(options)
         self._check_weight(kv_b_weight)
-        causal, mask = options.pop("is_causal", True), options.pop("attn_mask", None)
-        sinks, return_lse = options.pop("sinks", None), options.pop("return_lse", False)
+        found = shared_prefix
+        if found is True:
+            found = self.shared_prefixes(query.shape[2], options.get("is_causal", True))
+        out, lse = self._attend_shared(query, kv_b_weight, self.lengths, self.block_table, found, **options)
+        return (out, lse) if return_lse else out
 
+    def attend_packed(
+        self, query: Tensor, kv_b_weight: Tensor, cu_seqlens: Tensor, *,
+        shared_prefix: bool | SharedPrefixes = False, return_lse: bool = False, **options: Any,
+    ) -> Any:  # fmt: skip
+        """Attention of packed rows (total, num_heads, nope + rope), as of PagedKVCache.attend_packed: a call of
+        mla_decode for the sequences with one row, and one for those with more. Waits for the device.
+
+        Returns (total, num_heads, v), and with return_lse (num_heads, total).
+        """
+        self._check_weight(kv_b_weight)
+        found = self._shared_packed(shared_prefix, cu_seqlens, options)
+
+        def attend(part: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+            given = {name: x[rows] if isinstance(x, Tensor) and x.dim() == 2 else x for name, x in options.items()}
+            shared = found if part.shape[2] == 1 else SharedPrefixes([], [])
+            return self._attend_shared(part, kv_b_weight, self.lengths[rows], self.block_table[rows], shared, **given)
+
+        v_dim = kv_b_weight.shape[0] // query.shape[1] - (query.shape[2] - self.qk_rope_head_dim)
+        out, lse = attend_in_two(query, cu_seqlens, len(self.lengths), v_dim, attend)
+        return (out, lse) if return_lse else out
+
+    def _attend_shared(
+        self, query: Tensor, kv_b_weight: Tensor, lengths: Tensor, block_table: Tensor, found: SharedPrefixes, *,
+        is_causal: bool = True, attn_mask: Tensor | None = None, sinks: Tensor | None = None, **options: Any,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         def attend(
             query: Tensor, lengths: Tensor, table: Tensor, is_causal: bool, attn_mask: Tensor | None, own: bool
         ) -> tuple[Tensor, Tensor]:
@@ -235,17 +241,6 @@ class PagedLatentCache(BlockCache, LatentCache):
                 is_causal=is_causal, attn_mask=attn_mask, sinks=sinks if own else None, return_lse=True, **options,
             )  # fmt: skip
 
-        found = self.shared_prefixes(query.shape[2], causal) if shared_prefix is True else shared_prefix
-        arguments = (query, self.lengths, self.block_table)
         if not found.segments:
-            out, lse = attend(*arguments, causal, mask, True)
-        else:
-            out, lse = decode_shared(attend, *arguments, self.block_size, None, found, causal, mask)
-        return (out, lse) if return_lse else out
-
-    def shared_prefixes(self, rows: int = 1, is_causal: bool = True) -> SharedPrefixes:
-        """As PagedKVCache.shared_prefixes."""
-        return find_shared_prefixes(self.block_table, self.lengths, self.block_size, rows, is_causal)
-
-    def _place(self) -> dict:
-        return {"block_table": self.block_table}
+            return attend(query, lengths, block_table, is_causal, attn_mask, True)
+        return decode_shared(attend, query, lengths, block_table, self.block_size, None, found, is_causal, attn_mask)

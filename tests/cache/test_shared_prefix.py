@@ -162,12 +162,39 @@ def test_packed_rows_of_some_sequences():
     torch.testing.assert_close(outs[0], expected)
 
 
+@pytest.mark.parametrize("shared", (False, True))
+def test_packed_rows_over_latents(shared):
+    caches = [made("latents", torch.float32) for _ in range(2)]
+    counts = [1, 0, 1, 1, 1, 5, 0]
+    cu_seqlens = torch.tensor([0, *counts]).cumsum(0)
+    query, new = noise(9, 3, 20, dtype=torch.float32), noise(9, 24, dtype=torch.float32)
+    weight = noise(3 * (12 + 10), 16, dtype=torch.float32, seed=5) / 4
+    dense_query, dense_new = torch.zeros(7, 3, 5, 20), torch.zeros(7, 5, 24)
+    for b, n in enumerate(counts):
+        at = slice(int(cu_seqlens[b]), int(cu_seqlens[b + 1]))
+        dense_query[b, :, 5 - n :], dense_new[b, 5 - n :] = query[at].transpose(0, 1), new[at]
+    caches[0].append_packed(new, cu_seqlens)
+    caches[1].append(dense_new, torch.tensor(counts))
+    outs = []
+    call = lambda: outs.append(caches[0].attend_packed(query, weight, cu_seqlens, shared_prefix=shared))  # noqa: E731
+    assert reads(call)[1] == (4 if shared else 2)
+    expected = caches[1].attend(dense_query, weight)
+    for b, n in enumerate(counts):
+        at = slice(int(cu_seqlens[b]), int(cu_seqlens[b + 1]))
+        torch.testing.assert_close(outs[0][at], expected[b, :, 5 - n :].transpose(0, 1))
+
+
 def test_what_has_been_found_serves_every_layer():
     caches = [made(torch.float32, torch.float32) for _ in range(2)]
     found, query = caches[0].shared_prefixes(), noise(7, 4, 1, 24, dtype=torch.float32)
     for cache in caches:
         ours = cache.attend(query, shared_prefix=found)
         assert torch.equal(ours, cache.attend(query, shared_prefix=True))
+    cu_seqlens = torch.tensor([0, 1, 1, 2, 3, 4, 9, 9])
+    found, query = caches[0].shared_prefixes(cu_seqlens=cu_seqlens), noise(9, 4, 24, dtype=torch.float32)
+    assert [s.members for s in found.segments] == [[0, 1], [2, 3]]
+    outs = [c.attend_packed(query, cu_seqlens, shared_prefix=x) for c, x in zip(caches, (found, True))]
+    assert torch.equal(*outs)
 
 
 def test_nothing_shared_is_one_call_with_the_same_bits():
