@@ -50,7 +50,10 @@ if TYPE_CHECKING:  # what is imported when it is first asked for
     from .nn.cache import KVCache as KVCache
     from .nn.cache import LatentCache as LatentCache
     from .nn.cache import WindowCache as WindowCache
+    from .nn.cache_blocks import OutOfBlocks as OutOfBlocks
     from .nn.cache_paged import PagedKVCache as PagedKVCache
+    from .nn.cache_paged import PagedLatentCache as PagedLatentCache
+    from .nn.cache_prefix import prefix_keys as prefix_keys
     from .replace import replace_attention as replace_attention
     from .seeing.recording.capture import capture as capture
     from .seeing.recording.trace import trace as trace
@@ -62,7 +65,9 @@ _LATER = {  # the same as above, by module
     ".integrations.activity": ("activity",),
     ".integrations.sdpa": ("activate", "activated", "active", "deactivate"),
     ".nn.cache": ("KVCache", "LatentCache", "WindowCache"),
-    ".nn.cache_paged": ("PagedKVCache",),
+    ".nn.cache_blocks": ("OutOfBlocks",),
+    ".nn.cache_paged": ("PagedKVCache", "PagedLatentCache"),
+    ".nn.cache_prefix": ("prefix_keys",),
     ".replace": ("replace_attention",),
     ".seeing.recording.capture": ("capture",),
     ".seeing.recording.trace": ("trace", "trace_module"),

@@ -150,8 +150,9 @@ def paged_attention(
 
 @_operator
 def paged_cache_append(
-    key_cache: Tensor, value_cache: Tensor, lengths: Tensor, block_table: Tensor, block_refs: Tensor, key: Tensor,
-    value: Tensor, *, counts: Tensor | None = None, key_scale: Tensor | None = None, value_scale: Tensor | None = None
+    key_cache: Tensor, value_cache: Tensor | None, lengths: Tensor, block_table: Tensor, block_refs: Tensor,
+    key: Tensor, value: Tensor | None, *, counts: Tensor | None = None, key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None
 ) -> None: ...
 
 @_operator

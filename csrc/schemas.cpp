@@ -161,8 +161,8 @@ void add_caches(Schemas& schemas) {
               "()");
   const Text paged = "Tensor(a!) lengths, Tensor(b!) block_table, Tensor(c!) block_refs, ";
   schemas.add("paged_cache_append",
-              "Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) lengths, Tensor(d!) block_table, "
-              "Tensor(e!) block_refs, Tensor key, Tensor value, *, Tensor? counts=None, "
+              "Tensor(a!) key_cache, Tensor(b!)? value_cache, Tensor(c!) lengths, Tensor(d!) block_table, "
+              "Tensor(e!) block_refs, Tensor key, Tensor? value, *, Tensor? counts=None, "
               "Tensor(f!)? key_scale=None, Tensor(g!)? value_scale=None",
               "()");
   schemas.add("paged_cache_truncate", paged + "Tensor new_lengths, *, int block_size", "()");

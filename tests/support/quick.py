@@ -50,6 +50,11 @@ QUICK: dict[str, dict[str, int | None]] = {
         "test_latent_cache": None,
         "test_bad_input_leaves_the_cache_as_it_was": None,
     },
+    "cache/test_prefix_sharing.py": {
+        "test_a_shared_block_is_copied_and_only_that": None,
+        "test_packed_tokens_and_rows": 1,
+    },
+    "cache/test_shared_prefix.py": {"test_values": 12, "test_latents": 4},
     "cache/test_paged_cache.py": {"test_a_rollback_gives_back_what_it_does_not_need": 3},
     "cache/test_cached_layers.py": {"test_prefill_then_decode_equals_one_full_pass": None},
     "layers/test_mha.py": {"test_values_and_gradients_beside_torch": 12, "test_true_is_blocked": None},
@@ -117,6 +122,7 @@ def _classes() -> list[type]:
     import attnjourney
 
     caches = [attnjourney.KVCache, attnjourney.LatentCache, attnjourney.PagedKVCache, attnjourney.WindowCache]
+    caches += [attnjourney.PagedLatentCache]
     public = [x for name, x in vars(attnjourney.nn).items() if not name.startswith("_") and isinstance(x, type)]
     return caches + [x for x in public if issubclass(x, torch.nn.Module)]
 
