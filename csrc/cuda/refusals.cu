@@ -105,6 +105,11 @@ void linear_backward(const LinearCall& c, const LinearInputs&, const LinearGradi
   check_linear_served(c);
 }
 
+void sparse_forward(const SparseCall& c, const SparseInputs& in, const SparseResults&) { check_sparse_served(c, in); }
+void sparse_backward(const SparseCall& c, const SparseInputs& in, const SparseSaved&, const SparseGradients&) {
+  check_sparse_served(c, in);
+}
+
 void rotary(const Tensor& x, const Tensor& cos, const Tensor& sin, RotaryLayout layout, RotaryDirection direction,
             const OptionalTensor& from) {
   const auto results = cpu_operator("attnjourney::rope", 1, from ? *from : x, cos, sin,
@@ -152,6 +157,7 @@ constexpr Backend refusing_backend{
                .most_head_dim = 256},
     .caches = {},
     .linear = {.forward = linear_forward, .backward = linear_backward},
+    .sparse = {.forward = sparse_forward, .backward = sparse_backward},
     .rotary = rotary,
     .rms_norm = {.forward = rms_forward, .apply = rms_apply, .backward = rms_backward},
 };

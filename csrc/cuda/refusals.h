@@ -6,6 +6,7 @@
 #include "cuda/launch.h"
 #include "decode/decode.h"
 #include "linear/linear_attention.h"
+#include "sparse/sparse_attention.h"
 
 namespace attnjourney {
 
@@ -62,6 +63,28 @@ inline void check_linear_served(const LinearCall& c) {
   const int64_t limit = 1 << 28;
   check_value(p.q_len < limit && p.kv_len < limit && c.batch * c.q_heads < limit,
               "query: expected fewer than 2^28 rows, keys and heads on CUDA");
+}
+
+// Are the values the front of their keys, of latents?
+inline bool is_sparse_latent(const SparseCall& c, const SparseInputs& in) {
+  const Tensor &k = in.key, &v = in.value;
+  bool same = k.data_ptr() == v.data_ptr() && c.params.v_head_dim <= c.params.head_dim;
+  for (int d = 0; d < 3; d++) same = same && (k.size(d) <= 1 || k.stride(d) == v.stride(d));
+  same = same && aten::has_dense_rows(k) && aten::has_dense_rows(v);
+  return same && (c.params.head_dim > 256 || c.params.v_head_dim > 256);
+}
+
+inline void check_sparse_served(const SparseCall& c, const SparseInputs& in) {
+  const SparseParams& p = c.params;
+  const bool latent = is_sparse_latent(c, in);
+  check_value(
+      latent ? p.v_head_dim <= kLatentValueDim && p.head_dim <= kLatentDim : p.head_dim <= 256 && p.v_head_dim <= 256,
+      "query: expected head dimensions of at most 256 on CUDA, or ", kLatentDim, " and (value) ", kLatentValueDim,
+      " where value is the front of key, got ", p.head_dim, " and (value) ", p.v_head_dim);
+  const int64_t limit = 1 << 28;
+  check_value(p.q_len < limit && p.kv_len < limit && c.batch * c.q_heads < limit && p.index_count < limit &&
+                  p.group * std::min(p.rows, p.q_len) < limit,
+              "query: expected fewer than 2^28 rows, keys, heads and indices of a row on CUDA");
 }
 
 }  // namespace attnjourney

@@ -31,7 +31,10 @@ tensors = {{
     "rows": torch.zeros(1, 2, 8),
     "wide_rows": torch.zeros(1, 2, 1000, dtype=torch.bfloat16),
     "table": torch.zeros(1, 1).int(),
+    "indices": torch.zeros(2, 4, 3).int(),
+    "latents": torch.zeros(2, 2, 4, 576),
 }}
+tensors["latent_values"] = tensors["latents"][..., :512]
 library = torch.library.Library("attnjourney", "FRAGMENT")
 messages = []
 for name, options in json.load(sys.stdin):
@@ -102,6 +105,16 @@ def test_what_linear_attention_does_not_serve_is_refused_by_name(built):  # noqa
     said = run([("linear_attention_forward", {"x": "wide"}), ("linear_attention_forward", {"is_causal": False})])
     assert "query: expected head dimensions of at most 256 on CUDA, got 1000 and (value) 1000" in said[0]
     assert said[1] == "served"
+
+
+def test_what_sparse_attention_does_not_serve_is_refused_by_name(built):  # noqa: F811
+    calls = [{"x": "two"}, {"x": "wide"}, {"x": "latents"}, {"x": "latents", "value": "latents"}]
+    calls = [{"value": call["x"], "indices": "indices", **call} for call in calls]
+    calls[2]["value"] = "latent_values"
+    served, wide, latents, no_values = run([("sparse_attention_forward", call) for call in calls])
+    assert served == latents == "served"
+    limits = "query: expected head dimensions of at most 256 on CUDA, or 576 and (value) 512 where value is the front"
+    assert limits in wide and limits in no_values
 
 
 def test_every_option_of_the_operator_is_tried():
