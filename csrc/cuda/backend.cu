@@ -15,6 +15,7 @@ namespace attnjourney {
 constexpr Backend cuda_backend{
     .attention = {.forward = cuda_attention_forward,
                   .backward = cuda_attention_backward,
+                  .jvp = cuda_attention_jvp,
                   .weights = cuda_attention_weights},
     .decode = {.decode = cuda_decode,
                .decode_latents = cuda_decode_latents,

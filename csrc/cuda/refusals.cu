@@ -63,6 +63,19 @@ void checked_backward(AttentionCall& c, const AttentionSaved& saved, const Atten
   }
 }
 
+void checked_jvp(AttentionCall& c, const AttentionResults& results, const AttentionTangents& tangents) {
+  check_served(c, true);
+  const auto& [query, key, value, o] = c.args;
+  if (is_checked_alone(o)) return;
+  const auto changes = cpu_operator(
+      "attnjourney::attention_jvp", 2, query, key, value, o.attn_mask, results.out, results.lse, results.stats,
+      tangents.query, tangents.key, tangents.value, tangents.attn_mask, tangents.sinks, tangents.alibi_slopes,
+      o.dropout_p, o.is_causal, o.scale, o.enable_gqa, o.causal_alignment, window_of(o), o.prefix_length, o.key_lengths,
+      o.query_lengths, o.softcap, o.sinks, o.alibi_slopes, numbers_of(o.origin), o.dropout_seed);
+  copy(*tangents.out, tensor(changes[0]));
+  copy(*tangents.lse, tensor(changes[1]));
+}
+
 // ---- decoding ----
 
 // CUDA looks at no lengths, blocks and columns of a mask, which the CPU may refuse: such calls are checked alone.
@@ -150,7 +163,7 @@ void rms_backward(const Tensor& grad_y, const Tensor& x, const Tensor& weight, c
 }  // namespace
 
 constexpr Backend refusing_backend{
-    .attention = {.forward = checked_forward, .backward = checked_backward},
+    .attention = {.forward = checked_forward, .backward = checked_backward, .jvp = checked_jvp},
     .decode = {.decode = checked_decode,
                .decode_latents = checked_decode_latents,
                .products = aten_head_products,

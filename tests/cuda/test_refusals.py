@@ -42,10 +42,10 @@ for name, options in json.load(sys.stdin):
         library.define("_cuda_" + str(torch._C._get_schema("attnjourney::" + name, "")).split("::", 1)[1])
     x = tensors[options.pop("x", "two")]
     options = {{k: tensors.get(v, v) if isinstance(v, str) else v for k, v in options.items()}}
-    if name == "attention_backward":
+    if name in ("attention_backward", "attention_jvp"):
         lse = torch.zeros(x.shape[:-1], dtype=x.dtype if x.dtype == torch.float64 else torch.float32)
-        options |= dict(grad_out=x, grad_lse=None, out=x, lse=lse, attn_mask=options.get("attn_mask"))
-        options |= dict(stats=torch.stack([lse, lse], -1))
+        options |= dict(out=x, lse=lse, stats=torch.stack([lse, lse], -1), attn_mask=options.get("attn_mask"))
+        options |= dict(grad_out=x, grad_lse=None) if name == "attention_backward" else dict(query_tangent=x)
     try:
         getattr(torch.ops.attnjourney, "_cuda_" + name)(**{{"query": x, "key": x, "value": x, **options}})
         messages.append("served")
@@ -80,10 +80,10 @@ def run(calls, program=PROGRAM):
 def test_what_is_not_served_is_refused_by_name(built):  # noqa: F811
     forward = run([("attention_forward", options) for options, _ in REFUSED])
     backward = run([("attention_backward", options) for options, _ in REFUSED])
-    for (options, message), a, b in zip(REFUSED, forward, backward):
-        assert message in a, options
-        assert message in b, options
-    for name in ("attention_forward", "attention_backward"):
+    jvp = run([("attention_jvp", options) for options, _ in REFUSED])
+    for (options, message), *said in zip(REFUSED, forward, backward, jvp):
+        assert all(message in x for x in said), options
+    for name in ("attention_forward", "attention_backward", "attention_jvp"):
         assert run([(name, options) for options in SERVED]) == ["served"] * len(SERVED)
 
 
