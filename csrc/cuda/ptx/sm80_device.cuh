@@ -101,6 +101,18 @@ __device__ __forceinline__ float2 unpack2(uint32_t v) {
   else
     return __half22float2(*reinterpret_cast<const __half2*>(&v));
 }
+// a b + c for two numbers of T, each rounded once
+template <class T>
+__device__ __forceinline__ uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t r;
+  if constexpr (is_bf16<T>)
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  else
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
+// The four bytes whose numbers the selector's digits are, the lowest first; from 4 on: 0.
+__device__ __forceinline__ uint32_t byte_permute(uint32_t v, uint32_t selector) { return __byte_perm(v, 0, selector); }
 
 // ---- threads of a warp, a block, a grid ----
 

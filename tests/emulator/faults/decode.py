@@ -14,7 +14,7 @@ DECODE = {
         ("tiles that other lanes copied", _MMA, "@tile_landed", ""),
         ("refilled while read", _MMA, "(stage + Stages - 1) % Stages", "stage"),
         ("results over copies in flight", _MMA, "    ptx::cp_async_wait<0>();\n", ""),
-        ("results of warps read too early", _MMA, "    __syncthreads();\n    join", "    join"),
+        ("results of warps read too early", _MMA, "@results_there", ""),
         ("keys of a row by another lane", _MMA, "(place.slot), row)", "(place.slot), row ^ 1)"),
         ("columns past head_dim are read", _MMA, "at.outer >= 0 && chunk * 8 < dim", "at.outer >= 0"),
         (
@@ -85,12 +85,20 @@ DECODE = {
         ("a unit that does not move", _MMA, "before = unit[h] * shrink[h];", "before = unit[h];"),
         ("a unit for the whole call", _MMA, "shrink[h] = before * inverse;", ""),
         ("columns past head_dim are read", _MMA, "at.outer >= 0 && chunk * 16 < dim", "at.outer >= 0"),
+        ("int8 without a sign", _BYTES, "(two ^ 0x00800080u) | 0x6400", "two | 0x6400"),
+        ("e4m3 without a sign", _BYTES, "(two & 0x80008000u) | (two >> 1", "(two >> 1"),
+        ("a NaN of a byte is lost", _BYTES, "if (nan & 0x80808080u)", "if (false)"),
+        ("bytes of a pair exchanged", _BYTES, "half ? 0x4342 : 0x4140", "half ? 0x4243 : 0x4041"),
+    ],
+    "128-bf16-64rows-bytes": [
+        ("numbers before they are expanded", _MMA, "@expanded", ""),
+        ("int8 without a sign", _BYTES, "(two & 0x00800080u) | 0xc300c300u", "0xc300c300u"),
+        ("e4m3 without a sign", _BYTES, "(two & 0x80008000u) | (two >> 4", "(two >> 4"),
+        ("pairs of a word exchanged", _BYTES, "half ? 0x3424 : 0x1404", "half ? 0x1404 : 0x3424"),
+    ],
+    "fp32-bytes": [
         ("numbers without a sign", _BYTES, "byte & 0x80u ? -size : size", "size"),
         ("a NaN of a byte is lost", _BYTES, "(byte & 0x7fu) == 0x7fu ? NAN : number", "number"),
-        ("bytes of a pair exchanged", _BYTES, "two >> 8 & 0xffu", "two & 0xffu"),
-    ],
-    "128-bf16-64rows-bytes": [("numbers before they are expanded", _MMA, "@expanded", "")],
-    "fp32-bytes": [
         ("keys without their scale", _FMA, "dot *= key_scales[tile % 8 * kKeys + score_key];", ""),
         ("a hidden key's scale leaks", _FMA, "score == -Real(INFINITY) ? 0.f : weight * value", "weight * value"),
         ("scales of another key head", _FMA, "part.head * task.value_scale_head", "task.value_scale_head"),

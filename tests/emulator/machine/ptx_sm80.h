@@ -65,6 +65,17 @@ float2 unpack2(uint32_t v) {
   };
   return {value(v), value(v >> 16)};
 }
+template <class T>
+uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {  // rounded twice: kernels' sums are exact
+  const float2 x = unpack2<T>(a), y = unpack2<T>(b), z = unpack2<T>(c);
+  return pack2<T>(std::fma(x.x, y.x, z.x), std::fma(x.y, y.y, z.y));
+}
+inline uint32_t byte_permute(uint32_t v, uint32_t selector) {
+  uint32_t r = 0;
+  for (int i = 0; i < 4; i++)
+    if (const uint32_t from = selector >> 4 * i & 7; from < 4) r |= (v >> 8 * from & 0xffu) << 8 * i;
+  return r;
+}
 
 inline uint32_t shfl_xor(uint32_t v, int lane_mask, Site s = Site::here()) {
   return emulator::shfl(v, lane_mask, emulator::Shuffle::exclusive_or, s);

@@ -26,6 +26,7 @@ struct DecodeMma {
   static constexpr int kPitch = D + 8;  // of a warp's result, in floats: [16][kPitch], then [16] references, [16] sums
   static constexpr int kTops = kWarpRows * kPitch, kSums = kTops + kWarpRows;
   static constexpr int kResult = Shared ? (kSums + kWarpRows) * 4 : kRing;  // bytes from one warp's to the next
+  using Part = DecodePart<kKeys, !Bytes>;
   static_assert(D % 64 == 0 && Stages >= 2 && kResult >= (kSums + kWarpRows) * 4 && Warps * kResult <= kSmemBytes);
 
   static __device__ __forceinline__ uint32_t chunk_at(uint32_t tile, int row, int chunk) {
@@ -44,7 +45,7 @@ struct DecodeMma {
     const int lane = threadIdx.x % 32;
     if constexpr (Bytes) {
       constexpr int kChunks = kStoredBytes / 16, kEach = Shared ? kThreads : 32;
-#pragma unroll
+#pragma unroll(D > 128 && !Shared ? 2 : kChunks / kEach + 1)
       for (int i = 0; i < (kChunks + kEach - 1) / kEach; i++) {
         const int c = (Shared ? i * Warps + threadIdx.x / 32 : i) * 32 + lane, row = c / (D / 16), chunk = c % (D / 16);
         if (kChunks % kEach && c - lane >= kChunks) break;  // whole warps
@@ -92,8 +93,8 @@ struct DecodeMma {
   }
 
   // A operand of Q K^T: rows row0 + g and + 8
-  static __device__ __forceinline__ void load_query(uint32_t (&qf)[D / 16][4], const DecodeTask& task,
-                                                    const DecodePart<kKeys, true>& part, int row0) {
+  static __device__ __forceinline__ void load_query(uint32_t (&qf)[D / 16][4], const DecodeTask& task, const Part& part,
+                                                    int row0) {
     const int q_len = part.sequence.q_len, head = part.head;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -110,7 +111,7 @@ struct DecodeMma {
 
   static __device__ __forceinline__ void run(const DecodeTask& task) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const DecodePart<kKeys, true> part(task, kRows);
+    const Part part(task, kRows);
     if (part.row0 >= part.rows) return;
     const DecodeSequence& sequence = part.sequence;
     const uint32_t ring = ptx::smem_addr(ptx::dynamic_smem()) + (Shared ? 0 : warp * kRing);
@@ -223,8 +224,11 @@ struct DecodeMma {
         *reinterpret_cast<float2*>(mine + r * kPitch + j * 8 + 2 * t) = float2{acc[j][2 * h], acc[j][2 * h + 1]};
       if (t == 0) mine[kTops + r] = top[h], mine[kSums + r] = all;
     }
-    __syncthreads();
-    join(task, part);
+    __syncthreads();                   // @results_there
+    if constexpr (D > 128 && !Shared)  // held through the loop, it would spill
+      join(task, Part(task, kRows, ptx::opaque(blockIdx.x)));
+    else
+      join(task, part);
   }
 
   // Products to scores, -inf where hidden; does any row not see a key of the tile?
@@ -333,7 +337,7 @@ struct DecodeMma {
   }
 
   // The results of each row, of all warps in their order or of the one that has it, and what becomes of them.
-  static __device__ __forceinline__ void join(const DecodeTask& task, const DecodePart<kKeys, true>& part) {
+  static __device__ __forceinline__ void join(const DecodeTask& task, const Part& part) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     constexpr int kParts = Shared ? 1 : Warps;
     for (int r = warp; r < kRows && part.row0 + r < part.rows; r += Warps) {
