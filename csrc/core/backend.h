@@ -15,7 +15,7 @@ struct Backend {
   DecodeBackend decode;
   CacheBackend caches;
   LinearBackend linear;
-  GatedBackend gated;  // the CPU's alone
+  GatedBackend gated;
   RotaryFunction rotary;
   RmsNormBackend rms_norm;
 };
