@@ -17,7 +17,7 @@ struct Backend {
   DecodeBackend decode;
   CacheBackend caches;
   LinearBackend linear;
-  GatedBackend gated;  // the CPU's alone
+  GatedBackend gated;
   SparseBackend sparse;
   IndexerBackend indexer;
   RotaryFunction rotary;

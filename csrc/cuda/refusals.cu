@@ -108,7 +108,7 @@ void checked_decode_latents(const DecodeCall& c, const DecodeInputs& in, const T
   decode_on_cpu(c, in, out, lse);
 }
 
-// ---- linear attention: checked alone ----
+// ---- linear attention, gated or not: checked alone ----
 
 void linear_forward(const LinearCall& c, const LinearInputs&, const Tensor&, const Tensor&, const Tensor&,
                     const Tensor&) {
@@ -116,6 +116,11 @@ void linear_forward(const LinearCall& c, const LinearInputs&, const Tensor&, con
 }
 void linear_backward(const LinearCall& c, const LinearInputs&, const LinearGradientInputs&, const LinearGradients&) {
   check_linear_served(c);
+}
+void gated_forward(const GatedCall& c, const GatedInputs&, const Tensor&, const Tensor&) { check_gated_served(c); }
+void gated_backward(const GatedCall& c, const GatedInputs&, const Tensor&, const OptionalTensor&,
+                    const GatedGradients&) {
+  check_gated_served(c);
 }
 
 void sparse_forward(const SparseCall& c, const SparseInputs& in, const SparseResults&) { check_sparse_served(c, in); }
@@ -170,6 +175,7 @@ constexpr Backend refusing_backend{
                .most_head_dim = 256},
     .caches = {},
     .linear = {.forward = linear_forward, .backward = linear_backward},
+    .gated = {.forward = gated_forward, .backward = gated_backward},
     .sparse = {.forward = sparse_forward, .backward = sparse_backward},
     .rotary = rotary,
     .rms_norm = {.forward = rms_forward, .apply = rms_apply, .backward = rms_backward},

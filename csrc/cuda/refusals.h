@@ -5,6 +5,7 @@
 #include "cuda/kernels/decode/latent_size.cuh"
 #include "cuda/launch.h"
 #include "decode/decode.h"
+#include "linear/gated_linear_attention.h"
 #include "linear/linear_attention.h"
 #include "sparse/sparse_attention.h"
 
@@ -85,6 +86,15 @@ inline void check_sparse_served(const SparseCall& c, const SparseInputs& in) {
   check_value(p.q_len < limit && p.kv_len < limit && c.batch * c.q_heads < limit && p.index_count < limit &&
                   p.group * std::min(p.rows, p.q_len) < limit,
               "query: expected fewer than 2^28 rows, keys, heads and indices of a row on CUDA");
+}
+
+inline void check_gated_served(const GatedCall& c) {
+  const GatedParams& p = c.params;
+  check_value(p.head_dim <= 256 && p.v_head_dim <= 256, "query: expected head dimensions of at most 256 on CUDA, got ",
+              p.head_dim, " and (value) ", p.v_head_dim);
+  const int64_t limit = 1 << 28;
+  check_value(c.len < limit && c.sequences < limit && c.batch * c.out_heads() < limit && c.batch * c.len < 8 * limit,
+              "query: expected fewer than 2^28 rows, sequences and heads on CUDA, and 2^31 rows of a head in all");
 }
 
 }  // namespace attnjourney

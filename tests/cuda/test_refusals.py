@@ -117,6 +117,16 @@ def test_what_sparse_attention_does_not_serve_is_refused_by_name(built):  # noqa
     assert limits in wide and limits in no_values
 
 
+def test_what_gated_linear_attention_does_not_serve_is_refused_by_name(built):  # noqa: F811
+    backward = dict(grad_out=None, grad_state=None, gate=None, beta=None, initial_state=None, cu_seqlens=None)
+    backward |= dict(update=0, scale=1.0, qk_l2norm=False, need=63)
+    calls = [("gated_linear_attention_forward", dict(update=0)), ("gated_linear_attention_backward", backward)]
+    for name, options in calls:
+        wide, served = run([(name, {"x": "wide", **options}), (name, options)])
+        assert "query: expected head dimensions of at most 256 on CUDA, got 1000 and (value) 1000" in wide
+        assert served == "served"
+
+
 def test_every_option_of_the_operator_is_tried():
     """A new argument of attention_forward needs an entry above: whether CUDA serves it or refuses it."""
     schema = torch.ops.attnjourney.attention_forward.default._schema
@@ -126,7 +136,15 @@ def test_every_option_of_the_operator_is_tried():
 
 @pytest.mark.parametrize(
     "operator",
-    ["attention_forward", "attention_backward", "block_attention_forward", "paged_attention", "decode", "gqa_forward"],
+    [
+        "attention_forward",
+        "attention_backward",
+        "block_attention_forward",
+        "paged_attention",
+        "decode",
+        "gqa_forward",
+        "gated_linear_attention_forward",
+    ],  # fmt: skip
 )
 def test_cuda_tensors_without_a_kernel(operator):
     if torch.version.cuda is not None:
