@@ -36,9 +36,32 @@ struct SparseKernels {
   void (*write)(const void* sums, int64_t rows, int64_t cols, void* to, int64_t to_row);
 };
 
+// Rows of an indexer's query, consecutive, with their weights in compute precision.
+struct IndexerRows {
+  const void *query = nullptr, *weights = nullptr;  // of the first head and row; the rows of weights are dense
+  int64_t q_head = 0, q_row = 0, weights_head = 0;
+};
+
+// The indexer in one dtype: its scores (kernels/sparse/indexer.h) and its loss (kernels/sparse/indexer_loss.h).
+struct IndexerKernels {
+  int64_t key_block;  // the most keys of a call
+  int64_t (*space)(const IndexerParams&, int64_t rows);
+  void (*load_rows)(const IndexerParams&, const IndexerRows&, int64_t rows, void* space);
+  void (*scores)(const IndexerParams&, int64_t first, int64_t rows, const void* key, int64_t k_row, int64_t n,
+                 void* space);
+  int64_t (*filter)(const IndexerParams&, int64_t rows, int64_t row, int64_t n, const double* threshold,
+                    int32_t* chosen, void* to, void* space);
+  int64_t (*loss_space)(const SparseKernelParams&, int64_t count, int64_t n);
+  void (*target)(const SparseKernelParams&, const SparseRows&, double* sums, void* space);
+  void (*index_scores)(const SparseKernelParams&, const SparseRows&, const void* weights, double* sums, void* space);
+  void (*loss_rows)(const SparseKernelParams&, const SparseRows&, const void* weights, const void* grad_scores,
+                    void* grad_weights, void* saved, void* space);
+};
+
 struct SparseTable {
   void (*gather)(const void* from, int64_t row_bytes, int64_t bytes, const int32_t* keys, int64_t n, void* to);
   SparseKernels of[dtype_count];
+  IndexerKernels indexer[dtype_count];
 };
 
 }  // namespace attnjourney

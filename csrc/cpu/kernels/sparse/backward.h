@@ -78,10 +78,10 @@ struct SparseBackward {
     const T* const values = inside ? b.key + (value - key) : b.value;
     const int64_t value_row = inside ? params.head_dim : params.v_head_dim;
 
-    bool finite = copy_rows(params, in, in.query, params.q_head, params.q_row, params.head_dim, s, s.qd,
-                            Real(params.scale), saved.query);
-    finite &= copy_rows(params, in, in.grad_out, params.grad_out_head, params.grad_out_row, params.v_head_dim, s, s.vd,
-                        Real(1), saved.grad_out);
+    bool finite =
+        copy_rows(in, in.query, params.q_head, params.q_row, params.head_dim, s, s.qd, Real(params.scale), saved.query);
+    finite &= copy_rows(in, in.grad_out, params.grad_out_head, params.grad_out_row, params.v_head_dim, s, s.vd, Real(1),
+                        saved.grad_out);
     *saved.finite = finite;
     Products::dots(s.passes, saved.query, s.qd, b.key, params.head_dim, params.head_dim, in.n, saved.weights, s.stride);
     Products::dots(s.passes, saved.grad_out, s.vd, values, value_row, params.v_head_dim, in.n, saved.grad_scores,
@@ -135,10 +135,11 @@ struct SparseBackward {
                 to_row);
   }
 
- private:
+  // ---- for the indexer's loss, too (indexer_loss.h) ----
+
   // rows times a factor, padded with zeros, those past the last one 0; whether all numbers are finite
-  static bool copy_rows(const SparseKernelParams&, const SparseRows& in, const void* from_, int64_t head, int64_t row,
-                        int64_t dim, const Shape& s, int64_t ld, Real factor, Real* to) {
+  static bool copy_rows(const SparseRows& in, const void* from_, int64_t head, int64_t row, int64_t dim, const Shape& s,
+                        int64_t ld, Real factor, Real* to) {
     bool finite = true;
     for (int64_t i = 0; i < s.passes.all(); i++, to += ld) {
       if (i >= in.count) {
