@@ -3,6 +3,8 @@
 import torch
 import transformers as T
 
+from attnjourney import reference
+
 VOCABULARY = 64
 BASE = dict(
     vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -144,3 +146,21 @@ def inputs_of(name, padding=None, dtype=torch.float32, batch=3, length=14):
 
 def logits_of(output):
     return output.logits if "logits" in output else output.logits_per_image
+
+
+class RoundedLayer(T.cache_utils.DynamicLayer):
+    """Keys and values as the numbers that they are as bytes of `dtype`, for attention of others."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.bytes = dtype
+
+    def update(self, keys, values, *args, **kwargs):
+        rounded = (reference.quantize(x, self.bytes) for x in (keys, values))
+        return super().update(*((x.float() * scale[..., None]).to(keys.dtype) for x, scale in rounded))
+
+
+def rounded_cache(model, dtype):
+    made = T.DynamicCache(config=model.config)
+    made.layers = [RoundedLayer(dtype) for _ in range(model.config.num_hidden_layers)]
+    return made

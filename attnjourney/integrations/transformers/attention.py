@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...ops import attention, attention_weights, decode, mla_decode, varlen_attention
 from .masks import MaskDescription
+from .packed import PackedKeys
 from .pages import PagedTensor
 
 try:
@@ -32,6 +33,11 @@ def forward(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     s_aux = sinks if s_aux is None else s_aux
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": _sinks(s_aux, query)}
+    if isinstance(key, PackedKeys):
+        if dropout or position_bias is not None or _weights_wanted(output_attentions):
+            raise ValueError("past_key_values: expected no packed_cache beside dropout, biases and output_attentions")
+        calls["attend_packed"] += 1
+        return key.attend(query, attention_mask, causal, sliding_window, options), None
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None and query.shape[0] == 1 and attention_mask is None:
         left = -1 if sliding_window is None else sliding_window - 1
         options["window_size"] = (left, -1 if causal else left)
