@@ -3,7 +3,7 @@
 import torch
 import transformers as T
 
-from attnjourney import reference
+from attnjourney.reference import quantize
 
 VOCABULARY = 64
 BASE = dict(
@@ -149,18 +149,20 @@ def logits_of(output):
 
 
 class RoundedLayer(T.cache_utils.DynamicLayer):
-    """Keys and values as the numbers that they are as bytes of `dtype`, for attention of others."""
+    """Keys and values, or latents and rotary keys, as the numbers that they are as bytes, for attention of others."""
 
-    def __init__(self, dtype):
+    def __init__(self, dtype, latents):
         super().__init__()
-        self.bytes = dtype
+        self.bytes, self.latents = dtype, latents
 
     def update(self, keys, values, *args, **kwargs):
-        rounded = (reference.quantize(x, self.bytes) for x in (keys, values))
-        return super().update(*((x.float() * scale[..., None]).to(keys.dtype) for x, scale in rounded))
+        rows = [torch.cat([keys, values], -1)] if self.latents else [keys, values]
+        rows = [(x.float() * scale[..., None]).to(keys.dtype) for x, scale in (quantize(x, self.bytes) for x in rows)]
+        return super().update(*(rows[0].split([keys.shape[-1], values.shape[-1]], -1) if self.latents else rows))
 
 
 def rounded_cache(model, dtype):
     made = T.DynamicCache(config=model.config)
-    made.layers = [RoundedLayer(dtype) for _ in range(model.config.num_hidden_layers)]
+    latents = hasattr(model.config, "kv_lora_rank")
+    made.layers = [RoundedLayer(dtype, latents) for _ in range(model.config.num_hidden_layers)]
     return made
