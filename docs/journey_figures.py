@@ -232,6 +232,33 @@ def infini() -> plt.Figure:
 # ---- the mistakes
 
 
+def shared_blocks() -> plt.Figure:
+    """The blocks of four sequences that begin alike, and how many keys a step reads."""
+    figure, axes = plt.subplots(1, 2, figsize=(8, 2.6), width_ratios=(1.5, 1))
+    cache = attnjourney.PagedKVCache(4, 1, 12, 2, block_size=1, dtype=torch.float32)
+    new = torch.zeros(4, 1, 8, 2)
+    cache.append(new, new, torch.tensor([5, 0, 0, 0]))
+    cache.fork(0, [1, 2, 3])
+    cache.append(new, new, torch.tensor([3, 0, 1, 0]))
+    cache.fork(0, 1, 7)
+    cache.append(new, new, torch.tensor([1, 2, 1, 3]))
+    table = cache.block_table[:, :10]
+    holders = torch.where(table < 0, 0, cache.block_refs[table.clamp(min=0).long()])
+    heat(axes[0], holders.float(), "block of each sequence; dark: held by many", highest=5)
+    for i, row in enumerate(table.tolist()):
+        for j, block in enumerate(row):
+            if block >= 0:
+                color = "white" if holders[i, j] > 3 else "black"
+                axes[0].text(j, i, str(block), ha="center", va="center", fontsize=8, color=color)
+    axes[0].set(xlabel="place", ylabel="sequence")
+    sequences = torch.arange(1, 33)
+    axes[1].plot(sequences, sequences * 4196, color=GREY, label="each by itself")
+    axes[1].plot(sequences, 4096 + sequences * 100, color=BLUE, label="prefix once")
+    axes[1].set(xlabel="sequences", title="keys a step reads, 4096 shared", ylim=(0, 140_000))
+    axes[1].legend(frameon=False)
+    return figure
+
+
 def inverted_mask() -> plt.Figure:
     eye, hidden = torch.eye(4), torch.ones(4, 4, dtype=torch.bool).triu(1)
     right = attnjourney.trace(2 * SCORES, eye, eye, ~hidden).weights
@@ -346,6 +373,7 @@ FIGURES = {
     "linear": linear_flops,
     "gated": gated,
     "infini": infini,
+    "shared-blocks": shared_blocks,
     "mistake-mask": inverted_mask,
     "mistake-rotary": mixed_layouts,
     "mistake-alibi": alibi_from_one,

@@ -111,6 +111,13 @@ class BlockCache(Cache):
         """How many blocks nobody holds. Waits for the device."""
         return int((self.block_refs == 0).sum())
 
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of the blocks that somebody holds, a shared one counted once; `nbytes` is the whole pool. Waits for the
+        device."""
+        blocks = len(self.block_refs)
+        return self.nbytes // blocks * (blocks - self.free_blocks)
+
     def free(self, rows: int | Sequence[int] | Tensor) -> None:
         """Sequences end: they are empty, and blocks that nobody else holds are free again. rows: their numbers."""
         new = self.lengths.clone()

@@ -199,7 +199,7 @@ class PagedLatentCache(BlockCache, LatentCache):
     ) -> Any:  # fmt: skip
         """As LatentCache.attend; shared_prefix as of PagedKVCache.attend."""
         if shared_prefix is False:
-            return super().attend(query, kv_b_weight, return_lse=return_lse, **options)
+            return super().attend(query, kv_b_weight, **{"return_lse": return_lse, **options})
         check_shared(options)
         self._check_weight(kv_b_weight)
         found = shared_prefix
@@ -221,7 +221,9 @@ class PagedLatentCache(BlockCache, LatentCache):
         found = self._shared_packed(shared_prefix, cu_seqlens, options)
 
         def attend(part: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-            given = {name: x[rows] if isinstance(x, Tensor) and x.dim() == 2 else x for name, x in options.items()}
+            given: dict[str, Any] = {
+                name: x[rows] if isinstance(x, Tensor) and x.dim() == 2 else x for name, x in options.items()
+            }
             shared = found if part.shape[2] == 1 else SharedPrefixes([], [])
             return self._attend_shared(part, kv_b_weight, self.lengths[rows], self.block_table[rows], shared, **given)
 

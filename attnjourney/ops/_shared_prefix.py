@@ -10,7 +10,7 @@ from os.path import commonprefix
 import torch
 from torch import Tensor
 
-LEAST = 4096  # tokens that need not be read again, from which on a call of its own pays
+LEAST = 8192  # tokens that need not be read again, from which on a call of its own pays
 FEW = 16  # rows a head up to which the CPU's decode reads a key once for all heads of its group by itself
 
 

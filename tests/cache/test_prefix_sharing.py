@@ -185,6 +185,7 @@ def test_a_shared_block_is_copied_and_only_that(kind):
     assert cache.free_blocks == 3 and cache.block_refs.tolist() == [5, 4, 2, 1, 1, 1, 0, 0, 0]
     for x, was in zip((cache.key, cache.value), before):
         assert torch.equal(x[:2].view(torch.uint8), was.view(torch.uint8))
+    assert cache.held_nbytes == cache.nbytes // 9 * 6
     append(cache, [[], [4], [], [5], []])  # the last holder of block 2 writes into it
     assert cache.free_blocks == 2 and cache.block_refs.tolist() == [5, 4, 1, 1, 1, 1, 1, 0, 0]
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ...ops import attention, attention_weights, decode, mla_decode, varlen_attention
+from .held import HeldTensor
 from .masks import MaskDescription
-from .pages import PagedTensor
+from .packed import PackedKeys
 
 try:
     from transformers.utils.output_capturing import _active_collector
@@ -32,6 +33,11 @@ def forward(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     s_aux = sinks if s_aux is None else s_aux
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": _sinks(s_aux, query)}
+    if isinstance(key, PackedKeys):
+        if dropout or position_bias is not None or _weights_wanted(output_attentions):
+            raise ValueError("past_key_values: expected no packed_cache beside dropout, biases and output_attentions")
+        calls["attend_packed"] += 1
+        return key.attend(query, attention_mask, causal, sliding_window, options), None
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None and query.shape[0] == 1 and attention_mask is None:
         left = -1 if sliding_window is None else sliding_window - 1
         options["window_size"] = (left, -1 if causal else left)
@@ -61,9 +67,9 @@ def forward(
     if position_bias is not None:
         attention_mask = _with_bias(attention_mask, position_bias, query.dtype)
 
-    if isinstance(key, PagedTensor) and isinstance(value, PagedTensor):
+    if isinstance(key, HeldTensor) and isinstance(value, HeldTensor):
         if lengths is None and not (dropout or _weights_wanted(output_attentions)):
-            return _over_pages(query, key, attention_mask, causal, options), None
+            return _over_held(query, key, attention_mask, causal, options), None
         key, value = key.numbers(), value.numbers()
 
     if _weights_wanted(output_attentions):
@@ -102,28 +108,28 @@ def _offsets(sequence: Tensor, batch: int, rows: int) -> Tensor:
 
 
 def _absorbed(
-    module: Any, query: Tensor, latents: Tensor, keys: int, lengths: Tensor | None, causal: bool,
+    module: Any, query: Tensor, latents: tuple[Tensor, Tensor | None], keys: int, lengths: Tensor | None, causal: bool,
     attention_mask: Tensor | None, options: dict[str, Any],
 ) -> Tensor:  # fmt: skip
-    """Attention over latents (B, capacity, rank + rope) of which the first `keys` are there."""
+    """Attention over latents (B, capacity, rank + rope), with scales of bytes, of which the first `keys` are there."""
     calls["mla_decode"] += 1
     lengths = torch.full((query.shape[0],), keys, device=query.device) if lengths is None else lengths
     out = mla_decode(
-        query, latents, lengths, module.kv_b_proj.weight, is_causal=causal,
+        query, latents[0], lengths, module.kv_b_proj.weight, latent_scale=latents[1], is_causal=causal,
         attn_mask=_key_mask(attention_mask, keys), **options,
     )  # fmt: skip
     return out.transpose(1, 2).contiguous()
 
 
-def _over_pages(
-    query: Tensor, key: PagedTensor, attention_mask: Tensor | None, causal: bool, options: dict[str, Any]
+def _over_held(
+    query: Tensor, key: HeldTensor, attention_mask: Tensor | None, causal: bool, options: dict[str, Any]
 ) -> Tensor:
-    """Attention of the last rows over the pages of a cache."""
+    """Attention of the last rows over the pages or bytes of a cache."""
     calls["decode"] += 1
     cache = key.cache
     out = decode(
-        query, cache.key, cache.value, cache.lengths, block_table=cache.block_table, is_causal=causal,
-        attn_mask=_key_mask(attention_mask, key.shape[2]), **options,
+        query, cache.key, cache.value, cache.lengths, is_causal=causal,
+        attn_mask=_key_mask(attention_mask, key.shape[2]), **cache._place(), **cache._scales(), **options,
     )  # fmt: skip
     return out.transpose(1, 2).contiguous()
 
