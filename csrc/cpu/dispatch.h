@@ -16,8 +16,9 @@ constexpr int byte_dtype_count = 2;
 
 // Attention in one dtype. Spaces are bytes of 64-byte aligned scratch for one thread.
 struct AttentionKernels {
-  int64_t forward_tile, forward_key_block;  // query rows, keys
-  int64_t forward_tiles;                    // the most tiles that one forward call takes
+  int64_t forward_tile;                                  // query rows
+  int64_t forward_tiles;                                 // the most tiles that one forward call takes
+  int64_t (*forward_key_block)(const AttentionParams&);  // keys
   int64_t backward_tile, backward_key_block;
   int64_t (*forward_space)(const AttentionParams&, int64_t rows);
   void (*forward)(const AttentionParams&, const HeadPointers&, int64_t first_row, int64_t rows, void* space);

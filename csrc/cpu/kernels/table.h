@@ -22,8 +22,8 @@ constexpr AttentionKernels attention_kernels() {
   using B = Backward<Real>;
   return {
       .forward_tile = F::tile,
-      .forward_key_block = F::key_block,
       .forward_tiles = F::tiles,
+      .forward_key_block = F::key_block,
       .backward_tile = B::tile,
       .backward_key_block = B::key_block,
       .forward_space = F::space,
