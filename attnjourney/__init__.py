@@ -10,11 +10,13 @@ from .info import cpu_info as cpu_info
 from .info import explain as explain
 from .integrations import flash_registry as _flash_registry  # noqa: F401
 from .ops import attention as attention
+from .ops import attention_fp8 as attention_fp8
 from .ops import attention_weights as attention_weights
 from .ops import decode as decode
 from .ops import gated_linear_attention as gated_linear_attention
 from .ops import gpt_attention as gpt_attention
 from .ops import gqa as gqa
+from .ops import hadamard_signs as hadamard_signs
 from .ops import infini_attention as infini_attention
 from .ops import lightning_indexer as lightning_indexer
 from .ops import lightning_indexer_loss as lightning_indexer_loss
@@ -24,6 +26,7 @@ from .ops import merge_states as merge_states
 from .ops import mha as mha
 from .ops import mla as mla
 from .ops import mla_decode as mla_decode
+from .ops import quantize_fp8 as quantize_fp8
 from .ops import sparse_attention as sparse_attention
 from .ops import tree_depths as tree_depths
 from .ops import tree_mask as tree_mask

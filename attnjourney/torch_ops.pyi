@@ -30,6 +30,15 @@ def attention(
 ) -> Tensor: ...
 
 @_operator
+def attention_fp8(
+    query: Tensor, key: Tensor, value: Tensor, query_scale: Tensor, key_scale: Tensor, value_scale: Tensor,
+    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False, causal_alignment: int = 0,
+    window_size: Sequence[int] = [-1, -1], prefix_length: int = 0, key_lengths: Tensor | None = None,
+    softcap: float = 0.0, sinks: Tensor | None = None, out_dtype: int = 0
+) -> tuple[Tensor, Tensor]:
+    """out, lse"""
+
+@_operator
 def attention_with_lse(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False, causal_alignment: int = 0,

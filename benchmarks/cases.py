@@ -328,6 +328,9 @@ CASES = _dense() + _decode() + _few() + _linear() + _gated() + _options() + [
     Case("infini-fp32-n8192", "functions", heads=2, q_len=8192, function="infini", extent=512, check=False),
     Case("longformer-fp32-n8192", "functions", heads=2, q_len=8192, function="longformer", extent=256, check=False),
     Case("longformer-fp32-n32768", "functions", heads=2, q_len=32768, function="longformer", extent=256, check=False),
+    # numbers in e4m3, beside the dense cases of the same shape
+    Case("fp8-bf16-d64-n1024", "functions", dtype="bf16", function="fp8", passes=("forward",)),
+    Case("fp8-bf16-d128-n1024", "functions", head_dim=128, dtype="bf16", function="fp8", passes=("forward",)),
     # whole layers of equal width, heads and length
     Case("layer-mha", "layers", batch=4, q_len=512, layer="mha", quick=True),
     Case("layer-gpt", "layers", batch=4, q_len=512, layer="gpt", causal=True),

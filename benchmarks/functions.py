@@ -199,12 +199,41 @@ def _longformer_flops(case, which: str) -> int:
     return case.batch * case.heads * longformer_pairs(case) * pair
 
 
+# ---- attention over numbers in e4m3 with a scale for each block; the error is that of quantising, too
+
+
+def _in_e4m3(case, q, k, v):
+    import attnjourney
+
+    bytes_, scales = zip(*(attnjourney.quantize_fp8(x) for x in (q, k, v)))
+    return *bytes_, *scales
+
+
+def _fp8(case, *numbers):
+    import attnjourney
+
+    return attnjourney.attention_fp8(*numbers, is_causal=case.causal, enable_gqa=True, out_dtype=case.torch_dtype)
+
+
+def _exact_fp8(case, q, k, v):
+    from attnjourney import reference
+
+    return reference.attention(q, k, v, is_causal=case.causal, enable_gqa=True)
+
+
+def _fp8_flops(case, which: str) -> int:
+    return 2 * case.batch * case.heads * case.pairs * (case.head_dim + case.v_head_dim)
+
+
 @dataclass(frozen=True)
 class Function:
     ours: Callable  # (case, query, key, value) -> out
     plain: Callable | None  # the same in plain PyTorch, O(length) memory
     exact: Callable  # the same by its definition, for fp64
     flops: Callable  # (case, "forward" or "backward") -> int
+    prepare: Callable | None = (
+        None  # (case, query, key, value) -> what ours is called with; not measured, forward alone
+    )
 
 
 FUNCTIONS = {
@@ -212,5 +241,6 @@ FUNCTIONS = {
     "gated_delta": Function(_delta, _chunked_delta, _exact_delta, _delta_flops),
     "kda": Function(_delta, None, _exact_delta, _delta_flops),
     "infini": Function(_infini, _infini_loop, _exact_infini, _infini_flops),
+    "fp8": Function(_fp8, None, _exact_fp8, _fp8_flops, _in_e4m3),
     "longformer": Function(_longformer, None, _exact_longformer, _longformer_flops),
 }

@@ -3,6 +3,7 @@
 #pragma once
 #include <string>
 
+#include "attention/fp8.h"
 #include "attention/operators.h"
 #include "core/backend.h"
 #include "layers/gpt_attention.h"
@@ -40,6 +41,7 @@ class Registration {
   void all() {
     attention<MaskArguments::dense>("attention", "_attention_weights");
     attention<MaskArguments::packed>("varlen_attention", "");
+    add("attention_fp8", boxed<backend, attention_fp8>);
     add("paged_attention", boxed<backend, paged_attention>);
     attention<MaskArguments::blocks>("block_attention", "_block_attention_weights");
     add("decode", boxed<backend, decode>);

@@ -118,6 +118,13 @@ void add_attention(Schemas& schemas) {
                           .gradient = "",
                           .need = "31"});
   const Text inputs = "Tensor query, Tensor key, Tensor value, ", call = "bool is_causal=False, *, " + options(false);
+  schemas.add("attention_fp8",
+              inputs +
+                  "Tensor query_scale, Tensor key_scale, Tensor value_scale, bool is_causal=False, *, "
+                  "float? scale=None, bool enable_gqa=False, int causal_alignment=0, "
+                  "SymInt[2] window_size=[-1, -1], SymInt prefix_length=0, Tensor? key_lengths=None, "
+                  "float softcap=0.0, Tensor? sinks=None, int out_dtype=0",  // bfloat16, float16, float32
+              "(Tensor out, Tensor lse)");
   schemas.add("attention_with_lse", inputs + dense.given + "float dropout_p=0.0, " + call, "(Tensor out, Tensor lse)");
   const Text chosen = "Tensor query, Tensor key, Tensor lse, Tensor? stats, Tensor rows, Tensor heads, ";
   schemas.add("_attention_weights", chosen + dense.given + call, "Tensor");

@@ -4,6 +4,9 @@ from . import kv_cache as _kv_cache  # noqa: F401  for its operators
 from ._tree_mask import tree_depths as tree_depths
 from ._tree_mask import tree_mask as tree_mask
 from .attention import attention as attention
+from .attention_fp8 import attention_fp8 as attention_fp8
+from .attention_fp8 import hadamard_signs as hadamard_signs
+from .attention_fp8 import quantize_fp8 as quantize_fp8
 from .attention_weights import attention_weights as attention_weights
 from .decode import decode as decode
 from .gated_linear_attention import gated_linear_attention as gated_linear_attention

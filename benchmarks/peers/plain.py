@@ -19,12 +19,13 @@ class Plain(TorchPeer):
 
 class Softmax(TorchPeer):
     name = "softmax"
-    about = "attnjourney.attention of the same shape, beside linear attention"
+    about = "attnjourney.attention of the same shape, beside linear attention and numbers in e4m3"
     same_function = False
 
     def function(self, case, inputs):
-        if case.function != "linear":
-            raise Skip("only beside linear attention")
+        if case.function not in ("linear", "fp8"):
+            raise Skip("only beside linear attention and numbers in e4m3")
         import attnjourney
 
-        return lambda q, k, v: attnjourney.attention(q, k, v, is_causal=True)
+        causal = case.function == "linear" or case.causal
+        return lambda q, k, v: attnjourney.attention(q, k, v, is_causal=causal)

@@ -97,6 +97,7 @@ struct SparseTable;  // of cpu/sparse/kernels.h
 struct KernelTable {
   const char* isa;
   AttentionKernels attention[dtype_count];
+  AttentionKernels attention_fp8[dtype_count - 1];  // inputs in e4m3, outputs of every dtype but f64: forward alone
   DecodeKernels decode[dtype_count];
   QuantizedKernels quantized[dtype_count - 1][byte_dtype_count];  // of every dtype but the first, f64
   LinearKernels linear[dtype_count];

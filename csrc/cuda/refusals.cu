@@ -29,10 +29,21 @@ bool is_checked_alone(const AttentionOptions& o) { return o.blocks || o.cu_seqle
 std::vector<int64_t> window_of(const AttentionOptions& o) { return {o.window[0], o.window[1]}; }
 std::vector<int64_t> numbers_of(const Origin& o) { return {o.row, o.key, o.head, o.heads}; }
 
+void fp8_on_cpu(const AttentionCall& c, const AttentionResults& to) {
+  const auto& [query, key, value, o, fp8] = c.args;
+  const int64_t out_dtype = c.dtype == ScalarType::BFloat16 ? 0 : c.dtype == ScalarType::Half ? 1 : 2;
+  const auto results = cpu_operator("attnjourney::attention_fp8", 2, query, key, value, fp8->query, fp8->key,
+                                    fp8->value, o.is_causal, o.scale, o.enable_gqa, o.causal_alignment, window_of(o),
+                                    o.prefix_length, o.key_lengths, o.softcap, o.sinks, out_dtype);
+  copy(to.out, tensor(results[0]));
+  copy(to.lse, tensor(results[1]));
+}
+
 void checked_forward(AttentionCall& c, const AttentionResults& to) {
   check_served(c, false);
-  const auto& [query, key, value, o] = c.args;
+  const auto& [query, key, value, o, fp8] = c.args;
   if (is_checked_alone(o)) return;
+  if (fp8) return fp8_on_cpu(c, to);
   const auto results =
       cpu_operator("attnjourney::attention_forward", 3, query, key, value, o.attn_mask, o.dropout_p, o.is_causal,
                    o.scale, o.enable_gqa, o.causal_alignment, window_of(o), o.prefix_length, o.key_lengths,
@@ -44,7 +55,7 @@ void checked_forward(AttentionCall& c, const AttentionResults& to) {
 
 void checked_backward(AttentionCall& c, const AttentionSaved& saved, const AttentionGradients& gradients) {
   check_served(c, true);
-  const auto& [query, key, value, o] = c.args;
+  const auto& [query, key, value, o, fp8] = c.args;
   if (is_checked_alone(o)) return;
   const auto wanted = gradients.all();
   int64_t need = 0;

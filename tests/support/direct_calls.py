@@ -156,6 +156,30 @@ def paged_attention(m):
     return {**call, **caches, "cu_seqlens_k": ends.to(call["cu_seqlens_q"].dtype), "block_table": table}
 
 
+def attention_fp8(m):
+    batch, heads, group, dim, v_dim = m.pick(0, 1, 2), m.pick(1, 2), m.pick(1, 3), m.pick(1, 8, 17), m.pick(1, 12)
+    q_len, kv_len = m.pick(1, 9, 140), m.length()
+    shapes = {"query": (heads * group, q_len, dim), "key": (heads, kv_len, dim), "value": (heads, kv_len, v_dim)}
+    call, scales = {}, {}
+    for name, shape in shapes.items():
+        x = m.normal(batch, *shape, dtype=torch.float32)
+        call[name], scales[f"{name}_scale"] = attnjourney.quantize_fp8(x, m.pick("block", "head", "tensor"))
+    return {
+        **call,
+        **scales,
+        "is_causal": m.pick(False, True),
+        "scale": m.pick(None, 0.5, -0.3),
+        "enable_gqa": True,
+        "causal_alignment": m.pick(0, 1),
+        "window_size": m.window(),
+        "prefix_length": m.pick(0, 3),
+        "key_lengths": m.pick(None, m.whole(0, kv_len, batch)),
+        "softcap": m.pick(0.0, 2.0),
+        "sinks": m.pick(None, m.normal(heads * group, dtype=torch.float32)),
+        "out_dtype": m.pick(0, 1, 2),
+    }
+
+
 def in_bytes(m, call, caches):
     """The call, its caches ({name: name of its scale}) sometimes of bytes."""
     call |= dict.fromkeys(caches.values())
@@ -417,6 +441,7 @@ def mla(m):
 
 INPUTS = {
     "attention": attention,
+    "attention_fp8": attention_fp8,
     "varlen_attention": varlen_attention,
     "paged_attention": paged_attention,
     "block_attention": block_attention,

@@ -23,6 +23,11 @@ QUICK: dict[str, dict[str, int | None]] = {
     "attention/test_derivatives.py": {"test_values": 8, "test_values_at_lengths": 2, "test_gradcheck": 4},
     "attention/test_derivative_transforms.py": {"test_equals_the_reference": 9, "test_varlen": None},
     "attention/test_block_mask_object.py": {"test_both_ways_give_the_same_mask": 2, "test_autocast": None},
+    "attention/test_attention_fp8.py": {
+        "test_values": 6,
+        "test_bad_input": 4,
+        "test_error_on_numbers_with_outliers": None,
+    },
     "attention/test_autograd.py": {"test_gradcheck_shapes": 3, "test_gradcheck_lse": None},
     "attention/test_nodes.py": {"test_the_library_is_built_and_used": None, "test_both_devices_have_them": None},
     "attention/test_torch_func.py": {"test_vmap_and_per_sample_gradients_equal_a_loop": 4},

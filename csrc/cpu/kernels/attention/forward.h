@@ -39,7 +39,8 @@ namespace {
 //   values_finite()             whether every value of the block is
 //   scale_row(sums, ld, row, x), rows_of(tile, sums)   of the tile's sums of values: a row, and all rows [row][ld]
 //   add_values(tile, seen, output, prefetch), add_values_guarded(tile, seen, output)
-template <class T, class Products>
+// Stored: of queries, keys and values, T: of the output.
+template <class T, class Products, class Stored = T>
 class Forward {
  public:
   using Real = Compute<T>;
@@ -77,7 +78,7 @@ class Forward {
     Real* output;               // [tiles][tile][output_ld]
     RunningRows<Real> running;  // [tiles][tile]
     Real* inverse;              // [tile]
-    T *keys, *values;           // [key_block], of pages
+    Stored *keys, *values;      // [key_block], of pages
     Buffers(const AttentionParams& params, int64_t rows, Scratch& scratch)
         : tiles_used((rows + tile - 1) / tile),
           output_ld(sums_ld<Real>(params)),
@@ -88,8 +89,8 @@ class Forward {
       running.rounded = Products::rounds ? scratch.take<Real>(n) : running.total;
       inverse = scratch.take<Real>(tile);
       const int64_t paged = params.page_size ? key_block(params) : 0;
-      keys = scratch.take<T>(paged * PagedRows<T>::line(params.head_dim));
-      values = scratch.take<T>(paged * PagedRows<T>::line(params.v_head_dim));
+      keys = scratch.take<Stored>(paged * PagedRows<Stored>::line(params.head_dim));
+      values = scratch.take<Stored>(paged * PagedRows<Stored>::line(params.v_head_dim));
     }
   };
 
@@ -118,7 +119,7 @@ class Forward {
       started_[t] = false;
     }
     KeyWalk walk(params_, head_, first_, count_, key_block(params_));
-    const PagedRows<T> keys{params_.k_row, params_.k_page, params_.head_dim, buffers_.keys},
+    const PagedRows<Stored> keys{params_.k_row, params_.k_page, params_.head_dim, buffers_.keys},
         values{params_.v_row, params_.v_page, params_.v_head_dim, buffers_.values};
     do {
       products_.load_block(walk.k0, walk.block, placed(head_.key, keys, walk), placed(head_.value, values, walk));
@@ -128,8 +129,8 @@ class Forward {
   }
 
   // the rows of a key block
-  ATTN_INLINE PlacedRows<T> placed(const void* base, const PagedRows<T>& rows, const KeyWalk& walk) const {
-    return rows.placed(static_cast<const T*>(base), head_.pages, params_.page_size, walk.k0, walk.block);
+  ATTN_INLINE PlacedRows<Stored> placed(const void* base, const PagedRows<Stored>& rows, const KeyWalk& walk) const {
+    return rows.placed(static_cast<const Stored*>(base), head_.pages, params_.page_size, walk.k0, walk.block);
   }
 
   QueryTile tile_at(int64_t t) const {
