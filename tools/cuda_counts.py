@@ -162,6 +162,18 @@ class Decode:
         return self.bytes() / self.seconds() / 1e9
 
 
+def many_rows_rate(kv_heads: int, group: int, q_len: int, keys: int, split: bool = True) -> float:
+    """TFLOP/s of decode with q_len rows of 128 columns, one sequence: by attention's kernel, or split over blocks of 64
+    rows, two a multiprocessor, which take a step of 16 keys in 1200 clocks (csrc/cuda/decode/decode_tiling.h)."""
+    if split:
+        units = kv_heads * -(-group * q_len // 64)
+        seconds = units * keys / 16 * 600 / MULTIPROCESSORS / CLOCK + 2 * LAUNCH + 1e-6
+    else:
+        blocks = kv_heads * group * -(-q_len // 128)
+        seconds = makespan([keys / 128 * Forward(128, 128).tile(128, 128) + CHAINED] * blocks) / CLOCK + LAUNCH
+    return 4 * kv_heads * group * q_len * keys * 128 / seconds / 1e12
+
+
 def latent_rate(batch: int, keys: int, q_heads: int) -> float:
     """TFLOP/s of mla_decode, q_len 1: a block has 64 rows and takes keys in pairs of tiles of 64."""
     pair = 2 * 64 * 128 * (576 + 512) / TENSOR + LATENT_SOFTMAX + LATENT_LOADS
@@ -215,6 +227,7 @@ def lines() -> list[list[str]]:
             add(f"{about} {name(dims, n, causal)}", kernel.rate(heads(n, dims, causal=causal)), goal)
     for about, case, goal in DECODE:
         add(f"decode, {about}", case.rate(), goal, "GB/s")
+    found.append(["decode, 8 heads, 128 rows, 32768 keys", f"{many_rows_rate(8, 1, 128, 32768):.0f} TFLOP/s", ""])
     add("mla_decode, batch 64, 4096 keys, 128 heads", latent_rate(64, 4096, 128), 660)
     return found
 

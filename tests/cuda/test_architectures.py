@@ -95,6 +95,26 @@ def test_splits_of_decoding(choose):
         assert int(splits) == min(512, -(-400 * blocks // (1 + n))), (shared, n, kilobytes, most)
 
 
+def test_many_rows_of_decoding(choose):
+    """Keys are split where attention's kernels would have blocks for a part of 100 multiprocessors alone, or where few
+    rows of each head fill a part of a block; not in long prompts, nor over few keys."""
+    hopper, ampere = (90, 227), (80, 163)
+    cases = [  # key heads of all sequences, group, rows, keys, and whether they are split
+        (hopper, 8, 1, 128, 32768, True),
+        (hopper, 24, 1, 128, 32768, True),
+        (hopper, 25, 1, 128, 32768, False),  # 50 tiles of 64 rows
+        (hopper, 8, 1, 128, 1000, False),
+        (hopper, 1, 8, 512, 32768, False),  # 64 tiles of 64 rows, 32 blocks
+        (hopper, 64, 8, 17, 8192, True),  # 512 blocks with 17 rows each
+        (hopper, 64, 8, 64, 8192, False),
+        (hopper, 64, 1, 4096, 8192, False),
+        (ampere, 8, 1, 128, 32768, True),
+        (ampere, 64, 8, 64, 8192, False),
+    ]
+    found = choose("many", [(*gpu, 0, *case) for gpu, *case, _ in cases])
+    assert [bool(int(x)) for (x,) in found] == [case[-1] for case in cases]
+
+
 def test_latents(choose):
     """Hopper's own kernel: without a mask, for latents of more than 256 numbers in whole chunks and not in bytes, and
     many rows."""
