@@ -28,7 +28,7 @@ CASES = [
     ("gated_delta", (1, 1, 2), 4, (136, 40), dict(state=True)),
     ("gated", (4, 2, 2), 2, (8, 40), {}),
 ]
-FAULT_CASES = [CASES[i] for i in (0, 3, 2, 8, 4)]
+FAULT_CASES = [CASES[i] for i in (0, 3, 2, 8, 4, 5)]
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,6 @@ struct GatedChunkGradients : GatedBlock<T_> {
       Base::kRows, Base::kBlocks, Base::kPairPitch;
   static constexpr int kPitch = Base::kPartPitch, kCols = kGatedDepth, kTiles = kCols / 8 / Base::kColWarps;
   using Sums = typename Base::template Sums<kTiles>;
-  static constexpr int kWritersAtOnce = sizeof(Real) == 8 ? 1 : kGatedBlock;  // more would spill
   // rows of dO, Z or E; the states before and after; pairs; W; queries or keys; by row: factors of keys, of queries,
   // beta; by column: S times G; with a gate a channel: the gates, up to a row from its block's begin, from it to the
   // end, what writers get within blocks, gates over a block
@@ -173,7 +172,7 @@ struct GatedChunkGradients : GatedBlock<T_> {
     if (threadIdx.x >= kBlocks * kCols) return;
     const int first = threadIdx.x / kCols * kGatedBlock, d = threadIdx.x % kCols;
     Real sums[kGatedBlock] = {};
-#pragma unroll kWritersAtOnce
+#pragma unroll 1  // more would spill
     for (int j = 0; j < kGatedBlock; j++) {
       Real gate = 1, writer = 0;
       const Real written = w[(first + j) * kPitch + d];
@@ -255,7 +254,6 @@ struct GatedChunkGradients : GatedBlock<T_> {
               task.grad_out, LinearHeadRows<T>(task.grad_out, batch, this->out_head(g), task.out_heads(), task.len),
               nullptr, depth, a);
       });
-      __syncthreads();  // @pairs_used
       this->template put_pairs<false>(this->pairs_at(chunk.slot, g), pairs);
       if (!is_key) {
         for (int r = threadIdx.x; r < kRows; r += kThreads)

@@ -72,7 +72,6 @@ struct GatedPairs : GatedBlock<T> {
       for (int i = r + 1; i < begin + kGatedBlock; i++) product *= gate[i];
       tail[r] = product;
     }
-    __syncthreads();  // there may be no columns
   }
   // what a gate a head makes of what row j writes, when row i reads it
   __device__ __forceinline__ Real between(int i, int j) const {

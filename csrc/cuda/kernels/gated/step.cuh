@@ -35,7 +35,7 @@ struct GatedStep {
   }
   // of all warps' numbers of a column
   __device__ __forceinline__ Real over_warps(Real x) const {
-    __syncthreads();  // @sums_read
+    __syncthreads();
     sums[warp * 32 + lane] = x;
     __syncthreads();
     Real sum = 0;
@@ -68,7 +68,7 @@ struct GatedStep {
       const int row = s.first + i;
       const T* k = keys + row * task.key.row;
       const Real of_key = inverse(k), beta = task.delta ? gated_beta<Real>(task, s.batch, head, row) : Real(1);
-      __syncthreads();  // @row_read
+      __syncthreads();
       for (int d = threadIdx.x; d < kMost; d += kGatedThreads) {
         const bool used = d < task.head_dim;
         const Real x = used ? Real(ptx::to_float(k[d])) * of_key : Real(0);
@@ -93,7 +93,7 @@ struct GatedStep {
         const T* q = static_cast<const T*>(task.query.data) + s.batch * task.query.batch +
                      (query_head + g) * task.query.head + row * task.query.row;
         const Real of_query = Real(task.scale) * inverse(q);
-        __syncthreads();  // @query_read
+        __syncthreads();
         for (int d = threadIdx.x; d < kMost; d += kGatedThreads)
           query[d] = d < task.head_dim ? Real(ptx::to_float(q[d])) * of_query : Real(0);
         __syncthreads();
