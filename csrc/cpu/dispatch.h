@@ -153,6 +153,7 @@ extern const GatedTable avx2_gated, avx512_gated;
 extern const PairKernels avx512_bf16_pairs;
 extern const PairForward avx512_bf16_forward;
 extern const MatrixKernels amx_matrix[dtype_count];                 // none for float64
+extern const MatrixKernels avx512_bf16_matrix[dtype_count];         // the backward of bfloat16
 extern const MatrixDecodeKernels amx_decode[1 + byte_dtype_count];  // of bfloat16, int8, e4m3
 #endif
 #ifdef ATTNJOURNEY_ARM64

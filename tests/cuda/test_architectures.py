@@ -51,16 +51,17 @@ def backward_rule(capability, dtype, head_dim, v_head_dim, q_len, kv_len, full):
     if dtype == "fp32":
         return "fp16x2_backward" if small and min(q_len, kv_len) >= 128 and not full else "fp32_backward"
     hopper = capability == 90 and kv_len > 0
-    if hopper and not full and not small:
-        return f"sm90_{'parts' if head_dim <= 192 and v_head_dim <= 128 else 'columns'}_backward"
-    return ("sm90" if hopper and small else "sm80") + ("_full" if full else "") + "_backward"
+    if hopper and not small:
+        parts = not full and head_dim <= 192 and v_head_dim <= 128
+        return "sm90_parts_backward" if parts else f"sm90{'_full' if full else ''}_columns_backward"
+    return ("sm90" if hopper else "sm80") + ("_full" if full else "") + "_backward"
 
 
 def tiles_rule(name, dtype, dim, shared):
     """Rows and keys of the backward's tiles, the rows that its scratch is a multiple of, and its columns."""
     if name == "sm90_parts_backward":
         return [64, 128, 64, 192]
-    if name == "sm90_columns_backward":
+    if name.endswith("_columns_backward"):
         return [64, 64, 64, 256]
     dim = next(d for d in (64, 128, 256) if dim <= d)
     small = shared < 163

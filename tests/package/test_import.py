@@ -26,10 +26,9 @@ def last_line(program, *options):
 
 
 def test_what_is_imported():
-    """Half of the time goes by the number of modules. torch._dynamo takes longer to import than torch itself. FLOP
-    counts need torch's counter, which imports triton where there is one."""
+    """Half of the time goes by the number of modules. torch._dynamo takes longer to import than torch itself."""
     program = """
-import sys, torch, torch.utils.flop_counter
+import sys, torch
 before = set(sys.modules)
 import attnjourney
 print(*sorted(set(sys.modules) - before))
@@ -38,6 +37,28 @@ print(*sorted(set(sys.modules) - before))
     ours = {name.partition(".")[2] for name in added if name.partition(".")[0] == "attnjourney"} - {""}
     assert {name for name in ours if not name.startswith("ops.")} == set(AT_ONCE)
     assert [name for name in added if name.partition(".")[0] != "attnjourney"] == []
+
+
+@pytest.mark.parametrize("order", ["torch.utils.flop_counter, attnjourney", "attnjourney, torch.utils.flop_counter"])
+def test_flop_formulas_are_there_with_torchs_counter(order):
+    """Which imports triton where there is one: not before somebody counts. Imported again, it has them again."""
+    program = f"""
+import importlib, sys, torch
+import {order}
+counter, x = torch.utils.flop_counter, torch.randn(1, 2, 16, 8)
+
+def flops():
+    with counter.FlopCounterMode(display=False) as mode:
+        torch.ops.attnjourney.attention(x, x, x)
+        torch.ops.attnjourney.decode(x[:, :, :1], x, x, torch.tensor([16]))
+    return mode.get_total_flops()
+
+first = flops()
+importlib.reload(counter)
+print(first, flops(), torch.utils.flop_counter.__spec__.loader.get_source(counter.__name__)[:1] != "")
+"""
+    flops = 2 * 2 * 2 * (16 + 1) * 16 * 8  # 2 products of 2 heads, 16 rows and 1 row, 16 keys of 8
+    assert last_line(program, "-W", "error") == f"{flops} {flops} True"
 
 
 def test_every_operator_is_whole_after_the_import():

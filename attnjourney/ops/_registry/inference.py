@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils.flop_counter import register_flop_formula
 
 from ..._dtypes import BYTE_DTYPES
 from ..._errors import raise_typed
 from . import cpp_nodes
+from .flop_counter import register_flop_formula
 from .operator import NAMESPACE, Signature, carries_tangent
 from .registration import LIBRARY
 from .torch_internals import any_requires_grad, below_autograd, grad_enabled
@@ -123,10 +123,10 @@ def register_inference(
     torch.library.register_fake(operator, checked_fake, lib=LIBRARY)
     if flops is not None:
 
-        @register_flop_formula(operator._overloadpacket)
         def count(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
             return flops(**signature.named(args, kwargs))
 
+        register_flop_formula([operator._overloadpacket], count)
     return operator
 
 

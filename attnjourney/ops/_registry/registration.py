@@ -54,11 +54,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
-from torch.utils.flop_counter import register_flop_formula
 
 from ..._errors import raise_typed
 from . import cpp_nodes
 from .derivatives import Derivatives
+from .flop_counter import register_flop_formula
 from .nodes import eager_node, transformed_node
 from .operator import NAMESPACE, Operator, Signature, draw_seed
 from .torch_internals import any_requires_grad, autocast_on, below_autograd, grad_enabled
@@ -286,9 +286,10 @@ def _register_fakes(op: Operator, fake: Callable, fake_backward: Callable | None
 
 def _register_flops(op: Operator, flops: Callable[..., tuple[int, ...]]) -> None:
     def register(signature: Signature, which: int, *more: Signature) -> None:
-        @register_flop_formula([s.operator._overloadpacket for s in (signature, *more)])
         def formula(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
             return flops(**signature.named(args, kwargs))[which]
+
+        register_flop_formula([s.operator._overloadpacket for s in (signature, *more)], formula)
 
     register(op.forward, 0, op.public)
     register(op.backward, 1)

@@ -12,6 +12,7 @@ struct Tuning {
   static constexpr int pairs_forward_keys = 256;                                   // 16-bit operands
   static constexpr int pairs_jvp_keys = 128;
   static constexpr int backward_panels = 2, backward_keys = 144, backward_max_tiles = 64;  // 96 queries
+  static constexpr int64_t matrix_backward_keys = 128;                                     // by pairs
   static constexpr int64_t backward_chunk_bytes = 1 << 20;
   static constexpr int64_t linear_chunk = 64;
   static constexpr int linear_rows = 6, linear_vectors = 4;  // a chunk's 64 columns at once

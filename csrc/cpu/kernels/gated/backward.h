@@ -258,8 +258,7 @@ struct GatedBackward {
           store(grad + d, fma(written, of_state, own));
       }
       if (head.grad_beta) {
-        Real dot = 0;
-        for (int64_t d = 0; d < shape.D; d++) dot += grad[d] * Real(load_one(key + i * params.k_row + d));
+        const Real dot = dot_with_tensor(static_cast<const Real*>(grad), key + i * params.k_row, shape.D);
         static_cast<Real*>(head.grad_beta)[c + i] = params.norm_eps >= 0 ? dot * b.keys.inverse[i] : dot;
       }
       const Vec<Real> beta = Vec<Real>::set(b.keys.one[i]);
@@ -282,10 +281,14 @@ struct GatedBackward {
   static ATTN_NOINLINE void write_rows(const GatedParams& params, const Shape& shape, Real* grads, const T* rows,
                                        int64_t row, const Real* inverse, int64_t n, Real scale, To* to) {
     for (int64_t i = 0; i < n && params.norm_eps >= 0; i++) {
-      Real *const grad = grads + i * shape.key_ld, dot = 0;
-      for (int64_t d = 0; d < shape.D; d++) dot += grad[d] * Real(load_one(rows + i * row + d));
-      dot *= inverse[i] * inverse[i];
-      for (int64_t d = 0; d < shape.D; d++) grad[d] = inverse[i] * (grad[d] - dot * Real(load_one(rows + i * row + d)));
+      Real* const grad = grads + i * shape.key_ld;
+      const T* const x = rows + i * row;
+      const Real dot = dot_with_tensor(static_cast<const Real*>(grad), x, shape.D);
+      const Real along = inverse[i] * inverse[i] * dot;
+      const Vec<Real> times = Vec<Real>::set(inverse[i]), minus = Vec<Real>::set(-along);
+      int64_t d = 0;
+      for (; d + width <= shape.D; d += width) store(grad + d, times * fma(minus, load(x + d), load(grad + d)));
+      for (; d < shape.D; d++) grad[d] = inverse[i] * (grad[d] - along * Real(load_one(x + d)));
     }
     unpack_rows(static_cast<const Real*>(grads), shape.key_ld, n, shape.D, scale, to, shape.D);
   }

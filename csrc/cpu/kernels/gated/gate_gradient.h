@@ -116,20 +116,20 @@ struct GateGradient {
     }
   }
   void write_channels(const Shape& shape, int64_t n, Real* to, int64_t row) {
-    for (int64_t d = 0; d < shape.D; d++) {
-      Real before = through[d];
+    for (int64_t d = 0; d < shape.key_cols; d += width) {
+      Vec<Real> after = Vec<Real>::zero(), before = load(through + d);
+      for (int64_t i = n - 1; i >= 0; i--) {
+        Real* const x = reads + i * shape.key_ld + d;
+        after = after + load(x);
+        store(x, after);
+      }
       for (int64_t t = 0; t < n; t++) {
-        to[t * row + d] = before;
-        before += writes[t * shape.key_ld + d];
+        Real* const x = reads + t * shape.key_ld + d;
+        store(x, load(x) + before);
+        before = before + load(writes + t * shape.key_ld + d);
       }
     }
-    for (int64_t i = n - 2; i >= 0; i--)
-      for (int64_t d = 0; d < shape.key_cols; d += width) {
-        Real* const x = reads + i * shape.key_ld + d;
-        store(x, load(x) + load(x + shape.key_ld));
-      }
-    for (int64_t t = 0; t < n; t++)
-      for (int64_t d = 0; d < shape.D; d++) to[t * row + d] += reads[t * shape.key_ld + d];
+    unpack_rows(static_cast<const Real*>(reads), shape.key_ld, n, shape.D, Real(1), to, row);
   }
 };
 

@@ -36,6 +36,19 @@ ATTN_INLINE Real dot_rows(const Real* a, const Real* b, int64_t padded) {
   return sum(lanes);
 }
 
+// the same with a row of a tensor, without padding
+template <class T>
+ATTN_INLINE Compute<T> dot_with_tensor(const Compute<T>* a, const T* x, int64_t n) {
+  using Real = Compute<T>;
+  constexpr int width = Vec<Real>::width;
+  Vec<Real> lanes = Vec<Real>::zero();
+  int64_t d = 0;
+  for (; d + width <= n; d += width) lanes = fma(load(a + d), load(x + d), lanes);
+  Real rest = 0;
+  for (; d < n; d++) rest += a[d] * Real(load_one(x + d));
+  return sum(lanes) + rest;
+}
+
 // to = factor * rows, columns cols .. padded 0; with eps >= 0, each divided by sqrt(sum of squares + eps), the inverse
 // of which goes to `inverse`
 template <class T>
