@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from benchmarks.markdown import rows
 
 MULTIPROCESSORS = 132
-CLOCK = 1.5e9  # with all tensor cores at work, by the limit of power
+CLOCK, FREE_CLOCK = 1.5e9, 1.75e9  # with all tensor cores at work, by the limit of power; without
 TENSOR = 4096  # FLOP a clock of a multiprocessor, 16-bit numbers
 SHARED = 128  # bytes a clock
 EXPONENTIALS = 16  # a clock
@@ -147,9 +147,11 @@ class Decode:
         fill, rounds = min(slots // units, -(-self.keys // 128)), min(-(-4 * slots // units), self.keys // 1024)
         return max(1, fill, rounds)
 
-    def merge(self) -> float:
-        """Seconds: a launch, and reads that wait for each other."""
-        return LAUNCH + 1e-6
+    def merge(self, joins: bool = True) -> float:
+        """Seconds: by the last block of a unit, 46 bytes a clock after a thousand for its count and the parts' weights;
+        where parts are too large a launch, and reads that wait for each other."""
+        parts = self.group * self.splits() * self.head_dim * 4
+        return (1000 + parts / 46) / FREE_CLOCK if joins and parts <= 128 << 10 else LAUNCH + 1e-6
 
     def seconds(self) -> float:
         return LAUNCH + self.bytes() / MEMORY + (self.merge() if self.splits() > 1 else 0)

@@ -95,6 +95,22 @@ def test_splits_of_decoding(choose):
         assert int(splits) == min(512, -(-400 * blocks // (1 + n))), (shared, n, kilobytes, most)
 
 
+def test_last_blocks_join(choose):
+    """Parts of up to 128 KB, of as many units as there are counters, by kernels that can."""
+    cases = [  # units, rows, splits, v_head_dim, whether the kernel can; whether its last block joins
+        (8, 4, 33, 128, True, True),
+        (8, 4, 33, 128, False, False),
+        (8, 4, 1, 128, True, False),
+        (8, 16, 16, 128, True, True),
+        (8, 16, 17, 128, True, False),
+        (8, 64, 16, 128, True, True),  # 16 rows a tile
+        (1024, 4, 2, 128, True, True),
+        (1025, 4, 2, 128, True, False),
+    ]
+    found = choose("joins", [(90, 227, 0, *case) for *case, _ in cases])
+    assert [bool(int(x)) for (x,) in found] == [case[-1] for case in cases]
+
+
 def test_many_rows_of_decoding(choose):
     """Keys are split where attention's kernels would have blocks for a part of 100 multiprocessors alone, or where few
     rows of each head fill a part of a block; not in long prompts, nor over few keys."""

@@ -72,6 +72,7 @@ void decode_split(const CudaDecode& kernel, bool chunked, const DecodeCall& c, c
                   const Tensor& given, const Tensor& out, const Tensor& lse) {
   const Tensor query = chunked && !in_chunks(given) ? torch::stable::clone(aten::contiguous(given)) : given;
   const Device device = current_device(query);
+  const cudaStream_t stream = current_stream(device.index);
   p.query = query.data_ptr(), p.out = out.data_ptr(), p.lse = lse.data_ptr();
   p.q_batch = stride_of(query, 0), p.q_head = stride_of(query, 1), p.q_row = stride_of(query, 2);
   OptionalTensor sinks, slopes;  // copies live as long as this
@@ -97,7 +98,10 @@ void decode_split(const CudaDecode& kernel, bool chunked, const DecodeCall& c, c
     p.part_stats = parts->data_ptr();
     p.part_out = static_cast<char*>(p.part_stats) + rows * 2 * lse.element_size();
   }
-  kernel.launch(p, chunked, current_stream(device.index));
+  OptionalTensor zeros;
+  if (last_blocks_join(units, p.rows, p.splits, c.v_head_dim, tiling))
+    p.arrivals = stream_zeros(query, device.index, stream, kTileCounters, static_cast<int>(units), zeros);
+  kernel.launch(p, chunked, stream);
 }
 
 void cuda_decode(const DecodeCall& c, const DecodeInputs& in, const Tensor& out, const Tensor& lse) {

@@ -12,7 +12,14 @@ struct DecodeTiling {
   int rows, keys;             // of a tile
   int smem_bytes, blocks;     // blocks of a multiprocessor, as far as registers go
   int keys_of_rounds = 1024;  // that a block has at least where there are more blocks than run at once
+  bool joins = false;         // can its last block join the parts of a unit?
 };
+
+// Does it, in place of a kernel that is launched for it? 128 KB of parts are read by one block in the time of a launch.
+inline bool last_blocks_join(int64_t units, int64_t rows, int splits, int64_t v_head_dim, const DecodeTiling& tiling) {
+  const int64_t bytes = std::min<int64_t>(rows, tiling.rows) * splits * v_head_dim * 4;
+  return tiling.joins && splits > 1 && units <= kMostArrivals && bytes <= (128 << 10);
+}
 
 // Rows of one key head from which attention's kernels, which read keys once for 64 rows of a head or more, are the
 // better ones: until then, keys are split.

@@ -15,6 +15,17 @@ DECODE = {
         ("refilled while read", _MMA, "(stage + Stages - 1) % Stages", "stage"),
         ("results over copies in flight", _MMA, "    ptx::cp_async_wait<0>();\n", ""),
         ("results of warps read too early", _MMA, "@results_there", ""),
+        ("counted before its warps have written", _MMA, "@parts_written", ""),
+        ("counted before others see its parts", _MMA, "@counted_after", ""),
+        ("the count before it is there", _MMA, "@count_known", ""),
+        ("a count that is left", _MMA, "0u - static_cast<uint32_t>(task.splits)", "0u"),
+        (
+            "parts that nobody wrote are joined",
+            _MMA,
+            "ptx::ballot(own.y != 0.f)",
+            "ptx::ballot(base + lane < task.splits)",
+        ),
+        ("parts against their own maxima", _MMA, "part_weight(own.x, all.top, exponent);", "1.f;"),
         ("keys of a row by another lane", _MMA, "(place.slot), row)", "(place.slot), row ^ 1)"),
         ("columns past head_dim are read", _MMA, "at.outer >= 0 && chunk * 8 < dim", "at.outer >= 0"),
         (

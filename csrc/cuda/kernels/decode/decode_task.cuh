@@ -42,6 +42,7 @@ struct DecodeTask {
   // splits > 1: [unit, split, row of the tile] outputs before division [v_head_dim], and each row's reference (in
   // the unit of scores) and sum; a unit is (sequence, key head, tile of rows)
   void *part_out, *part_stats;
+  uint32_t* arrivals;  // [unit] zeros, and zeros again afterwards: the last block of a unit joins its parts; or null
   // Packed rows over a paged cache, or null: sequence b has rows cu_q[b] .. of heads of q_len rows, and cu_k[b + 1] -
   // cu_k[b] keys. Sequences of more than few_rows rows are attention's (sm80/forward.cuh). A key head has `tiles` tiles
   // of rows: row_tiles for each sequence or, where that is 0, numbered through, see PackedRows.
