@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnjourney.ops import _shared_prefix
-from examples import serve
+from examples import serve, speculate
 from examples.config import Config
 from examples.generate import generate_without_cache
 from examples.model import GPT, OURS, VARIANTS
@@ -150,6 +150,31 @@ def test_an_error_reaches_everybody_who_waits():
         with pytest.raises(TypeError):
             request.result(0)
     assert idle(engine)
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("drafter", ("repeats", "the answer and noise", "nothing"))
+def test_speculation_changes_no_token(name, drafter):
+    model = model_of(name)
+    served = ServedGPT(model, CONFIG, 1, block_size=8)
+    prompt = [1, 2, 3, 1, 2, 3, 1, 2]
+    answer = prompt + expected(model, prompt, 56)  # to the end of the context
+
+    def knows(tokens):
+        """A path of three right tokens and a wrong one, beside two wrong ones."""
+        ahead = answer[len(tokens) : len(tokens) + 3]
+        wrong = [(token + 1) % 256 for token in ahead]
+        parents = [-1, 0, *range(0, len(ahead)), *[0] * len(wrong)]
+        nodes = [tokens[-1], 7, *ahead, *wrong]
+        parents[2 : 2 + len(ahead)] = [0, *range(2, 1 + len(ahead))][: len(ahead)]
+        return nodes, parents
+
+    draft = {"repeats": speculate.repeats, "the answer and noise": knows, "nothing": lambda t: (t[-1:], [-1])}[drafter]
+    tokens, calls = speculate.speculate(served, prompt, 56, draft)
+    assert tokens == answer[8:]
+    assert calls == {"nothing": 56, "the answer and noise": 1 + 14}.get(drafter, calls) <= 56
+    for cache in served.caches:
+        assert (cache.block_refs <= 1).all() and int(cache.block_refs.sum()) == -(-int(cache.lengths[0]) // 8)
 
 
 @pytest.mark.parametrize(
