@@ -139,6 +139,19 @@ void sparse_backward(const SparseCall& c, const SparseInputs& in, const SparseSa
   check_sparse_served(c, in);
 }
 
+void indexer_topk(const IndexerCall& c, const IndexerInputs&, const OptionalTensor&, const IndexerResults&) {
+  check_indexer_served(c, c.params.topk);
+}
+void indexer_loss(const IndexerCall& c, const IndexerInputs&, const IndexerTarget& target, const Tensor&,
+                  const Tensor&) {
+  check_indexer_served(c, target.indices.size(2));
+  check_target_served(target);
+}
+void indexer_loss_backward(const IndexerCall& c, const IndexerInputs&, const Tensor& indices, const Tensor&,
+                           const Tensor&, const IndexerGradients&) {
+  check_indexer_served(c, indices.size(2));
+}
+
 void rotary(const Tensor& x, const Tensor& cos, const Tensor& sin, RotaryLayout layout, RotaryDirection direction,
             const OptionalTensor& from) {
   const auto results = cpu_operator("attnjourney::rope", 1, from ? *from : x, cos, sin,
@@ -188,6 +201,7 @@ constexpr Backend refusing_backend{
     .linear = {.forward = linear_forward, .backward = linear_backward},
     .gated = {.forward = gated_forward, .backward = gated_backward},
     .sparse = {.forward = sparse_forward, .backward = sparse_backward},
+    .indexer = {.topk = indexer_topk, .loss = indexer_loss, .loss_backward = indexer_loss_backward},
     .rotary = rotary,
     .rms_norm = {.forward = rms_forward, .apply = rms_apply, .backward = rms_backward},
 };

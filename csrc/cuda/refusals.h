@@ -7,6 +7,7 @@
 #include "decode/decode.h"
 #include "linear/gated_linear_attention.h"
 #include "linear/linear_attention.h"
+#include "sparse/lightning_indexer.h"
 #include "sparse/sparse_attention.h"
 
 namespace attnjourney {
@@ -95,6 +96,20 @@ inline void check_gated_served(const GatedCall& c) {
   const int64_t limit = 1 << 28;
   check_value(c.len < limit && c.sequences < limit && c.batch * c.out_heads() < limit && c.batch * c.len < 8 * limit,
               "query: expected fewer than 2^28 rows, sequences and heads on CUDA, and 2^31 rows of a head in all");
+}
+
+// index_count: of a row of indices, given or wanted
+inline void check_indexer_served(const IndexerCall& c, int64_t index_count) {
+  const IndexerParams& p = c.params;
+  check_value(p.head_dim <= 256, "query: expected a head dimension of at most 256 for the indexer on CUDA, got ",
+              p.head_dim);
+  const int64_t limit = 1 << 28;
+  check_value(p.q_len < limit && p.kv_len < limit && c.batch * p.heads < limit && index_count < limit,
+              "query: expected fewer than 2^28 rows, keys, heads and indices of a row on CUDA");
+}
+inline void check_target_served(const IndexerTarget& t) {
+  check_value(t.query.size(3) <= kLatentDim, "query: expected a head dimension of at most ", kLatentDim,
+              " on CUDA, got ", t.query.size(3));
 }
 
 }  // namespace attnjourney

@@ -33,6 +33,9 @@ tensors = {{
     "table": torch.zeros(1, 1).int(),
     "indices": torch.zeros(2, 4, 3).int(),
     "latents": torch.zeros(2, 2, 4, 576),
+    "index_key": torch.zeros(2, 4, 8, dtype=torch.bfloat16),
+    "wide_index_key": torch.zeros(2, 4, 1000, dtype=torch.bfloat16),
+    "weights": torch.zeros(2, 2, 4, dtype=torch.bfloat16),
 }}
 tensors["latent_values"] = tensors["latents"][..., :512]
 library = torch.library.Library("attnjourney", "FRAGMENT")
@@ -47,7 +50,10 @@ for name, options in json.load(sys.stdin):
         options |= dict(out=x, lse=lse, stats=torch.stack([lse, lse], -1), attn_mask=options.get("attn_mask"))
         options |= dict(grad_out=x, grad_lse=None) if name == "attention_backward" else dict(query_tangent=x)
     try:
-        getattr(torch.ops.attnjourney, "_cuda_" + name)(**{{"query": x, "key": x, "value": x, **options}})
+        options = {{"query": x, "key": x, "value": x, **options}}
+        if "indexer" in name:
+            del options["value"]
+        getattr(torch.ops.attnjourney, "_cuda_" + name)(**options)
         messages.append("served")
     except Exception as error:
         messages.append(f"{{type(error).__name__}}: {{str(error).splitlines()[0]}}")
@@ -125,6 +131,21 @@ def test_what_gated_linear_attention_does_not_serve_is_refused_by_name(built):  
         wide, served = run([(name, {"x": "wide", **options}), (name, options)])
         assert "query: expected head dimensions of at most 256 on CUDA, got 1000 and (value) 1000" in wide
         assert served == "served"
+
+
+def test_what_the_indexer_does_not_serve_is_refused_by_name(built):  # noqa: F811
+    given = {"index_query": "two", "index_key": "index_key", "weights": "weights", "indices": "indices"}
+    loss = {"query": "two", "key": "two", **given}
+    calls = [
+        ("lightning_indexer", {"key": "index_key", "weights": "weights", "topk": 3}),
+        ("lightning_indexer", {"x": "wide", "key": "wide_index_key", "weights": "weights", "topk": 3}),
+        ("lightning_indexer_loss_forward", loss),
+        ("lightning_indexer_loss_forward", {**loss, "query": "wide", "key": "wide"}),
+    ]
+    served, wide, loss_served, wide_loss = run([(name, {**call, "value": None}) for name, call in calls])
+    assert served == loss_served == "served"
+    assert "query: expected a head dimension of at most 256 for the indexer on CUDA, got 1000" in wide
+    assert "query: expected a head dimension of at most 576 on CUDA, got 1000" in wide_loss
 
 
 def test_every_option_of_the_operator_is_tried():

@@ -40,7 +40,7 @@ def test_values_and_gradients(dims, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda d: str(d)[6:])
 def test_many_rows_of_many_indices(dtype):
     """More rows of indices than a part of the workspace holds; the same bits every time."""
-    case = make((1, 16, 1, 1300, 1500, 512, 0, dict(is_causal=True)), dtype, 64, 64)
+    case = make((1, 2, 1, 1100, 600, 512, 0, dict(is_causal=True)), dtype, 64, 64)
     first, second = differentiate(case), differentiate(case)
     case.compare(first)
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -7,23 +7,13 @@
 #include "cuda/attention/sequences.h"
 #include "cuda/refusals.h"
 #include "launch_sparse.h"
+#include "sparse_tensors.h"
 
 namespace attnjourney {
 namespace {
 
-constexpr int64_t kWorkspace = int64_t{256} << 20;  // bytes of what pairs add to gradients; see SparseParts
-
-// Whole chunks of 16 bytes, wherever a row begins?
-bool in_whole_chunks(const Tensor& t) {
-  const int64_t chunk = 16 / t.element_size();
-  bool whole = t.size(3) % chunk == 0 && reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0;
-  for (int d = 0; d < 3; d++) whole = whole && (t.size(d) <= 1 || t.stride(d) % chunk == 0);
-  return whole;
-}
-Strides strides_of(const Tensor& t) { return {t.stride(0), t.stride(1), t.stride(2)}; }
-
 // A call as the kernels take it. Tensors that they read live as long as this.
-class SparseProblem {
+class SparseProblem : public KeptTensors {
  public:
   SparseProblem(const SparseCall& c, const SparseInputs& in) : device(current_device(in.query)) {
     const Tensor key = keep(aten::rows_contiguous(in.key)), value = keep(aten::rows_contiguous(in.value));
@@ -59,13 +49,7 @@ class SparseProblem {
   void results(const SparseResults& r) {
     task.out = r.out.data_ptr(), task.lse = r.lse.data_ptr(), task.stats = r.stats.data_ptr();
   }
-  // with rows as the kernels of the choice read them
-  Tensor rows_of(const Tensor& t) {
-    const Tensor x = aten::rows_contiguous(t);
-    if (choice.columns == 0 || in_whole_chunks(x)) return keep(x);
-    return keep(torch::stable::contiguous(torch::stable::clone(aten::contiguous(x))));
-  }
-  Tensor scratch(const Tensor& like, int64_t count, ScalarType type) { return keep(aten::empty(like, {count}, type)); }
+  Tensor rows_of(const Tensor& t) { return KeptTensors::rows_of(t, choice.columns > 0); }
 
   Device device;
   SparseTask task{};
@@ -77,8 +61,6 @@ class SparseProblem {
   static int columns(const SparseCall& c) {
     return backward_size(static_cast<int>(c.params.head_dim), static_cast<int>(c.params.v_head_dim));
   }
-  const Tensor& keep(const Tensor& t) { return kept_.emplace_back(t); }
-  std::vector<Tensor> kept_;
   OptionalTensor lengths_;
 };
 
@@ -94,16 +76,8 @@ void key_gradients(const SparseCall& c, SparseProblem& p, const Tensor& like, co
                    const SparseLaunches& launches) {
   const bool half = like.element_size() == 2;
   const int number_size = c.lse_dtype == ScalarType::Double ? 8 : 4;
-  const SparseParts parts(p.task, p.index_heads, number_size, kWorkspace);
-  const auto numbers = [&](int64_t count) {
-    return static_cast<uint32_t*>(p.scratch(like, count, ScalarType::Int).data_ptr());
-  };
-  SparsePairs pairs{};
-  pairs.lists.index_heads = p.index_heads;
-  pairs.lists.masks = numbers(parts.masks), pairs.lists.repeats = numbers(parts.repeats);
-  pairs.lists.begins = reinterpret_cast<int*>(numbers(parts.begins));
-  pairs.lists.totals = reinterpret_cast<int*>(numbers(parts.totals));
-  pairs.pairs = p.scratch(like, parts.pairs, c.lse_dtype).data_ptr();
+  const SparseParts parts(p.task, p.index_heads, number_size, kSparseWorkspace);
+  SparsePairs pairs = pairs_of<SparsePairs>(p, like, parts, p.index_heads, c.lse_dtype);
   const auto sums = [&](const OptionalTensor& t) {
     if (!t) return static_cast<void*>(nullptr);
     return half ? p.scratch(like, t->numel(), c.lse_dtype).data_ptr() : t->data_ptr();

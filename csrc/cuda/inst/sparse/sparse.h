@@ -2,6 +2,7 @@
 #pragma once
 #include "cuda/kernels/sparse/sizes.cuh"
 #include "cuda/sparse/launch_sparse.h"
+#include "sparse_lists.h"
 
 namespace attnjourney {
 
@@ -43,30 +44,11 @@ void launch_sparse_query_gradient(const SparseTask& t, cudaStream_t stream) {
 }
 
 template <class Kernel>
-struct Sm80SparseKeys {
-  using Real = typename Kernel::Real;
-  cudaStream_t stream;
-  void clear(uint32_t* p, int64_t count) const {
-    if (count) cuda_check(cudaMemsetAsync(p, 0, static_cast<size_t>(4 * count), stream), "cudaMemsetAsync");
-  }
-  void mark(const SparseTask& t, const SparsePairs& p) const {
-    launch_kernel(sparse_mark<SparseLists>, sparse_mark_blocks(t, p.lists), kListThreads, 0, stream, t, p.lists);
-  }
-  void count(const SparseTask& t, const SparsePairs& p) const { walk(sparse_count<SparseLists>, t, p.lists); }
-  void places(const SparseTask& t, const SparsePairs& p) const { walk(sparse_places<SparseLists>, t, p.lists); }
+struct Sm80SparseKeys : Sm80SparseLists<typename Kernel::Real> {
   void key_gradient(const SparseTask& t, const SparsePairs& p) const {
     const int64_t tiles = (t.params.index_count + Kernel::kKeys - 1) / Kernel::kKeys;
     launch_kernel(sparse_key_gradient<Kernel>, tiles * p.lists.rows * t.batch * t.kv_heads, Kernel::kThreads,
-                  sparse_smem<Kernel>(t), stream, t, p);
-  }
-  void key_sums(const SparseTask& t, const SparsePairs& p) const {
-    launch_kernel(sparse_key_sums<Real>, sparse_sum_blocks(t), kSumThreads, 0, stream, t, p);
-  }
-
- private:
-  void walk(void (*kernel)(SparseTask, SparseLists), const SparseTask& t, const SparseLists& l) const {
-    launch_kernel(kernel, sparse_count_blocks(t, l) * t.batch * l.index_heads, kListThreads, kListThreads / 32 * 4,
-                  stream, t, l);
+                  sparse_smem<Kernel>(t), this->stream, t, p);
   }
 };
 
@@ -132,7 +114,7 @@ constexpr SparseLaunches sparse_launches = [] {
           [](const SparseTask& t, const SparsePairs& p, const SparseParts& parts, const SparseChoice& c,
              cudaStream_t stream) {
             with_sparse_sizes<T>(c, [&]<class Sizes>() {
-              run_key_gradients(t, p, parts, Sm80SparseKeys<typename Sizes::KeyGradient>{stream});
+              run_key_gradients(t, p, parts, Sm80SparseKeys<typename Sizes::KeyGradient>{{stream}});
             });
           },
       .round =
