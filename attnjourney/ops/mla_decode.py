@@ -87,7 +87,7 @@ def mla_decode(
     """
     options = decode_options(is_causal, window_size, scale, attn_mask, prefix_length, softcap, sinks, alibi_slopes)
     if indices is not None:
-        alone = dict(latent_scale=latent_scale, attn_mask=attn_mask, alibi_slopes=alibi_slopes)
+        alone: dict[str, Any] = dict(latent_scale=latent_scale, attn_mask=attn_mask, alibi_slopes=alibi_slopes)
         alone |= dict(window_size=None if window_size in (None, UNBOUNDED) else window_size)
         for name, given in (*alone.items(), ("prefix_length", prefix_length or None)):
             if given is not None:
