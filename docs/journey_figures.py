@@ -215,6 +215,23 @@ def gated() -> plt.Figure:
     return figure
 
 
+def sparse() -> plt.Figure:
+    """The keys that rows read: all, a window, and those that an indexer names because they matter to the row."""
+    torch.manual_seed(1)
+    rows, dim = 48, 16
+    theme = torch.randint(4, (rows,))  # tokens of four themes; each row asks for its own
+    key = F.one_hot(theme, dim).float()[None] + 0.1 * torch.randn(1, rows, dim)
+    query = key[:, None] * 4
+    indices = attnjourney.lightning_indexer(query, key, torch.ones(1, 1, rows), 8)[0].long()
+    named = torch.zeros(rows, rows + 1).scatter_(1, indices.masked_fill(indices < 0, rows), 1.0)[:, :rows]
+    causal = torch.ones(rows, rows).tril()
+    panels = {"all: 1176 pairs": causal, "a window of 8": causal - causal.tril(-8), "8 that an indexer names": named}
+    figure, axes = plt.subplots(1, 3, figsize=(8, 2.9))
+    for a, (title, seen) in zip(axes, panels.items()):
+        heat(a, seen, title, highest=1.3)
+    return figure
+
+
 def infini() -> plt.Figure:
     torch.manual_seed(0)
     layer = nn.InfiniAttention(32, 2, segment_length=8)
@@ -374,6 +391,7 @@ FIGURES = {
     "gated": gated,
     "infini": infini,
     "shared-blocks": shared_blocks,
+    "sparse": sparse,
     "mistake-mask": inverted_mask,
     "mistake-rotary": mixed_layouts,
     "mistake-alibi": alibi_from_one,

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...ops import attention, attention_weights, decode, mla_decode, varlen_attention
+from ...ops import attention, attention_weights, decode, mla_decode, sparse_attention, varlen_attention
 from .held import HeldTensor
-from .masks import MaskDescription
+from .masks import MaskDescription, Pattern
 from .packed import PackedKeys
 
 try:
@@ -27,9 +27,11 @@ def forward(
     scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None,
     s_aux: Tensor | None = None, sinks: Tensor | None = None, position_bias: Tensor | None = None,
     sliding_window: int | None = None, cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None,
-    output_attentions: bool = False, **_: Any,
+    output_attentions: bool = False, indices: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """query (B, Hq, rows, E), key and value (B, Hk, keys, ...) -> (B, rows, Hq, Ev), and weights where wanted."""
+    if indices is not None:
+        return _sparse(module, query, key, value, attention_mask, indices, dropout, scaling, output_attentions), None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     s_aux = sinks if s_aux is None else s_aux
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": _sinks(s_aux, query)}
@@ -84,6 +86,42 @@ def forward(
         causal_alignment=alignment, **options,
     )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
+
+
+def _sparse(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, indices: Tensor,
+    dropout: float, scaling: float | None, output_attentions: bool,
+) -> Tensor:  # fmt: skip
+    """Rows of which each sees the keys that its indices (B, rows, k) name, less those that the mask hides."""
+    if dropout or _weights_wanted(output_attentions):
+        what = "dropout: expected 0" if dropout else "output_attentions: expected False"
+        raise ValueError(f"{what} beside the indices of sparse attention")
+    options: dict[str, Any] = {"scale": scaling}
+    if isinstance(attention_mask, MaskDescription) and attention_mask.pattern == Pattern(True):
+        options |= dict(is_causal=True, causal_alignment="bottom_right", key_lengths=attention_mask.lengths)
+        padding = attention_mask.padding
+        seen = None if padding is None else padding[:, None]
+    else:
+        seen = None if attention_mask is None else attention_mask[:, 0]
+    if seen is not None and seen.dtype != torch.bool:
+        raise TypeError(f"attention_mask: expected dtype torch.bool beside indices, got {seen.dtype}")
+    if seen is not None:
+        named = seen.expand(*indices.shape[:2], -1).gather(2, indices.long().clamp(min=0))
+        indices = indices.masked_fill(~named, -1)
+    latents = getattr(key, "attnjourney_latents", None)
+    if latents is not None:
+        calls["sparse_latents"] += 1
+        lengths = options.pop("key_lengths", None)
+        if lengths is None:
+            lengths = torch.full((query.shape[0],), key.shape[2], device=query.device)
+        out = mla_decode(
+            query, latents, lengths, module.kv_b_proj.weight, indices=indices, scale=scaling,
+            is_causal=options.get("is_causal", False),
+        )  # fmt: skip
+    else:
+        calls["sparse_attention"] += 1
+        out = sparse_attention(query, key, value, indices, enable_gqa=True, **options)
+    return out.transpose(1, 2).contiguous()
 
 
 def _packed(

@@ -9,7 +9,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..._dtypes import BYTE_DTYPES
-from .layers import KVLayer, LatentLayer, WindowLayer
+from .layers import IndexedKVLayer, IndexedLatentLayer, KVLayer, LatentLayer, WindowLayer
 from .pages import BLOCK, PagedLayer
 
 
@@ -17,7 +17,8 @@ def cache(model: Any, *, paged: bool = False, block_size: int = BLOCK, dtype: to
     """A cache for model.generate(past_key_values=...) and model(past_key_values=...), without gradients.
 
     Layers that see all keys get a KVLayer, or a LatentLayer where `use` has prepared the model for latents; those with
-    a sliding window a WindowLayer. What is no attention keeps transformers' own.
+    a sliding window a WindowLayer; layers of token-sparse attention (DeepSeek-V3.2) hold the indexer's keys, too. What
+    is no attention keeps transformers' own.
 
     Args:
         model: a model of transformers.
@@ -44,6 +45,8 @@ def cache(model: Any, *, paged: bool = False, block_size: int = BLOCK, dtype: to
     def own(layer: Any) -> Any:
         if type(layer) is DynamicSlidingWindowLayer:
             return WindowLayer(layer.sliding_window)
+        if type(layer).__name__ == "DynamicIndexedLayer" and not paged:
+            return IndexedLatentLayer() if latent else IndexedKVLayer()
         if type(layer) is not DynamicLayer:
             return layer
         return PagedLayer(block_size, dtype) if paged else LatentLayer(dtype) if latent else KVLayer(dtype)

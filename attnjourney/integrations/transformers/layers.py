@@ -145,6 +145,51 @@ class LatentLayer(GrowingLayer):
         return latent, rotary
 
 
+class Indexed:
+    """Beside a GrowingLayer: the keys of an indexer (B, N, index_head_dim), of which each row chooses its tokens."""
+
+    indexer: Tensor | None = None  # (B, capacity, index_head_dim)
+    indexed = 0
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        batch, new, dim = indexer_key_states.shape
+        end = self.indexed + new
+        if self.indexer is None or end > self.indexer.shape[1]:
+            room = indexer_key_states.new_empty(batch, max(ROOM, 1 << (end - 1).bit_length()), dim)
+            if self.indexer is not None:
+                room[:, : self.indexed] = self.indexer[:, : self.indexed]
+            self.indexer = room
+        self.indexer[:, self.indexed : end] = indexer_key_states
+        self.indexed = end
+        return self.indexer[:, :end]
+
+    def reset(self) -> None:
+        self.indexer, self.indexed = None, 0
+        super().reset()  # type: ignore[misc]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)  # type: ignore[misc]
+        self.indexed = max(0, self.indexed + tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)  # type: ignore[misc]
+        if self.indexer is not None:
+            self.indexer = self.indexer[beam_idx.to(self.indexer.device)]
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)  # type: ignore[misc]
+        if self.indexer is not None:
+            self.indexer = self.indexer[indices]
+
+
+class IndexedKVLayer(Indexed, KVLayer):
+    """A KVLayer of a model whose rows choose their keys (DeepSeek-V3.2)."""
+
+
+class IndexedLatentLayer(Indexed, LatentLayer):
+    """A LatentLayer of such a model: attention reads the latents of the tokens chosen, no key is made."""
+
+
 class WindowLayer(DynamicSlidingWindowLayer):
     """transformers' layer of a sliding window over room for two windows: a token is written in place, and what is kept
     moves to the front once a window, where DynamicSlidingWindowLayer copies the window for every token."""
