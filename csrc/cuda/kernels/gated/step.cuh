@@ -33,9 +33,9 @@ struct GatedStep {
     }
     return Real(1) / sqrt(warp_sum(sum) + Real(task.norm_eps));
   }
-  // of all warps' numbers of a column
+  // Of all warps' numbers of a column. Whoever comes back knows that all threads have come here, which is what lets key
+  // and query be put anew; between two calls all wait for what was put.
   __device__ __forceinline__ Real over_warps(Real x) const {
-    __syncthreads();
     sums[warp * 32 + lane] = x;
     __syncthreads();
     Real sum = 0;
@@ -68,7 +68,6 @@ struct GatedStep {
       const int row = s.first + i;
       const T* k = keys + row * task.key.row;
       const Real of_key = inverse(k), beta = task.delta ? gated_beta<Real>(task, s.batch, head, row) : Real(1);
-      __syncthreads();
       for (int d = threadIdx.x; d < kMost; d += kGatedThreads) {
         const bool used = d < task.head_dim;
         const Real x = used ? Real(ptx::to_float(k[d])) * of_key : Real(0);
@@ -93,7 +92,6 @@ struct GatedStep {
         const T* q = static_cast<const T*>(task.query.data) + s.batch * task.query.batch +
                      (query_head + g) * task.query.head + row * task.query.row;
         const Real of_query = Real(task.scale) * inverse(q);
-        __syncthreads();
         for (int d = threadIdx.x; d < kMost; d += kGatedThreads)
           query[d] = d < task.head_dim ? Real(ptx::to_float(q[d])) * of_query : Real(0);
         __syncthreads();
