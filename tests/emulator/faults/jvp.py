@@ -27,12 +27,6 @@ SM80 = [
     ),
     ("hidden directions leak", SM80_JVP, "value_change, hides, 0, lane, at", "value_change, false, 0, lane, at"),
     (
-        "stats of the first sequence",
-        SM80_JVP,
-        "p.stats[first_stat(p, where, sequence.q_begin)",
-        "p.stats[first_stat(p, where, 0)",
-    ),
-    (
         "change of the first sequence",
         SM80_JVP,
         "sequence.q_begin * p.out_tangent_strides.row",
