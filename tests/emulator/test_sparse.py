@@ -23,7 +23,7 @@ PROGRAMS = {
     "latent-bf16": ("latent", BF16, 576, 512),
     "latent-small-fp16": ("latent-small", FP16, 576, 512),
     "fma-bf16": ("fma", BF16, 33, 20),
-    "fma-fp32": ("fma", FP32, 64, 64),
+    "fma-fp32": ("fma", FP32, 61, 45),
     "fma-fp64": ("fma", FP64, 40, 33),
     "fma-latent-fp32": ("fma-latent", FP32, 576, 512),
     "fma-latent-fp64": ("fma-latent", FP64, 320, 260),

@@ -42,8 +42,8 @@ struct SparseFma {
   // to[M][N] = A B^T over `dim` columns: a thread takes two rows and two keys of a slice of the columns.
   template <int M, int N, int First, int Wa, int Wb>
   static __device__ __forceinline__ void products(Real* to, const Tile<Wa>& a, const Tile<Wb>& b, int dim) {
-    constexpr int kSlices = kThreads * 4 / (M * N);  // threads that share four products
-    static_assert(kSlices >= 2 && kSlices <= 32);
+    constexpr int kSlices = kWide / 4;  // threads that share four products: the same bits in tiles of any size
+    if (threadIdx.x >= M * N / 4 * kSlices) return;
     const int slice = threadIdx.x % kSlices, row = threadIdx.x / kSlices % (M / 2) * 2,
               key = threadIdx.x / kSlices / (M / 2) * 2;
     Real sum[2][2] = {};

@@ -21,7 +21,7 @@ struct SparseForward {
   static constexpr int kRows = Rows, kThreads = Math::kThreads, kPitch = Math::template kPitch<Keys>;
   static constexpr int kPer = kThreads / Rows < Keys / 2 ? kThreads / Rows : Keys / 2;  // threads of a row
   static constexpr int kPairs = Keys / 2 / kPer;                                        // of keys, of a thread
-  static_assert(kPer * Rows <= kThreads && Keys / 2 % kPer == 0 && kPer <= 32);
+  static_assert(kPer * Rows <= kThreads && kPer * Rows % 32 == 0 && Keys / 2 % kPer == 0 && kPer <= 32);
 
   struct Layout {
     int keys, values, scores, weights, factors, names, bytes, tile, value_tile;

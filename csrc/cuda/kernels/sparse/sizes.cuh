@@ -31,9 +31,8 @@ template <class T, bool Latent>
 struct SparseFmaSizes {
   using Math = SparseFma<T>;
   static constexpr int kD = Latent ? kLatentDim : 256, kDv = Latent ? kLatentValueDim : 256, kSize = Math::kSize;
-  static constexpr int kRows = Latent ? kSize / 2 : kSize;  // the gradients have 99 KB of shared memory, scores the
-                                                            // same bits in all three
-  using Forward = SparseForward<Math, kD, kDv, kRows, kSize, Latent>;
+  using Forward = SparseForward<Math, kD, kDv, kSize, kSize, Latent>;
+  static constexpr int kRows = Latent ? kSize / 2 : kSize;  // of the gradients: 99 KB of shared memory
   using QueryGradient = SparseQueryGradient<Math, kD, kDv, kRows, kSize, Latent>;
   using KeyGradient = SparseKeyGradient<Math, kD, kDv, kRows, kSize, Latent>;
 };
