@@ -141,8 +141,8 @@ def _fake(
     scale: float, **_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, length, _keys = _check("query", query, "key", key, weights)
-    if isinstance(topk, int) and topk < 1:
-        raise ValueError(f"topk: expected a number from 1, got {topk}")
+    if isinstance(topk, int) and not 1 <= topk < 2**31:
+        raise ValueError(f"topk: expected a number from 1 to 2^31 - 1, got {topk}")
     check_scale(scale)
     if causal_alignment not in (0, 1):
         raise ValueError(f"causal_alignment: expected 0 (top-left) or 1 (bottom-right), got {causal_alignment}")

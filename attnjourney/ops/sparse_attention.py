@@ -128,8 +128,8 @@ def _fake(
     fits = all(same_size(n, w) for n, w in zip(value.shape, (batch, kv_heads, kv_len)))
     need(fits, f"value: expected shape ({batch}, {kv_heads}, {kv_len}, v_head_dim)", value)
     check_grouped_heads(query, key, enable_gqa)
-    if isinstance(query_block_size, int) and query_block_size < 1:
-        raise ValueError(f"query_block_size: expected a number from 1, got {query_block_size}")
+    if isinstance(query_block_size, int) and not 1 <= query_block_size <= 2**40:
+        raise ValueError(f"query_block_size: expected a number from 1 to 2^40, got {query_block_size}")
     check_indices(indices, batch, kv_heads, -(-length // query_block_size))
     check_scale(scale)
     check_scores((-1, -1), softcap)

@@ -46,8 +46,8 @@ std::vector<Tensor> lightning_indexer(const Backend& backend, Arguments& argumen
   const OptionalTensor key_lengths = arguments.optional_tensor();
   in.scale = arguments.number();
   IndexerCall c = check_indexer("query", "key", in);
-  check_value(topk >= 1 && extent(c.batch, c.params.q_len, topk) <= most_numbers,
-              "topk: expected a number from 1, at most 2^56 indices in all, got ", topk);
+  check_value(topk >= 1 && topk <= INT32_MAX && extent(c.batch, c.params.q_len, topk) <= most_numbers,
+              "topk: expected a number from 1 to 2^31 - 1, at most 2^56 indices in all, got ", topk);
   check_alignment(causal_alignment);
   check_key_lengths(key_lengths, c.batch, in.query);
   c.params.topk = topk, c.params.causal = is_causal, c.params.bottom_right = causal_alignment == 1;

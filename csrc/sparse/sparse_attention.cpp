@@ -64,7 +64,8 @@ SparseCall check_sparse_attention(const SparseInputs& in) {
   check_meaning("key", k, {c.batch, c.kv_heads, p.kv_len, p.head_dim}, "(batch, kv_heads, kv_len, head_dim)");
   check_meaning("value", v, {c.batch, c.kv_heads, p.kv_len, p.v_head_dim}, "(batch, kv_heads, kv_len, v_head_dim)");
   p.group = check_grouped_heads(q, k, in.enable_gqa);
-  check_value(in.query_block_size >= 1, "query_block_size: expected a number from 1, got ", in.query_block_size);
+  check_value(in.query_block_size >= 1 && in.query_block_size <= int64_t{1} << 40,
+              "query_block_size: expected a number from 1 to 2^40, got ", in.query_block_size);
   p.rows = in.query_block_size;
   c.blocks = (p.q_len + p.rows - 1) / p.rows;
   c.indices_per_head = indices.defined() && indices.dim() == 4;
