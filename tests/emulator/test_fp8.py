@@ -46,7 +46,12 @@ FAULT_SIZE = 64
 
 @pytest.fixture(scope="module")
 def programs():
-    build.build_all([program(size) for size in SIZES] + [program(FAULT_SIZE, *f[1:]) for f in faults.FORWARD])
+    build.build_all([program(size) for size in SIZES])
+
+
+@pytest.fixture(scope="module")
+def faulty_programs():
+    build.build_all([program(FAULT_SIZE, *f[1:]) for f in faults.FORWARD])
 
 
 def numbers(shape, seed):
@@ -190,5 +195,5 @@ def attempts(made):
 
 
 @pytest.mark.parametrize("what,file,old,new", faults.FORWARD, ids=[f[0] for f in faults.FORWARD])
-def test_faulty_forward_is_found(programs, what, file, old, new):
+def test_faulty_forward_is_found(faulty_programs, what, file, old, new):
     assert is_noticed(attempts(build.program(*program(FAULT_SIZE, file, old, new))), what)

@@ -102,8 +102,6 @@ struct Sm90Fp8Consumer {
   __device__ __forceinline__ uint32_t turned_of(int number) const {
     return smem + Shape::kTurnedAt + number % Shape::kStages * Shape::kKeyBytes;
   }
-  // does the key tile hide anything from a row of this warpgroup?
-  __device__ __forceinline__ bool hides() const { return !own.whole(key_tile); }
 
   // issues S = Q K^T
   __device__ __forceinline__ void issue_scores(int number) {
@@ -147,13 +145,13 @@ struct Sm90Fp8Consumer {
     ptx::wgmma_wait<WithOutput ? 1 : 0>();
     ptx::keep(scores);
     release(barriers.k_empty, number);  // @key_released
-    soft.run(scores, task, query_scale * of_key, [&] {
-      if (hides()) soft.hide(scores, tile.sequence, row, key_tile * Shape::kKeys + 2 * (lane % 4));
-    });
+    const bool hides = !own.whole(key_tile);  // anything from a row of this warpgroup?
+    soft.run(scores, task, query_scale * of_key, hides, tile.sequence, row,
+             key_tile * Shape::kKeys + 2 * (lane % 4));
     take_unit(of_value);
     if (WithOutput) finish_output(number - 1);
     rescale();
-    guarded = hides() && has_nan(number);
+    guarded = hides && has_nan(number);
     pack();
   }
   __device__ __forceinline__ void finish_output(int number) {
@@ -182,15 +180,14 @@ struct Sm90Fp8Consumer {
   }
   // the weights of 32 keys as an A operand, the keys of fp8_turn.cuh
   __device__ __forceinline__ void pack() {
-    if (weight_factor != 1.f) {  // a negative scale, or one beyond the range
+    if (guarded || weight_factor != 1.f) {  // a negative scale, or one beyond the range
 #pragma unroll
-      for (int i = 0; i < Shape::kKeys / 2; i++)
-        scores[i] = scores[i] == 0.f ? 0.f : scores[i] * weight_factor;  // @hidden_stay_zero
-    }
-    if (guarded) {  // what rounds to 0 is seen all the same: as -0
-#pragma unroll
-      for (int i = 0; i < Shape::kKeys / 2; i++)
-        if (scores[i] != 0.f && fabsf(scores[i]) <= 0x1p-10f) scores[i] = -0x1p-11f;
+      for (int i = 0; i < Shape::kKeys / 2; i++) {
+        const bool hidden = scores[i] == 0.f;
+        if (!hidden) scores[i] *= weight_factor;
+        // what rounds to 0 is seen all the same: as -0
+        if (guarded && !hidden && fabsf(scores[i]) <= 0x1p-10f) scores[i] = -0x1p-11f;
+      }
     }
 #pragma unroll
     for (int kk = 0; kk < Shape::kKeys / 32; kk++)

@@ -41,9 +41,10 @@ struct Sm90Fp8Softmax {
     }
   }
 
-  // Products to weights. number_scale: of query times key.
-  template <class Hide>
-  __device__ __forceinline__ void run(float (&scores)[kCount], const Fp8Task& task, float number_scale, Hide&& hide) {
+  // Products to weights. number_scale: of query times key; hides: the tile hides something, and then no weight of a
+  // key that is seen is 0; row, key: as for hide.
+  __device__ __forceinline__ void run(float (&scores)[kCount], const Fp8Task& task, float number_scale, bool hides,
+                                      const Sequence& sequence, int row, int key) {
     float factor = task.score_scale * number_scale;
     if (task.scores.modified() || !(factor > 0.f)) {  // else the largest product is the largest score
 #pragma unroll
@@ -52,7 +53,7 @@ struct Sm90Fp8Softmax {
                                            : ptx::rounded_product(scores[i], factor);
       factor = 1.f;
     }
-    hide();
+    if (hides) hide(scores, sequence, row, key);
     float base[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -69,6 +70,15 @@ struct Sm90Fp8Softmax {
       alpha[h] = to == -INFINITY ? 1.f : ptx::exp2(max[h] - to);
       max[h] = to;
       base[h] = to == -INFINITY ? 0.f : to - kHeadroom;  // of a row that has seen nothing: its weights are 0
+    }
+    if (hides) {  // exp2 stops at the smallest normal number
+#pragma unroll
+      for (int i = 0; i < kCount; i++) {
+        const bool seen = scores[i] != -INFINITY;
+        scores[i] = ptx::fma(scores[i], factor, -base[i / 2 % 2]);
+        if (seen && scores[i] < -126.f) scores[i] = -126.f;  // @seen_not_zero
+      }
+      factor = 1.f, base[0] = base[1] = 0.f;
     }
     float part[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
