@@ -18,6 +18,8 @@ from .ops import gpt_attention as gpt_attention
 from .ops import gqa as gqa
 from .ops import hadamard_signs as hadamard_signs
 from .ops import infini_attention as infini_attention
+from .ops import lightning_indexer as lightning_indexer
+from .ops import lightning_indexer_loss as lightning_indexer_loss
 from .ops import linear_attention as linear_attention
 from .ops import longformer_attention as longformer_attention
 from .ops import merge_states as merge_states
@@ -25,6 +27,7 @@ from .ops import mha as mha
 from .ops import mla as mla
 from .ops import mla_decode as mla_decode
 from .ops import quantize_fp8 as quantize_fp8
+from .ops import sparse_attention as sparse_attention
 from .ops import tree_depths as tree_depths
 from .ops import tree_mask as tree_mask
 from .ops import varlen_attention as varlen_attention
@@ -50,7 +53,10 @@ if TYPE_CHECKING:  # what is imported when it is first asked for
     from .nn.cache import KVCache as KVCache
     from .nn.cache import LatentCache as LatentCache
     from .nn.cache import WindowCache as WindowCache
+    from .nn.cache_blocks import OutOfBlocks as OutOfBlocks
     from .nn.cache_paged import PagedKVCache as PagedKVCache
+    from .nn.cache_paged import PagedLatentCache as PagedLatentCache
+    from .nn.cache_prefix import prefix_keys as prefix_keys
     from .replace import replace_attention as replace_attention
     from .seeing.recording.capture import capture as capture
     from .seeing.recording.trace import trace as trace
@@ -62,7 +68,9 @@ _LATER = {  # the same as above, by module
     ".integrations.activity": ("activity",),
     ".integrations.sdpa": ("activate", "activated", "active", "deactivate"),
     ".nn.cache": ("KVCache", "LatentCache", "WindowCache"),
-    ".nn.cache_paged": ("PagedKVCache",),
+    ".nn.cache_blocks": ("OutOfBlocks",),
+    ".nn.cache_paged": ("PagedKVCache", "PagedLatentCache"),
+    ".nn.cache_prefix": ("prefix_keys",),
     ".replace": ("replace_attention",),
     ".seeing.recording.capture": ("capture",),
     ".seeing.recording.trace": ("trace", "trace_module"),

@@ -53,6 +53,15 @@ class Registration {
       add("gated_linear_attention_forward", boxed<backend, gated_linear_attention_forward>);
       add("gated_linear_attention_backward", boxed<backend, gated_linear_attention_backward>);
     }
+    if (supplied(backend.sparse.forward)) {
+      add("sparse_attention_forward", boxed<backend, sparse_attention_forward>);
+      add("sparse_attention_backward", boxed<backend, sparse_attention_backward>);
+    }
+    if (supplied(backend.indexer.topk)) add("lightning_indexer", boxed<backend, lightning_indexer>);
+    if (supplied(backend.indexer.loss)) {
+      add("lightning_indexer_loss_forward", boxed<backend, lightning_indexer_loss_forward>);
+      add("lightning_indexer_loss_backward", boxed<backend, lightning_indexer_loss_backward>);
+    }
     layers();
   }
 

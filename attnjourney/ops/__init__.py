@@ -13,6 +13,8 @@ from .gated_linear_attention import gated_linear_attention as gated_linear_atten
 from .gpt_attention import gpt_attention as gpt_attention
 from .gqa import gqa as gqa
 from .infini_attention import infini_attention as infini_attention
+from .lightning_indexer import lightning_indexer as lightning_indexer
+from .lightning_indexer import lightning_indexer_loss as lightning_indexer_loss
 from .linear_attention import linear_attention as linear_attention
 from .longformer_attention import longformer_attention as longformer_attention
 from .merge_states import merge_states as merge_states
@@ -20,4 +22,5 @@ from .mha import mha as mha
 from .mla import mla as mla
 from .mla_decode import mla_decode as mla_decode
 from .rope import rope_with_tables as rope_with_tables
+from .sparse_attention import sparse_attention as sparse_attention
 from .varlen_attention import varlen_attention as varlen_attention

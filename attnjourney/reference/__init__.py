@@ -20,3 +20,6 @@ from .mha import mha as mha
 from .mla import mla as mla
 from .quantization import dequantize as dequantize
 from .quantization import quantize as quantize
+from .sparse_attention import lightning_indexer as lightning_indexer
+from .sparse_attention import lightning_indexer_loss as lightning_indexer_loss
+from .sparse_attention import sparse_attention as sparse_attention

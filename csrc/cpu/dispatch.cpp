@@ -6,6 +6,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "tuning.h"
+
 #if defined(ATTNJOURNEY_X86) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -83,18 +85,16 @@ KernelTable with_pairs() {
   t.linear[of_bf16] = pairs.linear;
   return t;
 }
-template <const PairForward& forward, const PairKernels& pairs, const KernelTable& single>
-const KernelTable& pair_table() {
-  static const KernelTable table = with_pairs<forward, pairs, single>();
+#ifdef ATTNJOURNEY_ARM64
+const KernelTable& neon_bf16_table() {
+  static const KernelTable table = with_pairs<neon_bf16_forward, neon_bf16_pairs, neon_kernels>();
   return table;
 }
+#endif
 #ifdef ATTNJOURNEY_X86
 // ATTNJOURNEY_TUNING=matrix: on the matrix unit whatever can be, for tests
 bool matrix_everywhere() {
-  static const bool everywhere = [] {
-    const char* const tuning = std::getenv("ATTNJOURNEY_TUNING");
-    return tuning && std::strcmp(tuning, "matrix") == 0;
-  }();
+  static const bool everywhere = std::strcmp(forced_tuning(), "matrix") == 0;
   return everywhere;
 }
 // From so many rows and keys a row on attention is faster there, measured on a Xeon 6; with fewer, packing costs more
@@ -107,19 +107,20 @@ template <int dtype>
 constexpr int64_t matrix_keys = dtype == of_bf16                        ? 40
                                 : dtype == static_cast<int>(DType::f16) ? 96
                                                                         : 400;
+constexpr int64_t pairs_keys = 64;  // of the backward by pairs of bfloat16
 
 // Known of a call, not of its parts: all kernels of a call then have the same scores.
 template <int dtype>
-bool matrix_pays(const AttentionParams& p) {
+bool matrix_pays(const AttentionParams& p, int64_t keys = matrix_keys<dtype>) {
   if (matrix_everywhere()) return true;
   if (p.q_len < matrix_rows<dtype>) return false;
   const auto seen = [&](int64_t row) { return static_cast<double>(std::max<int64_t>(0, p.keys.row(row).count())); };
-  return p.density * (seen(0) + 2 * seen(p.q_len / 2) + seen(p.q_len - 1)) / 4 >= matrix_keys<dtype>;
+  return p.density * (seen(0) + 2 * seen(p.q_len / 2) + seen(p.q_len - 1)) / 4 >= static_cast<double>(keys);
 }
 // Whether it does for calls of up to these sizes: for their scratch memory.
 template <int dtype>
-bool matrix_may_pay(const AttentionParams& p) {
-  return matrix_everywhere() || (p.q_len >= matrix_rows<dtype> && p.kv_len >= matrix_keys<dtype>);
+bool matrix_may_pay(const AttentionParams& p, int64_t keys = matrix_keys<dtype>) {
+  return matrix_everywhere() || (p.q_len >= matrix_rows<dtype> && p.kv_len >= keys);
 }
 
 // the table's own for as many rows as a call on the matrix unit takes
@@ -130,11 +131,26 @@ void plain_forward(const AttentionParams& params, const HeadPointers& head, int6
   for (int64_t done = 0; done < rows; done += most)
     plain.forward(params, head, first + done, std::min(most, rows - done), space);
 }
+template <int dtype, const MatrixKernels (&matrix)[dtype_count], int64_t keys>
+void take_matrix_backward(AttentionKernels& attention) {
+  attention.backward_key_block = matrix[dtype].backward_key_block;
+  attention.backward_space = [](const AttentionParams& params) {
+    const int64_t plain = avx512_kernels.attention[dtype].backward_space(params);
+    return matrix_may_pay<dtype>(params, keys) ? std::max(plain, matrix[dtype].backward_space(params)) : plain;
+  };
+  attention.backward = [](const AttentionParams& params, const HeadPointers* heads, const HeadGradients* gradients,
+                          int64_t part, int64_t parts, void* partial, void* space) {
+    const auto plain = avx512_kernels.attention[dtype].backward;
+    if (matrix_pays<dtype>(params, keys))
+      matrix[dtype].backward(params, heads, gradients, part, parts, partial, space, plain);
+    else
+      plain(params, heads, gradients, part, parts, partial, space);
+  };
+}
 // the attention of one dtype on the matrix unit
 template <int dtype>
 void take_matrix(KernelTable& t) {
   AttentionKernels& attention = t.attention[dtype];
-  attention.backward_key_block = amx_matrix[dtype].backward_key_block;
   attention.forward_space = [](const AttentionParams& params, int64_t rows) {
     const AttentionKernels& table = avx512_kernels.attention[dtype];
     const int64_t plain = table.forward_space(params, std::min(rows, table.forward_tile * table.forward_tiles));
@@ -147,18 +163,7 @@ void take_matrix(KernelTable& t) {
     else
       plain_forward<dtype>(params, head, first, rows, space);
   };
-  attention.backward_space = [](const AttentionParams& params) {
-    const int64_t plain = avx512_kernels.attention[dtype].backward_space(params);
-    return matrix_may_pay<dtype>(params) ? std::max(plain, amx_matrix[dtype].backward_space(params)) : plain;
-  };
-  attention.backward = [](const AttentionParams& params, const HeadPointers* heads, const HeadGradients* gradients,
-                          int64_t part, int64_t parts, void* partial, void* space) {
-    const auto plain = avx512_kernels.attention[dtype].backward;
-    if (matrix_pays<dtype>(params))
-      amx_matrix[dtype].backward(params, heads, gradients, part, parts, partial, space, plain);
-    else
-      plain(params, heads, gradients, part, parts, partial, space);
-  };
+  take_matrix_backward<dtype, amx_matrix, matrix_keys<dtype>>(attention);
   attention.weights_space = [](const AttentionParams& params) {
     const int64_t plain = avx512_kernels.attention[dtype].weights_space(params);
     return matrix_may_pay<dtype>(params) ? std::max(plain, amx_matrix[dtype].weights_space(params)) : plain;
@@ -171,6 +176,14 @@ void take_matrix(KernelTable& t) {
     else
       plain(params, head, first, rows, space);
   };
+}
+const KernelTable& avx512_bf16_table() {
+  static const KernelTable table = [] {
+    KernelTable t = with_pairs<avx512_bf16_forward, avx512_bf16_pairs, avx512_kernels>();
+    take_matrix_backward<of_bf16, avx512_bf16_matrix, pairs_keys>(t.attention[of_bf16]);
+    return t;
+  }();
+  return table;
 }
 constexpr const DecodeKernels& plain_decode(int stored) {
   return stored == 0 ? avx512_kernels.decode[of_bf16] : avx512_kernels.quantized[of_bf16 - 1][stored - 1].decode;
@@ -213,12 +226,12 @@ const KernelTable& table() {
 const IsaEntry entries[] = {
 #ifdef ATTNJOURNEY_X86
     {amx_table, amx_runs},
-    {pair_table<avx512_bf16_forward, avx512_bf16_pairs, avx512_kernels>, avx512_bf16_runs, pairs_pay},
+    {avx512_bf16_table, avx512_bf16_runs, pairs_pay},
     {table<avx512_kernels>, avx512_runs},
     {table<avx2_kernels>, avx2_runs},
 #endif
 #ifdef ATTNJOURNEY_ARM64
-    {pair_table<neon_bf16_forward, neon_bf16_pairs, neon_kernels>, neon_bf16_runs},
+    {neon_bf16_table, neon_bf16_runs},
     {table<neon_kernels>, [] { return true; }},
 #endif
     {table<scalar_kernels>, [] { return true; }},
@@ -226,9 +239,7 @@ const IsaEntry entries[] = {
 constexpr int entry_count = sizeof(entries) / sizeof(entries[0]);
 
 const KernelTable& choose() {
-  const char* const tuning = std::getenv("ATTNJOURNEY_TUNING");
-  if (tuning && *tuning && std::strcmp(tuning, "matrix") != 0)
-    throw std::runtime_error("ATTNJOURNEY_TUNING: expected 'matrix', got '" + std::string(tuning) + "'");
+  choose_tuning();
   const char* forced = std::getenv("ATTNJOURNEY_ISA");
   std::string known;
   for (const IsaEntry& e : entries) {

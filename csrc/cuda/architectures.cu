@@ -9,8 +9,7 @@ namespace {
 
 constexpr bool is_16_bit(ElementType type) { return type == ElementType::bf16 || type == ElementType::fp16; }
 
-// Hopper's own kernels for 16-bit numbers serve all head dimensions, but in the backward with options up to 128: above,
-// sm_80's run there.
+// Hopper's own kernels for 16-bit numbers serve all head dimensions.
 constexpr bool serves_sm90_forward(const AttentionCase& c) { return is_16_bit(c.type) && c.kv_len > 0; }
 constexpr bool serves_sm90_backward(const AttentionCase& c) {
   return is_16_bit(c.type) && c.kv_len > 0 && backward_size(c.head_dim, c.v_head_dim) <= 128;
@@ -48,6 +47,12 @@ constexpr BackwardKernelOf<float> sm90_backward[] = {
      .serves = [](const AttentionCase& c) { return c.full && serves_sm90_backward(c); },
      .launch = launches::sm90_full_backward,
      .tiles = tiles_16_bit<false>,
+     .one_head_a_block = true,
+     .writes_mask_gradient = true},
+    {.name = "sm90_full_columns_backward",
+     .serves = [](const AttentionCase& c) { return is_16_bit(c.type) && c.full && c.kv_len > 0; },
+     .launch = launches::sm90_full_backward,
+     .tiles = columns_tiles,
      .one_head_a_block = true,
      .writes_mask_gradient = true},
     {.name = "sm90_backward",

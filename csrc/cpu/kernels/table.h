@@ -22,8 +22,8 @@ constexpr AttentionKernels attention_kernels() {
   using B = Backward<Real>;
   return {
       .forward_tile = F::tile,
-      .forward_key_block = F::key_block,
       .forward_tiles = F::tiles,
+      .forward_key_block = F::key_block,
       .backward_tile = B::tile,
       .backward_key_block = B::key_block,
       .forward_space = F::space,
@@ -77,7 +77,7 @@ constexpr QuantizedKernels quantized_kernels() {
   return {.decode = decode_kernels<T, Stored>(), .quantize = Rows::quantize, .dequantize = Rows::dequantize};
 }
 
-constexpr KernelTable make_table(const char* isa, const GatedTable& gated) {
+constexpr KernelTable make_table(const char* isa, const GatedTable& gated, const SparseTable& sparse) {
   return {
       isa,
       {attention_kernels<double>(), attention_kernels<float>(), attention_kernels<bf16>(), attention_kernels<f16>()},
@@ -87,7 +87,8 @@ constexpr KernelTable make_table(const char* isa, const GatedTable& gated) {
        {quantized_kernels<bf16, i8>(), quantized_kernels<bf16, e4m3>()},
        {quantized_kernels<f16, i8>(), quantized_kernels<f16, e4m3>()}},
       {linear_kernels<double>(), linear_kernels<float>(), linear_kernels<bf16>(), linear_kernels<f16>()},
-      &gated};
+      &gated,
+      &sparse};
 }
 
 }  // namespace

@@ -15,7 +15,7 @@
 namespace attnjourney {
 namespace {
 
-// Rows of a sequence that are decoding's: see few_rows in decode/decode.cu.
+// Rows of a sequence that are decoding's: see kFewRows in decode/decode_tiling.h.
 int few_rows_of(const AttentionCall& c) { return static_cast<int>(std::max<int64_t>(16, 128 / c.params.group)); }
 
 PagedKeys pages_of(const AttentionCall& c, bool chunked) {

@@ -36,8 +36,7 @@ void launch_main(const BackwardTask& p, const driver::Shape& q, const driver::Sh
     all.mask = emulator::tensor_map(m.mask, {item, m.mask_head, m.mask_row}, item ? p.batch : 1,
                                     m.mask_head ? p.q_heads : 1, p.q_len, p.kv_len, Kernel::kRows);
   }
-  emulator::launch(sm90_full_backward<Kernel>, dim3(blocks), dim3(Kernel::kThreads), Kernel::kSmemBytes, options, all,
-                   p);
+  emulator::launch(ENTRY<Kernel>, dim3(blocks), dim3(Kernel::kThreads), Kernel::kSmemBytes, options, all, p);
 #else
   emulator::launch(ENTRY<Kernel, Ranged>, dim3(blocks), dim3(Kernel::kThreads), Kernel::kSmemBytes, options, maps, p);
 #endif

@@ -23,7 +23,7 @@ namespace {
 
 // Products: made of (params, head, buffers, rows, others) for one call. P: the weights, kept in its buffers.
 //   Buffers(params, tiles, scratch)
-//   tile, key_block             queries, keys
+//   tile, keys_at_once(params)  queries, keys of a block
 //   Out, writes_rows(params)    rows of out that it can write in place of sums, and whether it does
 //   rounds, weight_unit         products with values take rounded weights; what P is counted in
 //   own_scores                  of large scores the last bits are not those that derivatives compute
@@ -45,9 +45,10 @@ class Forward {
  public:
   using Real = Compute<T>;
   static constexpr int width = Vec<Real>::width;
-  static constexpr int64_t tile = Products::tile, key_block = Products::key_block;
+  static constexpr int64_t tile = Products::tile;
   static constexpr int64_t tiles = Tuning::forward_tiles;  // that share a key block
 
+  static int64_t key_block(const AttentionParams& params) { return Products::keys_at_once(params); }
   static int64_t space(const AttentionParams& params, int64_t rows) { return scratch_bytes<Buffers>(params, rows); }
 
   // Rows first .. first + count - 1 (count <= tiles * tile) of one head. `plain`, if the products are not of the
@@ -87,7 +88,7 @@ class Forward {
       running = {scratch.take<Real>(n), scratch.take<Real>(n), scratch.take<Real>(n), nullptr};
       running.rounded = Products::rounds ? scratch.take<Real>(n) : running.total;
       inverse = scratch.take<Real>(tile);
-      const int64_t paged = params.page_size ? key_block : 0;
+      const int64_t paged = params.page_size ? key_block(params) : 0;
       keys = scratch.take<Stored>(paged * PagedRows<Stored>::line(params.head_dim));
       values = scratch.take<Stored>(paged * PagedRows<Stored>::line(params.v_head_dim));
     }
@@ -117,7 +118,7 @@ class Forward {
       }
       started_[t] = false;
     }
-    KeyWalk walk(params_, head_, first_, count_, key_block);
+    KeyWalk walk(params_, head_, first_, count_, key_block(params_));
     const PagedRows<Stored> keys{params_.k_row, params_.k_page, params_.head_dim, buffers_.keys},
         values{params_.v_row, params_.v_page, params_.v_head_dim, buffers_.values};
     do {
@@ -182,7 +183,7 @@ class Forward {
     const bool same_keys = next < buffers_.tiles_used;
     const QueryTile rows = tile_at(same_keys ? next : 0);
     const int64_t k0 = same_keys ? walk.k0 : walk.k0 + walk.block;
-    const int64_t keys = same_keys ? walk.block : min_of(key_block, params_.kv_len - k0);
+    const int64_t keys = same_keys ? walk.block : min_of(key_block(params_), params_.kv_len - k0);
     prefetch_mask<T>(params_, head_.mask, rows.first, rows.count, k0, keys, prefetch);
   }
 

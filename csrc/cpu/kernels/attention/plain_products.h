@@ -167,10 +167,10 @@ struct ScoreTile {
 };
 
 // Rows r .. of the tile: sums of the products of `keys` weights and values. One function for all dtypes of a precision.
-template <class Real, int M>
+template <class Real, int M, int N>
 ATTN_NOINLINE void value_rows(const Real* weights, int64_t keys, const OutputTile<Real, Real>& output, int64_t value_ld,
                               const Real* values, int64_t r) {
-  split_columns<Real, Tuning::vectors>(output.columns, [&](int64_t d, auto n) {
+  split_columns<Real, N>(output.columns, [&](int64_t d, auto n) {
     Tile<Real, M, n.count> sums;
     sums.clear();
     sums.add_columns(weights + r, ScoreTile<Real>::tile, values + d, value_ld, keys);
@@ -189,9 +189,16 @@ class PlainProducts : public SumsByRows {
 
  public:
   using Out = Real;
-  static constexpr int64_t tile = ScoreTile<Real>::tile, key_block = Tuning::forward_keys;
+  static constexpr int64_t tile = ScoreTile<Real>::tile;
   static constexpr bool rounds = false, own_scores = false, bias_is_overwritten = true;
   static constexpr Real weight_unit = 1;
+
+  // Sums are added up after every block: less often of a long one, whose weights then leave the first-level cache.
+  static ATTN_INLINE int64_t keys_at_once(const AttentionParams& params) {
+    const int64_t numbers = params.head_dim + params.v_head_dim;
+    const bool fits = Tuning::long_forward_keys * numbers * int64_t(sizeof(Real)) <= machine_tuning.long_block_bytes;
+    return numbers >= 96 && fits ? Tuning::long_forward_keys : Tuning::forward_keys;
+  }
 
   struct Buffers {
     int64_t key_ld, value_ld;
@@ -202,9 +209,9 @@ class PlainProducts : public SumsByRows {
         : key_ld(round_up(params.head_dim, 64 / int64_t(sizeof(Real)))),
           value_ld(sums_ld<Real>(params)),
           query(scratch.take<Real>(tiles * tile * params.head_dim)),
-          weights(scratch.take<Real>(key_block * tile)),
-          keys(scratch.take<Real>(key_block * key_ld)),
-          values(scratch.take<Real>(key_block * value_ld)) {}
+          weights(scratch.take<Real>(keys_at_once(params) * tile)),
+          keys(scratch.take<Real>(keys_at_once(params) * key_ld)),
+          values(scratch.take<Real>(keys_at_once(params) * value_ld)) {}
   };
 
   Real* const bias;  // where the weights will be
@@ -228,7 +235,7 @@ class PlainProducts : public SumsByRows {
 
   ATTN_INLINE void load_block(int64_t k0, int64_t block, const PlacedRows<T>& keys, const PlacedRows<T>& values) {
     // dense rows are read in place; rows far apart collide in the cache, 16-bit ones are converted
-    const auto dense = [](int64_t row) { return same_dtype && row * int64_t(sizeof(T)) < 1024; };
+    const auto dense = [](int64_t row) { return same_dtype && row * int64_t(sizeof(T)) < machine_tuning.apart_bytes; };
     k0_ = k0;
     block_ = block;
     keys_ = buffers_.keys;
@@ -301,10 +308,12 @@ class PlainProducts : public SumsByRows {
   }
   ATTN_INLINE void add_values(const QueryTile& rows, const TileKeys& seen, const OutputTile<Real, Real>& output,
                               RowPrefetch& prefetch) const {
-    each_row_group(params_.keys, rows, k0_, block_, seen, [&](int64_t r, auto m, const KeyRange& keys) {
-      value_rows<Real, m.count>(buffers_.weights + keys.begin * tile, max_of(0, keys.end - keys.begin), output,
-                                value_ld_, values_ + keys.begin * value_ld_, r);
-      prefetch.step();
+    with_sum_tiles<Real>(output.columns, [&](auto shape) {
+      each_row_group<shape.rows>(params_.keys, rows, k0_, block_, seen, [&](int64_t r, auto m, const KeyRange& keys) {
+        value_rows<Real, m.count, shape.vectors>(buffers_.weights + keys.begin * tile, max_of(0, keys.end - keys.begin),
+                                                 output, value_ld_, values_ + keys.begin * value_ld_, r);
+        prefetch.step();
+      });
     });
   }
   // the same where a value is an inf or a NaN: a weight of exactly 0 hides it
