@@ -17,14 +17,20 @@ struct WgmmaE4m3 {
     constexpr uint32_t kSwizzle = Line == 128 ? 1u : 2u;
     return uint64_t(addr >> 4 | 1u << 16) | uint64_t(kSwizzle << 30 | 8 * Line >> 4) << 32;
   }
-  static __device__ unsigned char byte_of(int v) {
-    return static_cast<unsigned char>(ptx::pack4_e4m3(static_cast<float>(v), 0.f, 0.f, 0.f));
+  // small(row, k) .. small(row, k + 3)
+  static __device__ uint32_t four(int row, int k) {
+    const auto number = [&](int i) { return static_cast<float>(small(row, k + i)); };
+    return ptx::pack4_e4m3(number(0), number(1), number(2), number(3));
+  }
+  static __device__ void fill(unsigned char* to, int rows, int first) {
+    for (int i = 4 * threadIdx.x; i < rows * Line; i += 4 * 128)
+      *reinterpret_cast<uint32_t*>(to + at(i / Line, i % Line)) = four(i / Line + first, i % Line);
   }
   __device__ void operator()() const {
     const int tid = threadIdx.x, g = tid % 32 / 4, t = tid % 4, row = tid / 32 * 16 + g;
     unsigned char *a = ptx::dynamic_smem(), *b = a + 64 * Line;
-    for (int i = tid; i < 64 * Line; i += 128) a[at(i / Line, i % Line)] = byte_of(small(i / Line, i % Line));
-    for (int i = tid; i < N * Line; i += 128) b[at(i / Line, i % Line)] = byte_of(small(i / Line + 2, i % Line));
+    fill(a, 64, 0);
+    fill(b, N, 2);
     ptx::fence_proxy_async();
     __syncthreads();
     const uint64_t da = operand(ptx::smem_addr(a)), db = operand(ptx::smem_addr(b));
@@ -32,11 +38,7 @@ struct WgmmaE4m3 {
     for (int i = 0; i < N / 2; i++) d[i] = 1.f;
     uint32_t regs[Line / 32][4];
     for (int kk = 0; kk < Line / 32; kk++)
-      for (int q = 0; q < 4; q++) {
-        const int r = row + 8 * (q & 1), k = 32 * kk + 4 * t + 16 * (q >> 1);
-        const auto number = [&](int i) { return static_cast<float>(small(r, k + i)); };
-        regs[kk][q] = ptx::pack4_e4m3(number(0), number(1), number(2), number(3));
-      }
+      for (int q = 0; q < 4; q++) regs[kk][q] = four(row + 8 * (q & 1), 32 * kk + 4 * t + 16 * (q >> 1));
     ptx::wgmma_fence();
 #pragma unroll
     for (int kk = 0; kk < Line / 32; kk++) {
