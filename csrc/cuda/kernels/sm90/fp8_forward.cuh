@@ -144,10 +144,9 @@ struct Sm90Fp8Consumer {
     }
     ptx::wgmma_wait<WithOutput ? 1 : 0>();
     ptx::keep(scores);
-    release(barriers.k_empty, number);  // @key_released
+    release(barriers.k_empty, number);        // @key_released
     const bool hides = !own.whole(key_tile);  // anything from a row of this warpgroup?
-    soft.run(scores, task, query_scale * of_key, hides, tile.sequence, row,
-             key_tile * Shape::kKeys + 2 * (lane % 4));
+    soft.run(scores, task, query_scale * of_key, hides, tile.sequence, row, key_tile * Shape::kKeys + 2 * (lane % 4));
     take_unit(of_value);
     if (WithOutput) finish_output(number - 1);
     rescale();
