@@ -19,19 +19,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("conformance", "warmup", "tests", "sanitizer", "bench")
 FAMILIES = {  # name: (arguments of pytest, seconds); a file in two families is in one of them without the other's tests
-    "attention": (["tests/cuda/test_attention.py", "-k", "not (options or packed)"], 33),
-    "options": (["tests/cuda/test_attention.py", "-k", "options or packed"], 33),
+    "attention": (["tests/cuda/test_attention.py", "-k", "not (options or packed)"], 32),
+    "options": (["tests/cuda/test_attention.py", "-k", "options or packed"], 32),
+    "jvp": (["tests/cuda/test_jvp.py"], 12),
     "blocks": (["tests/cuda/test_blocks.py"], 25),
     "fp32": (["tests/cuda/test_fp16x2.py"], 15),
     "fp8": (["tests/cuda/test_fp8.py"], 8),
     "decode": (["tests/cuda/test_decode.py", "-k", "values or split or served"], 26),
-    "caches": (["tests/cuda/test_decode.py", "-k", "not (values or split or served)"], 19),
+    "caches": (["tests/cuda/test_decode.py", "-k", "not (values or split or served)"], 17),
     "bytes": (["tests/cuda/test_byte_caches.py"], 10),
     "pages": (["tests/cuda/test_paged.py"], 10),
-    "mla": (["tests/cuda/test_mla_decode.py"], 20),
+    "mla": (["tests/cuda/test_mla_decode.py"], 18),
     "linear": (["tests/cuda/test_linear.py"], 14),
     "gated": (["tests/cuda/test_gated.py"], 14),
-    "sparse": (["tests/cuda/test_sparse.py"], 15),
+    "sparse": (["tests/cuda/test_sparse.py"], 13),
     "indexer": (["tests/cuda/test_indexer.py"], 10),
     "layers": (["tests/cuda/test_layers.py"], 13),
     "seeing": (["tests/seeing/test_trace.py"], 13),
@@ -45,8 +46,8 @@ ROWS = {  # name: (cases, peers, seconds)
     "options": ("gpu-options", f"sdpa-cudnn,sdpa-efficient,{FLASH}", 37),
     "fp32": ("gpu-fp32", SDPA, 20),
     "fp8": ("gpu-fp8", "softmax", 8),
-    "FlexAttention, blocks": ("gpu-flex,gpu-blocks", "sdpa-cudnn,sdpa-efficient,flex", 30),
-    "linear": ("gpu-linear", "plain,softmax", 20),
+    "FlexAttention, blocks": ("gpu-flex,gpu-blocks", "sdpa-cudnn,sdpa-efficient,flex", 28),
+    "linear": ("gpu-linear", "plain,softmax", 18),
     "192/128, 256, GQA, layers": ("gpu-bf16-d192-n8192,gpu-bf16-d256,gpu-bf16-gqa,gpu-layer", f"{SDPA},{FLASH}", 25),
 }
 
