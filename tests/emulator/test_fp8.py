@@ -126,7 +126,7 @@ def check_scales(made, size, order="forward"):
     query, key, value = (list(quantize_fp8(x)) for x in inputs_of(case, size))
     query[1] *= torch.tensor([1.0, -0.5])
     key[1] *= torch.tensor([0.25, -1.0, 0.0, 0.5, 1.0])
-    for factors in ([1.0, -1.0, 0.0, 8.0, -0.5], [2.0**60, 1.0, -(2.0**-10), 2.0**30, 0.0], [1e-30, 1, 1e-30, -1, 1]):
+    for factors in ([1.0, -1.0, 0.0, 8.0, -0.5], [2.0**60, 1.0, -(2.0**-10), 2.0**30, 0.0], [1e-36, 1, 1e-36, -1, 1]):
         given = (value[0], value[1] * torch.tensor(factors))
         check_values(made, (query, key, given), case, order, out=2)
 
