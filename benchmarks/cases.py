@@ -395,6 +395,9 @@ def _gpu() -> list[Case]:
     for d in (64, 128):
         cases.append(Case(f"gpu-flex-bf16-d{d}-n4096-causal", "gpu-flex", 4, 2048 // d, q_len=4096, head_dim=d,
                           dtype="bf16", causal=True, check=False, passes=training))  # fmt: skip
+    for d in (64, 128, 256):
+        cases.append(Case(f"gpu-fp8-bf16-d{d}-n8192", "gpu", 2, 2048 // d, q_len=8192, head_dim=d, dtype="bf16",
+                          function="fp8", check=False, passes=("forward",)))  # fmt: skip
     for dtype, n in (("bf16", 2048), ("bf16", 16384), ("fp32", 16384)):
         cases.append(Case(f"gpu-linear-{dtype}-n{n}", "gpu-linear", 16384 // n, 16, q_len=n, dtype=dtype,
                           function="linear", check=n <= 4096, passes=training))  # fmt: skip

@@ -50,7 +50,7 @@ def _ours(per: str, rotate: bool = False):
 
 
 def _rounded_weights(per: str, rotate: bool = False):
-    """With weights in e4m3 besides, 2^8 at a row's maximum, in plain PyTorch: what tensor cores of GPUs take."""
+    """What Hopper's kernel computes, in plain PyTorch: 2^8 of the weight at a row's maximum, in e4m3."""
 
     def run(*x: Tensor) -> Tensor:
         from attnjourney.reference.attention_fp8 import dequantize_fp8

@@ -23,11 +23,12 @@ FAMILIES = {  # name: (arguments of pytest, seconds); a file in two families is 
     "options": (["tests/cuda/test_attention.py", "-k", "options or packed"], 29),
     "blocks": (["tests/cuda/test_blocks.py"], 25),
     "fp32": (["tests/cuda/test_fp16x2.py"], 15),
+    "fp8": (["tests/cuda/test_fp8.py"], 8),
     "decode": (["tests/cuda/test_decode.py", "-k", "values or split or served"], 26),
-    "caches": (["tests/cuda/test_decode.py", "-k", "not (values or split or served)"], 20),
+    "caches": (["tests/cuda/test_decode.py", "-k", "not (values or split or served)"], 17),
     "bytes": (["tests/cuda/test_byte_caches.py"], 10),
     "pages": (["tests/cuda/test_paged.py"], 10),
-    "mla": (["tests/cuda/test_mla_decode.py"], 20),
+    "mla": (["tests/cuda/test_mla_decode.py"], 18),
     "linear": (["tests/cuda/test_linear.py"], 14),
     "gated": (["tests/cuda/test_gated.py"], 14),
     "jvp": (["tests/cuda/test_jvp.py"], 12),
@@ -39,13 +40,14 @@ FAMILIES = {  # name: (arguments of pytest, seconds); a file in two families is 
 SDPA = "sdpa,sdpa-cudnn,sdpa-flash,sdpa-efficient"
 FLASH = "fa2,fa3"
 ROWS = {  # name: (cases, peers, seconds)
-    "d128, 8k": ("gpu-bf16-d128-n8192", f"{SDPA},{FLASH}", 40),
-    "d64 and 1k": ("gpu-bf16-d64,gpu-bf16-d128-n1024,gpu-bf16-d192-n1024", f"{SDPA},{FLASH}", 45),
-    "decode": ("gpu-decode", f"{SDPA},{FLASH}", 35),
-    "options": ("gpu-options", f"sdpa-cudnn,sdpa-efficient,{FLASH}", 40),
+    "d128, 8k": ("gpu-bf16-d128-n8192", f"{SDPA},{FLASH}", 38),
+    "d64 and 1k": ("gpu-bf16-d64,gpu-bf16-d128-n1024,gpu-bf16-d192-n1024", f"{SDPA},{FLASH}", 42),
+    "decode": ("gpu-decode", f"{SDPA},{FLASH}", 32),
+    "options": ("gpu-options", f"sdpa-cudnn,sdpa-efficient,{FLASH}", 37),
     "fp32": ("gpu-fp32", SDPA, 20),
-    "FlexAttention, blocks": ("gpu-flex,gpu-blocks", "sdpa-cudnn,sdpa-efficient,flex", 30),
-    "linear": ("gpu-linear", "plain,softmax", 20),
+    "fp8": ("gpu-fp8", "softmax", 8),
+    "FlexAttention, blocks": ("gpu-flex,gpu-blocks", "sdpa-cudnn,sdpa-efficient,flex", 28),
+    "linear": ("gpu-linear", "plain,softmax", 18),
     "192/128, 256, GQA, layers": ("gpu-bf16-d192-n8192,gpu-bf16-d256,gpu-bf16-gqa,gpu-layer", f"{SDPA},{FLASH}", 25),
 }
 

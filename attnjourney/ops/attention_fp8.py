@@ -62,8 +62,10 @@ def attention_fp8(
     r"""softmax(scale * query key^T + mask) value over numbers in e4m3 (float8_e4m3fn) with a scale for each block of
     128 rows (block quantization of FlashAttention-3, arXiv 2407.08608), for inference: there is no backward.
 
-    A number is its byte times the scale of its row's block; :func:`quantize_fp8` makes both. Scores, weights and sums
-    are float32: the result has the error of float32 attention over these numbers.
+    A number is its byte times the scale of its row's block; :func:`quantize_fp8` makes both. Scores, softmax and
+    sums are float32. On a CPU the weights stay float32, too: the result has the error of float32 attention over these
+    numbers. On Hopper both products run on e4m3 tensor cores: weights are rounded to e4m3, as 256 times their size (an
+    error of at most 2^-4 of each, and of 2^-18 of the largest), while their sum is that of the unrounded ones.
 
     Args:
         query: (B, Hq, L, E), float8_e4m3fn. Batch and head dimensions broadcast as in :func:`attention`.
@@ -87,7 +89,10 @@ def attention_fp8(
 
     Raises:
         ValueError: a shape or a number that does not fit; names the argument, the expected and the given.
-        RuntimeError: a dtype or a device that does not fit, an input that requires grad, or tensors on CUDA.
+        RuntimeError: a dtype or a device that does not fit, an input that requires grad, or a GPU that is no Hopper
+            (compute capability 9.0).
+
+    On CUDA head dimensions are at most 256.
     """
     if out_dtype not in OUT_DTYPES:
         raise ValueError(f"out_dtype: expected torch.bfloat16, torch.float16 or torch.float32, got {out_dtype}")

@@ -23,6 +23,10 @@ void sm80_full_forward_fp16(ForwardTask, bool ranged, const Device&, cudaStream_
 void sm90_forward_bf16(ForwardTask, bool ranged, const Device&, cudaStream_t);
 void sm90_forward_fp16(ForwardTask, bool ranged, const Device&, cudaStream_t);
 
+// queries, keys and values in e4m3
+struct Fp8Task;
+void sm90_fp8_forward_e4m3(Fp8Task, cudaStream_t);
+
 // packed rows over a paged cache, of the sequences that are not decoding's
 struct PagedKeys;
 void sm80_paged_forward_bf16(ForwardTask, const PagedKeys&, cudaStream_t);

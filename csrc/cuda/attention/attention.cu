@@ -139,8 +139,7 @@ void backward_in(const AttentionCall& c, const AttentionSaved& saved, const Atte
 
 void cuda_attention_forward(AttentionCall& c, const AttentionResults& results) {
   check_served(c, false);
-  check_runtime(!c.args.fp8, "query: expected a tensor on the CPU for dtype torch.float8_e4m3fn, got one on CUDA: ",
-                "attention takes what the numbers stand for in bfloat16 or float16");
+  if (c.args.fp8) return cuda_fp8_forward(c, results);
   if (c.args.options.block_table)
     return (c.lse_dtype == ScalarType::Double ? paged_forward<double> : paged_forward<float>)(c, results);
   (c.lse_dtype == ScalarType::Double ? forward_in<double> : forward_in<float>)(c, results);

@@ -79,6 +79,23 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t addr, const uint32_t (&r)[4
 }
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// ---- e4m3 ----
+
+// to nearest even, at most 448; the first one in the lowest byte
+__device__ __forceinline__ uint32_t pack4_e4m3(float a, float b, float c, float d) {
+  uint32_t r;
+  asm("{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, %2, %1; cvt.rn.satfinite.e4m3x2.f32 hi, %4, %3; "
+      "mov.b32 %0, {lo, hi}; }"
+      : "=r"(r)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return r;
+}
+// byte i of the result is byte Selector >> 4 i & 7 of (low, high)
+template <uint32_t Selector>
+__device__ __forceinline__ uint32_t select_bytes(uint32_t low, uint32_t high) {
+  return __byte_perm(low, high, Selector);
+}
+
 // ---- registers of a warpgroup ----
 
 template <int Registers>

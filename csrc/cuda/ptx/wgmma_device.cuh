@@ -1,5 +1,5 @@
-// wgmma m64nNk16, N = 32 (not with A in registers), 64 or 128, fp32 accumulators in registers. Operands in shared
-// memory are named by descriptors. TransA, TransB: 1 for an operand stored MN-major.
+// wgmma m64nNk16, N = 32 (not with A in registers), 64 or 128, fp32 accumulators in registers; of e4m3 m64nNk32.
+// Operands in shared memory are named by descriptors. TransA, TransB: 1 for an operand stored MN-major.
 #pragma once
 #include "sm90_device.cuh"
 
@@ -125,6 +125,42 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[
     ATTNJOURNEY_RS64("f16");
 #undef ATTNJOURNEY_RS32
 #undef ATTNJOURNEY_RS64
+}
+
+// ---- e4m3: m64nNk32, both operands K-major (there is no transposed form) ----
+
+// d (+)= A B
+template <int N>
+__device__ __forceinline__ void wgmma_e4m3_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
+  static_assert(N == 64 || N == 128);
+  if constexpr (N == 64)
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %34, 0; "
+        "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" ATTNJOURNEY_REGS32 "}, %32, %33, p, 1, 1; }"
+        : ATTNJOURNEY_ACC32("+f", 0)
+        : "l"(a), "l"(b), "r"(int(accumulate)));
+  else
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %66, 0; "
+        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" ATTNJOURNEY_REGS64 "}, %64, %65, p, 1, 1; }"
+        : ATTNJOURNEY_ACC64("+f", 0)
+        : "l"(a), "l"(b), "r"(int(accumulate)));
+}
+
+// d += A B with A in registers: a[q] has row lane / 4 + 8 (q % 2), columns 16 (q / 2) + 4 (lane % 4) .. of 32
+template <int N>
+__device__ __forceinline__ void wgmma_e4m3_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b) {
+  static_assert(N == 64 || N == 128);
+  if constexpr (N == 64)
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" ATTNJOURNEY_REGS32
+                 "}, {%32, %33, %34, %35}, %36, 1, 1, 1;"
+                 : ATTNJOURNEY_ACC32("+f", 0)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  else
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" ATTNJOURNEY_REGS64
+                 "}, {%64, %65, %66, %67}, %68, 1, 1, 1;"
+                 : ATTNJOURNEY_ACC64("+f", 0)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 #undef ATTNJOURNEY_ACC8

@@ -8,6 +8,7 @@
 //
 #include "conformance_fp16x2.h"
 #include "conformance_fp32.h"
+#include "conformance_fp8.h"
 
 template <class F>
 __global__ void run(const __grid_constant__ F f) {
@@ -47,6 +48,7 @@ int main() {
     if (device.major == 9) {
       conformance::Program<DeviceHost>::sm90();
       conformance::Fp16x2Program<DeviceHost>::run();
+      conformance::Fp8Program<DeviceHost>::run();
     }
     printf("%s: %d of %d as expected\n", device.name, conformance::checked - conformance::failed, conformance::checked);
   } catch (const std::exception& e) {

@@ -117,6 +117,8 @@ def prefix(flags: tuple[str, ...] = CHECKED) -> Path:
 
 def _object(file: Path, flags: tuple[str, ...], defines: tuple[str, ...], csrc: Path) -> Path:
     files = [file, *PROGRAMS.rglob("*.h"), *MACHINE.glob("*.h")]
+    if file.stem == "conformance":
+        files += (ROOT / "tests/emulator/conformance").glob("*.h")
     name = _name(CXX, *COMMON, *flags, *_sources(*files), _digest(csrc), *defines)
 
     def make(out: Path) -> None:

@@ -94,4 +94,23 @@ inline float from_half(uint16_t h) {
   return h & 0x8000 ? -f : f;
 }
 
+// float8_e4m3fn: no infinity, NaN where the last seven bits are set
+inline float from_e4m3(uint8_t b) {
+  const int exponent = b >> 3 & 15, fraction = b & 7;
+  if ((b & 0x7f) == 0x7f) return NAN;
+  const float f = exponent ? std::ldexp(static_cast<float>(8 + fraction), exponent - 10)
+                           : std::ldexp(static_cast<float>(fraction), -9);
+  return b & 0x80 ? -f : f;
+}
+// round to nearest even, at most 448 (cvt.rn.satfinite)
+inline uint8_t to_e4m3(float f) {
+  if (f != f) return 0x7f;
+  const uint8_t sign = std::signbit(f) ? 0x80 : 0;
+  const double size = std::fabs(static_cast<double>(f));
+  if (size >= 448) return sign | 0x7e;
+  const int exponent = std::max(-6, size > 0 ? std::ilogb(size) : -6);
+  const int steps = static_cast<int>(std::nearbyint(std::ldexp(size, 3 - exponent)));  // of 2^(exponent - 3)
+  return static_cast<uint8_t>(sign | (steps + (exponent + 6) * 8));
+}
+
 }  // namespace emulator

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <functional>
 #include <stdexcept>
+#include <type_traits>
 #include <vector>
 
 #include "cuda_types.h"
@@ -105,15 +106,15 @@ struct TensorMap {  // what an encoded CUtensorMap holds; innermost dimension fi
   int rank, element;  // element: bytes
   uint32_t size[5], box[5];
   uint64_t stride[5];  // bytes; stride[0] == element
-  bool swizzle128;
+  int swizzle;         // bytes of its pattern's rows: 128, 64, or 0 for none
 };
 struct ElementStrides {
   int64_t batch, head, row;
 };
-// Of 16-bit numbers [batch, heads, length, dim] in boxes of 64 columns by `rows` rows of one head, as csrc/cuda/
-// tensor_map.h encodes it; an Error where the driver refuses.
+// Of numbers [batch, heads, length, dim] of `element` bytes in boxes of `line` bytes by `rows` rows of one head, as
+// csrc/cuda/tensor_map.h encodes it; an Error where the driver refuses.
 TensorMap tensor_map(const void* data, const ElementStrides&, int64_t batch, int64_t heads, int64_t length, int64_t dim,
-                     int64_t rows);
+                     int64_t rows, int element = 2, int line = 128);
 void mbarrier_init(uint32_t bar, int count, Site);
 void mbarrier_arrive(uint32_t bar, uint32_t expect_bytes, Site);
 void mbarrier_wait(uint32_t bar, int parity, Site);
@@ -125,9 +126,12 @@ void bulk_reduce_add(float* dst, uint32_t src, uint32_t bytes, Site);
 void bulk_commit();
 void bulk_wait(int pending_groups);
 void wgmma_fence(Site);
+enum class Element { bf16, half, e4m3 };
+template <class T>
+inline constexpr Element element_of = std::is_same_v<T, Bf16> ? Element::bf16 : Element::half;
 // d (+)= A B; a null: A in shared memory too
 void wgmma(float* d, int n, const uint32_t* a, uint64_t desc_a, uint64_t desc_b, bool accumulate, bool a_mn_major,
-           bool b_mn_major, bool bf16, Site);
+           bool b_mn_major, Element, Site);
 void wgmma_commit(Site);
 void wgmma_wait(int pending_groups, Site);
 void setmaxnreg(int registers, Site);

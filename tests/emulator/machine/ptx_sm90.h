@@ -66,15 +66,34 @@ template <int N>
 void keep(float (&)[N]) {}
 template <class T, int N, int TransA, int TransB>
 void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate, Site s = Site::here()) {
-  emulator::wgmma(d, N, nullptr, a, b, accumulate, TransA, TransB, is_bf16<T>, s);
+  emulator::wgmma(d, N, nullptr, a, b, accumulate, TransA, TransB, emulator::element_of<T>, s);
 }
 template <class T, int N, int TransA, int TransB>
 void wgmma_ss_new(float (&d)[N / 2], uint64_t a, uint64_t b, Site s = Site::here()) {
-  emulator::wgmma(d, N, nullptr, a, b, false, TransA, TransB, is_bf16<T>, s);
+  emulator::wgmma(d, N, nullptr, a, b, false, TransA, TransB, emulator::element_of<T>, s);
 }
 template <class T, int N, int TransB>
 void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate, Site s = Site::here()) {
-  emulator::wgmma(d, N, a, 0, b, accumulate, false, TransB, is_bf16<T>, s);
+  emulator::wgmma(d, N, a, 0, b, accumulate, false, TransB, emulator::element_of<T>, s);
+}
+template <int N>
+void wgmma_e4m3_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate, Site s = Site::here()) {
+  emulator::wgmma(d, N, nullptr, a, b, accumulate, false, false, emulator::Element::e4m3, s);
+}
+template <int N>
+void wgmma_e4m3_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, Site s = Site::here()) {
+  emulator::wgmma(d, N, a, 0, b, true, false, false, emulator::Element::e4m3, s);
+}
+inline uint32_t pack4_e4m3(float a, float b, float c, float d) {
+  const auto at = [](float x, int byte) { return static_cast<uint32_t>(emulator::to_e4m3(x)) << 8 * byte; };
+  return at(a, 0) | at(b, 1) | at(c, 2) | at(d, 3);
+}
+template <uint32_t Selector>
+uint32_t select_bytes(uint32_t low, uint32_t high) {
+  const uint64_t both = low | static_cast<uint64_t>(high) << 32;
+  uint32_t r = 0;
+  for (int i = 0; i < 4; i++) r |= static_cast<uint32_t>(both >> 8 * (Selector >> 4 * i & 7) & 0xff) << 8 * i;
+  return r;
 }
 
 }  // namespace attnjourney::ptx

@@ -119,7 +119,8 @@ void global_access(const void*, size_t bytes, Access, Site);
 void reset_mbarriers();
 void reset_wgmma();
 bool land_one_copy();  // time passes: one TMA load in flight arrives
-inline uint32_t swizzle128(uint32_t a) { return a ^ (a >> 7 & 7) << 4; }
+// chunks of 16 bytes exchanged within rows of `line` bytes, 128, 64 or 0 (none)
+inline uint32_t swizzled(uint32_t a, int line) { return line ? a ^ (a >> 7 & (line / 16 - 1)) << 4 : a; }
 float value16(uint16_t bits, bool bf16);
 
 // warp.cpp: a collective operation of a warp; the last lane to arrive does the work for all.

@@ -61,7 +61,7 @@ void each_element(const TensorMap& m, const int* coordinates, uint32_t tile, F&&
       inside = inside && c >= 0 && c < m.size[r];
       p += c * static_cast<int64_t>(r ? m.stride[r] : m.element);
     }
-    f(inside ? p : nullptr, m.swizzle128 ? swizzle128(tile + offset) : tile + offset);
+    f(inside ? p : nullptr, swizzled(tile + offset, m.swizzle));
     offset += m.element;
     int r = 0;
     while (r < m.rank && ++index[r] == m.box[r]) index[r++] = 0;
@@ -74,11 +74,11 @@ uint32_t box_bytes(const TensorMap& m) {
   return bytes;
 }
 void check_map(const TensorMap& m, uint32_t tile, Site s) {
-  // the pattern follows the address: a single row may lie anywhere in it
-  if (tile % (m.swizzle128 ? m.box[2] == 1 ? 128 : 1024 : 16))
+  // the pattern, of eight rows, follows the address: a single row may lie anywhere in it
+  if (tile % (m.swizzle ? m.box[2] == 1 ? 128 : 8 * m.swizzle : 16))
     fail("TMA tile not aligned to its swizzle pattern, " + who() + " at " + at(s));
-  if (m.swizzle128 && m.box[0] * m.element != 128)
-    fail("TMA: the emulator's 128-byte swizzle wants a box 128 bytes wide, at " + at(s));
+  if (m.swizzle && static_cast<int>(m.box[0]) * m.element != m.swizzle)
+    fail("TMA: the emulator's swizzle wants a box as wide as its rows, at " + at(s));
   if (reinterpret_cast<uintptr_t>(m.base) % 16) fail("TMA: the tensor is not 16-byte aligned, at " + at(s));
   for (int r = 1; r < m.rank; r++)
     if (m.stride[r] % 16) fail("TMA: a stride is not a multiple of 16 bytes, at " + at(s));
@@ -115,13 +115,13 @@ void issue(const Load& o, Site s) {
 }  // namespace
 
 TensorMap tensor_map(const void* data, const ElementStrides& s, int64_t batch, int64_t heads, int64_t length,
-                     int64_t dim, int64_t rows) {
+                     int64_t dim, int64_t rows, int element, int line) {
   const auto refuse = [](const char* what, int64_t value) {
     throw Error("cuTensorMapEncodeTiled: " + format("%s %lld", what, static_cast<long long>(value)));
   };
-  const int64_t size[4] = {dim, heads, length, batch}, box[4] = {64, 1, rows, 1};
-  const auto bytes = [](int64_t items, int64_t stride) { return items > 1 ? 2 * stride : 16; };
-  const int64_t stride[4] = {2, bytes(heads, s.head), bytes(length, s.row), bytes(batch, s.batch)};
+  const int64_t size[4] = {dim, heads, length, batch}, box[4] = {line / element, 1, rows, 1};
+  const auto bytes = [&](int64_t items, int64_t stride) { return items > 1 ? element * stride : 16; };
+  const int64_t stride[4] = {element, bytes(heads, s.head), bytes(length, s.row), bytes(batch, s.batch)};
   const auto address = reinterpret_cast<uintptr_t>(data);
   if (address == 0 || address % 16) refuse("expected an address that is a multiple of 16, got", int64_t(address));
   for (int r = 0; r < 4; r++) {
@@ -130,7 +130,7 @@ TensorMap tensor_map(const void* data, const ElementStrides& s, int64_t batch, i
     if (r > 0 && (stride[r] % 16 || stride[r] < 0 || stride[r] >= int64_t{1} << 40))
       refuse("expected strides that are multiples of 16 bytes below 2^40, got", stride[r]);
   }
-  TensorMap m{static_cast<const unsigned char*>(data), 4, 2, {}, {}, {}, true};
+  TensorMap m{static_cast<const unsigned char*>(data), 4, element, {}, {}, {}, line};
   for (int r = 0; r < 4; r++) {
     m.size[r] = static_cast<uint32_t>(size[r]), m.box[r] = static_cast<uint32_t>(box[r]);
     m.stride[r] = static_cast<uint64_t>(stride[r]);
@@ -196,7 +196,7 @@ void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar, Site
     fail("misaligned bulk copy, " + who() + " at " + at(s));
   global_access(src, bytes, Access::read, s);
   const uint32_t words = bytes / 4;
-  issue({dst, bar, bytes, {static_cast<const unsigned char*>(src), 1, 4, {words}, {words}, {4}, false}, {}}, s);
+  issue({dst, bar, bytes, {static_cast<const unsigned char*>(src), 1, 4, {words}, {words}, {4}, 0}, {}}, s);
 }
 
 void tma_store(const TensorMap& m, uint32_t src, const int* coordinates, Site s) {

@@ -1,4 +1,4 @@
-// wgmma m64nNk16 and setmaxnreg: collective operations of a warpgroup.
+// wgmma m64nNk16 (of e4m3 m64nNk32) and setmaxnreg: collective operations of a warpgroup.
 #include "state.h"
 
 namespace emulator {
@@ -8,9 +8,12 @@ struct Product {
   float* d[128];
   std::vector<float> before;  // the accumulators as they were at the issue, [thread][n / 2]; empty: from the queue
   uint32_t a[128][4];
-  bool a_registers, accumulate, a_mn_major, b_mn_major, bf16;
+  bool a_registers, accumulate, a_mn_major, b_mn_major;
+  Element element;
   uint64_t desc_a, desc_b;
   int n;
+  int size() const { return element == Element::e4m3 ? 1 : 2; }  // bytes of an element
+  int depth() const { return 32 / size(); }
 };
 struct Warpgroup {
   int arrived;
@@ -41,18 +44,41 @@ void collective(const char* what, A& args, Site s, F&& work) {
   for (int i = 0; i < 128; i++) threads[first + i].state = State::runnable;
 }
 
-// Canonical 128-byte-swizzled layouts only: K-major rows of 64 elements, or MN-major panels of 64 x 8.
-uint32_t operand_offset(uint64_t desc, int mn, int k, bool mn_major) {
+// The bytes of the swizzle that a descriptor names in bits 62 and 63; 0: one that is not modelled.
+int swizzle_of(uint64_t desc) { return desc >> 62 == 1 ? 128 : desc >> 62 == 2 ? 64 : 0; }
+// What is modelled of the descriptors of the PTX ISA (Asynchronous Warpgroup Level Matrix Shared Memory Layout):
+// K-major rows of 128 or 64 bytes in groups of eight, a group `stride` after the other, 16-byte chunks of a row
+// exchanged by the bits of the address above it; MN-major, of 16-bit numbers alone, panels of 64 x 8 with 128-byte
+// swizzle. A step along K adds its bytes to the start, within a row; the pattern itself begins at a multiple of its
+// eight rows (base offset 0).
+uint32_t operand_offset(uint64_t desc, int mn, int k, bool mn_major, int size) {
   const uint32_t start = (desc & 0x3fff) << 4, lead = (desc >> 16 & 0x3fff) << 4, stride = (desc >> 32 & 0x3fff) << 4;
-  return swizzle128(mn_major ? start + mn / 64 * lead + k / 8 * stride + k % 8 * 128 + mn % 64 * 2
-                             : start + mn / 8 * stride + mn % 8 * 128 + k * 2);
+  const int line = swizzle_of(desc);
+  return swizzled(mn_major ? start + mn / 64 * lead + k / 8 * stride + k % 8 * 128 + mn % 64 * 2
+                           : start + mn / 8 * stride + mn % 8 * line + k * size,
+                  line);
 }
 template <class F>
 void each_operand(const Product& o, F&& f) {
-  for (int k = 0; k < 16; k++) {
-    for (int i = 0; i < 64 && !o.a_registers; i++) f(operand_offset(o.desc_a, i, k, o.a_mn_major));
-    for (int j = 0; j < o.n; j++) f(operand_offset(o.desc_b, j, k, o.b_mn_major));
+  for (int k = 0; k < o.depth(); k += 2 / o.size()) {  // two bytes at a time
+    for (int i = 0; i < 64 && !o.a_registers; i++) f(operand_offset(o.desc_a, i, k, o.a_mn_major, o.size()));
+    for (int j = 0; j < o.n; j++) f(operand_offset(o.desc_b, j, k, o.b_mn_major, o.size()));
   }
+}
+// The sum of the accumulator and 32 products of e4m3 as Hopper adds them: terms keep 13 bits below the largest one
+// (DeepSeek-V3, arXiv 2412.19437, counts about 14 bits), the rest is cut off.
+float add_and_cut_e4m3(float sum, const float* a, const float* b, int b_step) {
+  int top = sum != 0 ? std::ilogb(sum) : -1000;
+  float product[32];
+  for (int k = 0; k < 32; k++) {
+    product[k] = a[k] * b[k * b_step];  // exact
+    if (product[k] != product[k] || std::isinf(product[k])) return product[k];
+    if (product[k] != 0) top = std::max(top, std::ilogb(product[k]));
+  }
+  if (sum != sum || std::isinf(sum) || top == -1000) return sum;
+  double total = std::trunc(std::ldexp(static_cast<double>(sum), 13 - top));
+  for (float x : product) total += std::trunc(std::ldexp(static_cast<double>(x), 13 - top));
+  return static_cast<float>(std::ldexp(total, top - 13));
 }
 // element e of thread i's accumulator in the 64 x n tile
 int accumulator_offset(int i, int e, int n) {
@@ -60,27 +86,36 @@ int accumulator_offset(int i, int e, int n) {
 }
 
 void run(const Product& o, int first) {
-  std::vector<float> a(64 * 16), b(16 * o.n), c(64 * o.n);
-  const auto load = [&](uint32_t offset) {
-    uint16_t e;
-    memcpy(&e, smem + offset, 2);
-    return value16(e, o.bf16);
+  const bool bytes = o.element == Element::e4m3, bf16 = o.element == Element::bf16;
+  const int depth = o.depth(), per_word = 4 / o.size();
+  std::vector<float> a(64 * depth), b(depth * o.n), c(64 * o.n);
+  const auto value = [&](uint32_t bits) {
+    return bytes ? from_e4m3(static_cast<uint8_t>(bits)) : value16(static_cast<uint16_t>(bits), bf16);
   };
-  for (int k = 0; k < 16; k++) {
-    for (int i = 0; i < 64 && !o.a_registers; i++) a[i * 16 + k] = load(operand_offset(o.desc_a, i, k, o.a_mn_major));
-    for (int j = 0; j < o.n; j++) b[k * o.n + j] = load(operand_offset(o.desc_b, j, k, o.b_mn_major));
+  const auto load = [&](uint32_t offset) {
+    uint16_t e = 0;
+    memcpy(&e, smem + offset, o.size());
+    return value(e);
+  };
+  for (int k = 0; k < depth; k++) {
+    for (int i = 0; i < 64 && !o.a_registers; i++)
+      a[i * depth + k] = load(operand_offset(o.desc_a, i, k, o.a_mn_major, o.size()));
+    for (int j = 0; j < o.n; j++) b[k * o.n + j] = load(operand_offset(o.desc_b, j, k, o.b_mn_major, o.size()));
   }
   for (int i = 0; i < 128 && o.a_registers; i++)
     for (int q = 0; q < 4; q++)
-      for (int h = 0; h < 2; h++)
-        a[(i / 32 * 16 + i % 32 / 4 + 8 * (q & 1)) * 16 + 2 * (i % 4) + 8 * (q >> 1) + h] =
-            value16(static_cast<uint16_t>(o.a[i][q] >> 16 * h), o.bf16);
+      for (int h = 0; h < per_word; h++)
+        a[(i / 32 * 16 + i % 32 / 4 + 8 * (q & 1)) * depth + per_word * (i % 4 + 4 * (q >> 1)) + h] =
+            value(o.a[i][q] >> 32 / per_word * h);
   const int per = o.n / 2;
   if (o.accumulate)
     for (int i = 0; i < 128; i++)
       for (int e = 0; e < per; e++)
         c[accumulator_offset(i, e, o.n)] = o.before.empty() ? o.d[i][e] : o.before[i * per + e];
-  if (options.cut_sums) {
+  if (options.cut_sums && bytes) {
+    for (int i = 0; i < 64; i++)
+      for (int j = 0; j < o.n; j++) c[i * o.n + j] = add_and_cut_e4m3(c[i * o.n + j], &a[i * 32], &b[j], o.n);
+  } else if (options.cut_sums) {
     const auto product = [&](int i, int k, int j) {
       return static_cast<double>(a[i * 16 + k]) * static_cast<double>(b[k * o.n + j]);
     };
@@ -92,8 +127,8 @@ void run(const Product& o, int first) {
         }
   } else {
     for (int i = 0; i < 64; i++)
-      for (int k = 0; k < 16; k++)
-        for (int j = 0; j < o.n; j++) c[i * o.n + j] += a[i * 16 + k] * b[k * o.n + j];
+      for (int k = 0; k < depth; k++)
+        for (int j = 0; j < o.n; j++) c[i * o.n + j] += a[i * depth + k] * b[k * o.n + j];
   }
   for (int i = 0; i < 128; i++)
     for (int e = 0; e < per; e++) o.d[i][e] = c[accumulator_offset(i, e, o.n)];
@@ -116,7 +151,7 @@ void wgmma_fence(Site s) {
 }
 
 void wgmma(float* d, int n, const uint32_t* a, uint64_t desc_a, uint64_t desc_b, bool accumulate, bool a_mn_major,
-           bool b_mn_major, bool bf16, Site s) {
+           bool b_mn_major, Element element, Site s) {
   struct Args {
     float* d;
     const uint32_t* a;
@@ -128,10 +163,19 @@ void wgmma(float* d, int n, const uint32_t* a, uint64_t desc_a, uint64_t desc_b,
     counts.mma++;
     Product o{};
     o.a_registers = a != nullptr, o.accumulate = accumulate, o.a_mn_major = a_mn_major, o.b_mn_major = b_mn_major;
-    o.bf16 = bf16, o.desc_a = desc_a, o.desc_b = desc_b, o.n = n;
-    for (uint64_t desc : {a ? desc_b : desc_a, desc_b})
-      if (desc >> 62 != 1 || (desc >> 49 & 7))
-        fail("wgmma: only descriptors with 128-byte swizzle and base offset 0 are modelled, at " + at(s));
+    o.element = element, o.desc_a = desc_a, o.desc_b = desc_b, o.n = n;
+    for (uint64_t desc : {a ? desc_b : desc_a, desc_b}) {
+      const int line = swizzle_of(desc);
+      if (!line || (desc >> 49 & 7) || ((a_mn_major || b_mn_major) && line != 128))
+        fail("wgmma: only descriptors with 128-byte swizzle, or 64-byte K-major, and base offset 0 are modelled, at " +
+             at(s));
+      if (element != Element::e4m3) continue;
+      if (a_mn_major || b_mn_major) fail("wgmma: operands of e4m3 are K-major, at " + at(s));
+      // a step of 32 bytes stays within a row; groups of eight rows follow each other without a gap
+      const uint32_t start = (desc & 0x3fff) << 4, stride = (desc >> 32 & 0x3fff) << 4;
+      if (start % (8 * line) > static_cast<uint32_t>(line - 32) || stride != static_cast<uint32_t>(8 * line))
+        fail("wgmma: a descriptor of e4m3 that leaves its rows, at " + at(s));
+    }
     for (int i = 0; i < 128; i++) {
       if (l[i]->desc_a != desc_a || l[i]->desc_b != desc_b || l[i]->accumulate != accumulate)
         fail("wgmma: the threads of a warpgroup disagree on its operands, at " + at(s));

@@ -4,6 +4,7 @@
 //
 #include "emulator/conformance/conformance_fp16x2.h"
 #include "emulator/conformance/conformance_fp32.h"
+#include "emulator/conformance/conformance_fp8.h"
 
 struct EmulatedHost {
   template <class T>
@@ -24,6 +25,7 @@ int main() {
     conformance::Fp16x2Program<EmulatedHost>::sm80();
     conformance::Program<EmulatedHost>::sm90();
     conformance::Fp16x2Program<EmulatedHost>::run();
+    conformance::Fp8Program<EmulatedHost>::run();
   } catch (const emulator::Error& e) {
     printf("FAIL %s\n", e.what());
     return 1;
