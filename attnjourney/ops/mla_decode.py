@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
+from ._attention_checks import check_index, check_per_head
 from ._decode_vmap import vmap_mla_decode
 from ._registry.fakes import empty_lse, need
 from ._registry.inference import as_index, register_inference
@@ -73,8 +74,8 @@ def mla_decode(
         latent_scale: of latents in bytes (int8 or float8_e4m3fn): latent's shape but for the last
             dimension, float32, as key_scale of :func:`attnjourney.decode`.
         indices: (B, Sq, k) int32 or int64: each row sees of its latents those of these tokens alone (below 0: none),
-            as `lightning_indexer` chooses them; by :func:`attnjourney.sparse_attention`, with gradients. Not with
-            latent_scale, window_size, attn_mask, prefix_length or alibi_slopes.
+            as `lightning_indexer` chooses them; by :func:`attnjourney.sparse_attention`, with gradients (latents in
+            bytes: as blocks of a token each, without). Not with window_size, attn_mask, prefix_length or alibi_slopes.
         block_table, is_causal, window_size, attn_mask, prefix_length, softcap, sinks, alibi_slopes, return_lse: as
             in :func:`attnjourney.decode`.
         scale: (nope + rope)^-0.5 by default.
@@ -87,14 +88,14 @@ def mla_decode(
     """
     options = decode_options(is_causal, window_size, scale, attn_mask, prefix_length, softcap, sinks, alibi_slopes)
     if indices is not None:
-        alone: dict[str, Any] = dict(latent_scale=latent_scale, attn_mask=attn_mask, alibi_slopes=alibi_slopes)
+        alone: dict[str, Any] = dict(attn_mask=attn_mask, alibi_slopes=alibi_slopes)
         alone |= dict(window_size=None if window_size in (None, UNBOUNDED) else window_size)
         for name, given in (*alone.items(), ("prefix_length", prefix_length or None)):
             if given is not None:
                 raise ValueError(f"{name}: expected none beside indices, got {given!r}")
         out, lse = _over_chosen(
-            query, latent, as_index(lengths), kv_b_weight, indices, block_table, is_causal=is_causal, scale=scale,
-            softcap=softcap or 0.0, sinks=sinks,
+            query, latent, as_index(lengths), kv_b_weight, indices, block_table, latent_scale, is_causal=is_causal,
+            scale=scale, softcap=softcap or 0.0, sinks=sinks,
         )  # fmt: skip
         return (out, lse) if return_lse else out
     if latent_scale is not None:
@@ -104,42 +105,81 @@ def mla_decode(
 
 
 def _over_chosen(
-    query: Tensor, latent: Tensor, lengths: Tensor, kv_b_weight: Tensor, indices: Tensor, block_table: Tensor | None, *,
-    is_causal: bool, scale: float | None, softcap: float, sinks: Tensor | None,
+    query: Tensor, latent: Tensor, lengths: Tensor, kv_b_weight: Tensor, indices: Tensor, block_table: Tensor | None,
+    latent_scale: Tensor | None, *, is_causal: bool, **scores: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """W_UK goes to the query's side, W_UV behind the sum: one head of keys, the latents, for all heads."""
     need(query.dim() == 4, "query: expected 4 dimensions", query)
     need(latent.dim() == 3, "latent: expected 3 dimensions", latent)
     need(kv_b_weight.dim() == 2, "kv_b_weight: expected 2 dimensions", kv_b_weight)
-    (batch, heads, rows, dim), (per_head, rank) = (
-        query.shape,
-        (kv_b_weight.shape[0] // query.shape[1], kv_b_weight.shape[1]),
-    )
-    nope = dim - (latent.shape[2] - rank)
-    fits = kv_b_weight.shape[0] == heads * per_head and 0 < nope <= dim and per_head > nope
+    heads, dim, (rows_of_heads, rank) = query.shape[1], query.shape[3], kv_b_weight.shape
+    nope, per_head = dim - (latent.shape[2] - rank), rows_of_heads // max(1, heads)
+    fits = rows_of_heads == heads * per_head and 0 < nope <= dim and per_head > nope
     need(fits, f"kv_b_weight: expected shape (heads * (nope + v), kv_lora) for {heads} heads of {dim}", kv_b_weight)
+    check_scale("latent_scale", latent_scale, "latent", latent)
+    if latent_scale is not None:
+        return _over_chosen_bytes(
+            query, latent, latent_scale, lengths, kv_b_weight, indices, block_table, is_causal=is_causal, **scores
+        )
+    # W_UK goes to the query's side, W_UV behind the sum: one head of keys, the latents, for all heads
     weight = kv_b_weight.view(heads, per_head, rank)
     absorbed = torch.cat([query[..., :nope] @ weight[:, :nope], query[..., nope:]], -1)
     options: dict[str, Any] = dict(is_causal=is_causal, causal_alignment="bottom_right", key_lengths=lengths)
     key = latent.unsqueeze(1)
     if block_table is not None:
-        # what is named are tokens of a sequence: those it may not see are left out, the rest are rows of the pool
-        capacity = block_table.shape[1] * latent.shape[1]
-        check_indices(indices, batch, 1, rows)
-        end = lengths[:, None, None].to(indices.device)
-        if is_causal:
-            end = end - rows + 1 + torch.arange(rows, device=indices.device)[:, None]
-        there = (indices >= 0) & (indices < end) & (indices < capacity)
-        token = torch.where(there, indices, 0).long()
-        block = block_table.long().gather(1, (token // latent.shape[1]).flatten(1)).view(token.shape)
-        indices = torch.where(there, block * latent.shape[1] + token % latent.shape[1], -1)
-        key = latent.reshape(1, 1, -1, latent.shape[2]).expand(batch, 1, -1, -1)
+        token, there = _rows_of_pool(query, latent, lengths, indices, block_table, is_causal)
+        indices = torch.where(there, token, -1)
+        key = latent.reshape(1, 1, -1, latent.shape[2]).expand(query.shape[0], 1, -1, -1)
         options = {}
-    scale = dim**-0.5 if scale is None else scale
+    scale = dim**-0.5 if scores["scale"] is None else scores["scale"]
     out, lse = sparse_attention(
-        absorbed, key, key[..., :rank], indices, scale=scale, softcap=softcap, sinks=sinks, return_lse=True, **options
+        absorbed, key, key[..., :rank], indices, return_lse=True, **options, **{**scores, "scale": scale}
     )
     return out @ weight[:, nope:].mT, lse
+
+
+def _rows_of_pool(
+    query: Tensor, latent: Tensor, lengths: Tensor, indices: Tensor, block_table: Tensor | None, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Of the tokens of a sequence that indices name, (B, rows, k): their rows among all that `latent` has, and which of
+    them a row sees; 0 where it does not."""
+    (batch, _, rows, _), size = query.shape, latent.shape[1]
+    check_indices(indices, batch, 1, rows)
+    end = lengths[:, None, None].to(indices.device)
+    if is_causal:
+        end = end - rows + 1 + torch.arange(rows, device=indices.device)[:, None]
+    capacity = size if block_table is None else size * block_table.shape[1]
+    there = (indices >= 0) & (indices < end) & (indices < capacity)
+    token = torch.where(there, indices, 0).long()
+    if block_table is None:
+        outer = torch.arange(batch, device=indices.device)[:, None, None]
+    else:
+        outer = block_table.long().gather(1, (token // size).flatten(1)).view(token.shape)
+        token = token % size
+    return torch.where(there, outer * size + token, 0), there
+
+
+def _over_chosen_bytes(
+    query: Tensor, latent: Tensor, latent_scale: Tensor, lengths: Tensor, kv_b_weight: Tensor, indices: Tensor,
+    block_table: Tensor | None, *, is_causal: bool, scale: float | None, softcap: float, sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Each row becomes a sequence of its own, whose blocks are the tokens that it sees, one in each."""
+    batch, heads, rows, dim = query.shape
+    held = batch if block_table is None else latent.shape[0]
+    need(latent.shape[0] == held, f"latent: expected the batch size of query, {batch}", latent)
+    check_index("lengths", lengths, batch)
+    if sinks is not None:
+        check_per_head("sinks", sinks, query, batch, heads)
+        sinks = sinks.repeat_interleave(rows, 0) if sinks.dim() == 2 else sinks
+    token, there = _rows_of_pool(query, latent, lengths, indices, block_table, is_causal)
+    first = there.byte().sort(dim=-1, descending=True, stable=True).indices  # those that are there, in their order
+    options = decode_options(False, UNBOUNDED, scale, None, 0, softcap, sinks, None)
+    out, lse = _mla_decode(
+        query.transpose(1, 2).reshape(batch * rows, heads, 1, dim), latent.reshape(-1, 1, latent.shape[2]),
+        there.sum(-1).flatten(), kv_b_weight, block_table=token.gather(-1, first).flatten(0, 1).int(),
+        latent_scale=latent_scale.reshape(-1, 1), **options,
+    )  # fmt: skip
+    out, lse = out.view(batch, rows, heads, out.shape[3]), lse.view(batch, rows, heads)
+    return out.transpose(1, 2), lse.transpose(1, 2)
 
 
 def _fake(

@@ -40,6 +40,7 @@ CASES = [
     (3, 2, 64, 32, (40, 17), 40, 0, 1, {"nan": True}),
     (5, 3, 576, 512, (333, 150), 340, 0, 1, {"window_size": (100, -1), "prefix_length": 2}),
     (3, 2, 64, 32, (50, 45), 64, 0, 2, {"attn_mask": "both ends"}),  # of the range
+    (20, 1, 96, 40, (45, 17), 48, 1, 2, {"is_causal": False, "sinks": 2}),  # tokens that indices name
 ]
 
 

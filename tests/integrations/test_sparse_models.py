@@ -8,6 +8,8 @@ transformers = pytest.importorskip("transformers", minversion="5")
 if not hasattr(transformers, "DeepseekV32ForCausalLM"):
     pytest.skip("a transformers without DeepSeek-V3.2", allow_module_level=True)
 
+import attnjourney  # noqa: E402
+from attnjourney import reference  # noqa: E402
 from attnjourney.integrations import transformers as ours  # noqa: E402
 from tests.support.transformers_models import LATENTS, inputs_of, randomise  # noqa: E402
 
@@ -121,6 +123,25 @@ def test_weights_are_refused():
         model(**inputs_of("llama"), output_attentions=True)
 
 
-def test_bytes_are_refused():
-    with pytest.raises(ValueError, match="dtype: expected None for a model whose layers choose tokens, got torch.int8"):
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_latents_in_bytes(dtype, monkeypatch):
+    """As a cache of the numbers that the bytes stand for, to a twentieth of what rounding changes."""
+    model, inputs = ours.use(build("deepseek_v32", "eager").eval()), inputs_of("llama")["input_ids"]
+
+    @torch.no_grad()
+    def logits(**options):
+        cache = ours.cache(model, **options)
+        return torch.cat([model(part, past_key_values=cache).logits for part in inputs.split([9, 1, 4], 1)], 1)
+
+    exact, got = logits(), logits(dtype=dtype)
+    assert ours.calls["sparse_latents"] == 2 * 2 * 3
+    append = attnjourney.LatentCache.append
+    rounded_rows = lambda x: reference.dequantize(*reference.quantize(x, dtype), x.dtype)  # noqa: E731
+    monkeypatch.setattr(attnjourney.LatentCache, "append", lambda self, x: append(self, rounded_rows(x)))
+    rounded = logits()
+    assert 20 * (got - rounded).norm() < (rounded - exact).norm() < 0.2 * exact.norm()
+
+
+def test_keys_in_bytes_are_refused():
+    with pytest.raises(ValueError, match="dtype: expected None for a model whose layers choose keys"):
         ours.cache(build("deepseek_v32", "eager").eval(), dtype=torch.int8)

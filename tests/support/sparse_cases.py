@@ -19,6 +19,9 @@ SHAPES = [
     (3, 2, 1, 2, 70, 64, 8, dict(key_lengths=(0, 70, 33), wide=True, sinks=1, grad_lse=False, workspace=1)),
     (1, 1, 1, 70, 37, 9, 0, dict(is_causal=True, workspace=200000)),  # rows of indices in parts
     (1, 2, 1, 3, 1100, 300, 0, dict(query_block_size=2, per_head=True, want_key=False)),
+    # decoding: indices in three and two parts
+    (2, 5, 1, 1, 260, 250, 8, dict(sinks=1, key_lengths=(260, 0), multiprocessors=132)),
+    (1, 3, 1, 2, 300, 200, 0, dict(is_causal=True, bottom_right=True, empty_tiles=True, multiprocessors=2)),
 ]
 
 

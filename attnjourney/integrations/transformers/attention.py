@@ -116,7 +116,7 @@ def _sparse(
             lengths = torch.full((query.shape[0],), key.shape[2], device=query.device)
         out = mla_decode(
             query, latents[0], lengths, module.kv_b_proj.weight, indices=indices, scale=scaling,
-            is_causal=options.get("is_causal", False),
+            latent_scale=latents[1], is_causal=options.get("is_causal", False),
         )  # fmt: skip
     else:
         calls["sparse_attention"] += 1

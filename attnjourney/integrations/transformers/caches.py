@@ -30,7 +30,7 @@ def cache(model: Any, *, paged: bool = False, block_size: int = BLOCK, dtype: to
 
     Raises:
         ValueError: paged, and the model caches latents; another dtype, or one for a model whose layers choose tokens
-            (DeepSeek-V3.2), which read numbers.
+            (DeepSeek-V3.2) of keys: prepared by `use`, it caches latents, and may have them in bytes.
     """
     if dtype is not None and dtype not in BYTE_DTYPES:
         raise ValueError(f"dtype: expected None, torch.int8 or torch.float8_e4m3fn, got {dtype}")
@@ -44,14 +44,14 @@ def cache(model: Any, *, paged: bool = False, block_size: int = BLOCK, dtype: to
         layers = [DynamicLayer() for _ in range(count)]
 
     indexed = {id(layer) for layer in layers if type(layer).__name__ == "DynamicIndexedLayer"}
-    if indexed and dtype is not None:
-        raise ValueError(f"dtype: expected None for a model whose layers choose tokens, got {dtype}")
+    if indexed and dtype is not None and not latent:
+        raise ValueError(f"dtype: expected None for a model whose layers choose keys (latents: see use), got {dtype}")
 
     def own(layer: Any) -> Any:
         if type(layer) is DynamicSlidingWindowLayer:
             return WindowLayer(layer.sliding_window)
         if id(layer) in indexed and not paged:
-            return IndexedLatentLayer() if latent else IndexedKVLayer()
+            return IndexedLatentLayer(dtype) if latent else IndexedKVLayer()
         if type(layer) is not DynamicLayer:
             return layer
         return PagedLayer(block_size, dtype) if paged else LatentLayer(dtype) if latent else KVLayer(dtype)

@@ -28,6 +28,7 @@ std::vector<int64_t> few_row_items(const AttentionCall& c, const Sequences& sequ
 FewRows few_rows_of(const AttentionCall& c, const Sequences& sequences, const std::vector<int64_t>& items) {
   const AttentionParams& shared = c.params;
   FewRows call{.dtype = c.dtype, .cache_dtype = c.dtype, .kv_heads = c.kv_heads, .group = shared.group};
+  call.one_by_one = shared.page_size == 1;
   DecodeParams p;
   p.head_dim = shared.head_dim, p.v_head_dim = shared.v_head_dim;
   p.q_head = c.query_map.head_stride, p.q_row = shared.q_row, p.k_row = shared.k_row, p.v_row = shared.v_row;

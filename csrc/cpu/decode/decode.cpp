@@ -21,6 +21,7 @@ void decode_few(const DecodeCall& c, const DecodeInputs& in, const Tensor& query
 
   FewRows call{
       .dtype = query.scalar_type(), .cache_dtype = in.key.scalar_type(), .kv_heads = c.kv_heads, .group = c.group};
+  call.one_by_one = c.block_size == 1;
   DecodeParams p;
   p.q_len = c.q_len, p.head_dim = c.head_dim, p.v_head_dim = c.v_head_dim;
   p.q_head = stride_of(query, 1), p.q_row = stride_of(query, 2), p.k_row = walk.key_row(), p.v_row = walk.value_row();

@@ -7,6 +7,7 @@
 #include "cpu/attention/sequences.h"
 #include "cpu/plan.h"
 #include "cpu/threads.h"
+#include "gathered_runs.h"
 
 namespace attnjourney {
 namespace {
@@ -82,6 +83,12 @@ class Walk {
   int64_t chunk_ = 2048, items_ = 0, units_ = 0, most_rows_ = 0, keys_ = 0, pairs_ = 0;
 };
 
+// in front of the kernel's scratch: keys that are copied side by side
+int64_t gathered_space(const FewRows& call, const Walk& walk) {
+  if (!call.one_by_one || walk.most_rows() < rows_that_gather) return 0;
+  return GatheredRuns::space(call.sequences.front(), item_size(call.cache_dtype), walk.chunk());
+}
+
 FewRowsPlan plan_of(const FewRows& call, const Walk& walk) {
   const DecodeKernels& kernel = decode_kernels(call.dtype, call.cache_dtype);
   const DecodeParams& any = call.sequences.front();
@@ -93,7 +100,7 @@ FewRowsPlan plan_of(const FewRows& call, const Walk& walk) {
           .threads = thread_count(walk.items(), cost),
           .chunk = walk.chunk(),
           .rows = walk.most_rows(),
-          .space = std::max(kernel.space(any, walk.most_rows()), call.again_space)};
+          .space = gathered_space(call, walk) + std::max(kernel.space(any, walk.most_rows()), call.again_space)};
 }
 
 char* aligned(void* p) { return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(p) + 63) / 64 * 64); }
@@ -119,7 +126,9 @@ void run_few_rows(const FewRows& call, const Tensor& like) {
       left[static_cast<size_t>(s.first_unit + u)].store(s.chunks, std::memory_order_relaxed);
 
   const FewRowsPlan plan = plan_of(call, walk);
-  run_queue(plan.items, plan.threads, plan.space, [&](int64_t i, void* scratch) {
+  const int64_t gathered = gathered_space(call, walk), item = item_size(call.cache_dtype);
+  run_queue(plan.items, plan.threads, plan.space, [&](int64_t i, void* memory) {
+    void* const scratch = static_cast<char*>(memory) + gathered;
     const size_t at = walk.sequence_of(i);
     const Sequence& s = walk.sequences()[at];
     const int64_t b = static_cast<int64_t>(at), unit = (i - s.first_item) / s.chunks, n = (i - s.first_item) % s.chunks;
@@ -132,8 +141,10 @@ void run_few_rows(const FewRows& call, const Tensor& like) {
     if (from < prefix) call.runs(b, kv, from, std::min(to, prefix), runs);
     if (to > prefix) call.runs(b, kv, s.seen.key(std::max(from, prefix)), s.seen.key(to - 1) + 1, runs);
     char* const mine = parts + (s.first_item + unit * s.chunks) * partial;
-    kernel.chunk(*s.params, r, runs.data(), static_cast<int64_t>(runs.size()),
-                 mine + n * kernel.partial_size(*s.params, r.count), scratch);
+    DecodeParams p = *s.params;
+    if (gathered) GatheredRuns::gather(runs, p, item, static_cast<char*>(memory));
+    kernel.chunk(p, r, runs.data(), static_cast<int64_t>(runs.size()), mine + n * kernel.partial_size(p, r.count),
+                 scratch);
     // whoever finishes a unit joins its chunks, in their order
     if (left[static_cast<size_t>(s.first_unit + unit)].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
     if (!kernel.merge(*s.params, r, mine, s.chunks) && call.again) call.again(b, kv, r, scratch);

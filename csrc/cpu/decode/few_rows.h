@@ -20,6 +20,7 @@ struct FewRows {
   // Computes rows of the group again that DecodeKernels::merge is not good enough for; may be empty.
   std::function<void(int64_t batch, int64_t kv_head, const DecodeRows&, void* scratch)> again = {};
   int64_t again_space = 0;  // its bytes of scratch
+  bool one_by_one = false;  // `runs` finds every key by itself
 };
 
 struct FewRowsPlan {

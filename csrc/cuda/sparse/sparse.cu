@@ -3,6 +3,8 @@
 
 #include <torch/csrc/stable/accelerator.h>
 
+#include <algorithm>
+
 #include "cuda/attention/per_head.h"
 #include "cuda/attention/sequences.h"
 #include "cuda/refusals.h"
@@ -100,6 +102,12 @@ void cuda_sparse_forward(const SparseCall& c, const SparseInputs& in, const Spar
   const torch::stable::accelerator::DeviceGuard guard(in.query.get_device_index());
   SparseProblem p(c, in);
   p.results(results);
+  p.task.splits = sparse_splits(p.task, p.device.multiprocessors);
+  if (p.task.splits > 1) {
+    const int64_t rows = p.task.splits * sparse_rows(p.task);
+    p.task.part_out = p.scratch(in.query, rows * c.params.v_head_dim, c.lse_dtype).data_ptr();
+    p.task.part_stats = p.scratch(in.query, 2 * rows, c.lse_dtype).data_ptr();
+  }
   launches_of(c).forward(p.task, p.choice, p.stream);
 }
 

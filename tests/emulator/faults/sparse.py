@@ -1,11 +1,11 @@
 """Faults of token-sparse attention's kernels that the emulator has to find, by the program of test_sparse.py: (what,
 file in csrc/cuda/kernels, text there, text instead of it)."""
 
-_FORWARD, _QUERY, _KEY, _TASK, _ROW, _LISTS, _SUMS, _MMA, _FMA = (
+_FORWARD, _QUERY, _KEY, _TASK, _ROW, _LISTS, _SUMS, _MMA, _FMA, _MERGE = (
     f"sparse/{x}.cuh"
     for x in (
         "forward", "query_gradient", "key_gradient", "task", "backward_row", "lists", "key_sums", "mma_tiles",
-        "fma_tiles",
+        "fma_tiles", "merge",
     )
 )  # fmt: skip
 SPARSE = {
@@ -13,6 +13,12 @@ SPARSE = {
         ("a tile read before it has landed", _TASK, "@tile_landed", ""),
         ("scores read before they are there", _FORWARD, "@scores_there", ""),
         ("weights read before they are there", _FORWARD, "@weights_there", ""),
+        ("splits' references are not joined", _MERGE, "top = other > top ? other : top;", ""),
+        ("a split's sum without its weight", _MERGE, "warp_sum(own.inverse * weight)", "warp_sum(own.inverse)"),
+        ("splits' weights read before they are there", _MERGE, "@weights_there", ""),
+        ("one split's output for all", _MERGE, "from[s * rows * dim + column]", "from[column]"),
+        ("a split's output by the factor of its last tile", _FORWARD, "factors[row] = 1, static_cast", "static_cast"),
+        ("a tile of two splits", _TASK, "* (unit.split + 1) / unit.splits)", "* (unit.split + 1) / unit.splits + 1)"),
         ("factors written while they are read", _FORWARD, "@factors_read", ""),
         ("a row sees what only others of its block see", _FORWARD, " && named[key] < limit;", ";"),
         ("a slot without a name counts", _FORWARD, "named[key] >= 0 && named[key] < limit", "named[key] < limit"),

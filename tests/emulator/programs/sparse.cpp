@@ -35,8 +35,8 @@ struct Launch : SparseLaunch {
     return Kernel::smem_bytes(static_cast<int>(t.params.head_dim), static_cast<int>(t.params.v_head_dim));
   }
   template <class Kernel>
-  void units(void (*kernel)(SparseTask), const SparseTask& t) const {
-    const int64_t units = int64_t{t.batch} * t.kv_heads * t.blocks;
+  void units(void (*kernel)(SparseTask), const SparseTask& t, int splits = 1) const {
+    const int64_t units = int64_t{t.batch} * t.kv_heads * t.blocks * splits;
     run(kernel, units * Kernel::tiles(t.group * static_cast<int>(t.params.rows)), Kernel::kThreads, smem<Kernel>(t), t);
   }
 };
@@ -78,8 +78,14 @@ int main(int argc, char** argv) {
     t.score_scale = scale * kLog2E;
     if (softcap > 0) t.cap = softcap * kLog2E, t.cap_factor = scale / softcap;
     t.sinks = data(sinks), t.out = data(out), t.lse = data(lse), t.stats = data(stats);
+    t.splits = sparse_splits(t, a["multiprocessors"]);
+    const int64_t parts_of_rows = t.splits > 1 ? t.splits * rows : 0;
+    const auto part_out = fresh<C>(parts_of_rows * v.dim, "part_out");
+    const auto part_stats = fresh<C>(2 * parts_of_rows, "part_stats");
+    t.part_out = data(part_out), t.part_stats = data(part_stats);
     const Launch launch{{a.options()}};
-    launch.units<Forward>(sparse_forward<Forward>, t);
+    launch.units<Forward>(sparse_forward<Forward>, t, t.splits);
+    if (t.splits > 1) launch.run(sparse_merge<T>, sparse_rows(t), kSparseMergeThreads, kSparseMergeSmem<C>, t);
     driver::write(*out);
     driver::write(*lse);
     if (!a["backward"]) return;

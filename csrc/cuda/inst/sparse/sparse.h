@@ -1,5 +1,6 @@
 // The launch functions of token-sparse attention for one dtype.
 #pragma once
+#include "cuda/kernels/sparse/merge.cuh"
 #include "cuda/kernels/sparse/sizes.cuh"
 #include "cuda/sparse/launch_sparse.h"
 #include "sparse_lists.h"
@@ -35,7 +36,11 @@ constexpr bool kSparseTwo = requires { typename Sizes::ManyForward; };  // sizes
 
 template <class Kernel>
 void launch_sparse_forward(const SparseTask& t, cudaStream_t stream) {
-  launch_kernel(sparse_forward<Kernel>, sparse_blocks<Kernel>(t), Kernel::kThreads, sparse_smem<Kernel>(t), stream, t);
+  launch_kernel(sparse_forward<Kernel>, sparse_blocks<Kernel>(t) * t.splits, Kernel::kThreads, sparse_smem<Kernel>(t),
+                stream, t);
+  if (t.splits > 1)
+    launch_kernel(sparse_merge<typename Kernel::T>, sparse_rows(t), kSparseMergeThreads,
+                  kSparseMergeSmem<typename Kernel::Real>, stream, t);
 }
 template <class Kernel>
 void launch_sparse_query_gradient(const SparseTask& t, cudaStream_t stream) {

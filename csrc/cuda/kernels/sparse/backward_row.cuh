@@ -32,7 +32,7 @@ struct SparseRow {
 constexpr int kSparsePassThreads = 256;
 inline int64_t sparse_delta_blocks(const SparseTask& t) {
   constexpr int kRows = kSparsePassThreads / 32;
-  return (int64_t{t.batch} * t.kv_heads * t.group * t.params.q_len + kRows - 1) / kRows;
+  return (sparse_rows(t) + kRows - 1) / kRows;
 }
 template <class T>
 __global__ void __launch_bounds__(kSparsePassThreads) sparse_delta(const __grid_constant__ SparseTask task) {

@@ -2,7 +2,8 @@
 // (task.cuh), so that the heads of a group fill the tiles, and walks the unit's indices in tiles of Keys; what they
 // name is copied row by row while the tile before is worked on. Scores and weights pass through shared memory, where
 // each thread has some of a row's; outputs stay in registers. Work follows the indices, not the keys that there are: a
-// tile without a name costs a barrier. Proofs: tests/emulator/test_sparse.py.
+// tile without a name costs a barrier. Few units: several blocks share the indices of each (splits), and merge.cuh
+// joins what they found. Proofs: tests/emulator/test_sparse.py.
 #pragma once
 #include "task.cuh"
 
@@ -51,8 +52,10 @@ struct SparseForward {
     const int head_dim = static_cast<int>(task.params.head_dim), v_head_dim = static_cast<int>(task.params.v_head_dim);
     const Layout at(head_dim, v_head_dim);
     const int row_tiles = tiles(task.group * static_cast<int>(task.params.rows));
-    const int number = blockIdx.x / row_tiles, first = (blockIdx.x - number * row_tiles) * Rows;
-    const SparseUnit unit(task, number);
+    const int splits = task.splits > 1 ? task.splits : 1, block = blockIdx.x / splits;
+    const int number = block / row_tiles, first = (block - number * row_tiles) * Rows;
+    SparseUnit unit(task, number);
+    unit.split = blockIdx.x % splits, unit.splits = splits;
     if (first >= unit.items) return;  // of a block of fewer rows
     unsigned char* const smem = ptx::dynamic_smem();
     const Tile queries(smem, head_dim);
@@ -97,13 +100,23 @@ struct SparseForward {
       for (int w = kPer / 2; w > 0; w /= 2) sum += ptx::shfl_xor(sum, w);
     }
     __syncthreads();  // @factors_read
-    if (row < Rows && first + row < unit.items && own == 0)
-      factors[row] = end_sparse_row(task, unit.place(task, first + row), top, sum, true);
+    const int64_t before = unit.split * sparse_rows(task);
+    if (row < Rows && first + row < unit.items && own == 0) {
+      const int64_t place = unit.place(task, first + row);
+      if (splits > 1)
+        factors[row] = 1, static_cast<RowStats<Real>*>(task.part_stats)[before + place] = {top, sum};
+      else
+        factors[row] = end_sparse_row(task, place, top, sum, true);
+    }
     if constexpr (!Values) return;
     __syncthreads();
     sums.each(v_head_dim, [&](int r, int column, const auto& x) {
       if (first + r >= unit.items) return;
-      Math::store(static_cast<T*>(task.out) + unit.place(task, first + r) * v_head_dim + column, x, factors[r]);
+      const int64_t to = (before + unit.place(task, first + r)) * v_head_dim + column;
+      if (splits > 1)
+        Math::store(static_cast<Real*>(task.part_out) + to, x, factors[r]);
+      else
+        Math::store(static_cast<T*>(task.out) + to, x, factors[r]);
     });
   }
 
@@ -139,7 +152,7 @@ struct SparseForward {
   }
 };
 
-// grid: tiles of the items of every unit, [batch][kv_heads][blocks][tiles]
+// grid: tiles of the items of every unit, [batch][kv_heads][blocks][tiles][splits]
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::Math::kBlocks)
     sparse_forward(const __grid_constant__ SparseTask task) {

@@ -5,6 +5,16 @@
 
 namespace attnjourney {
 
+// Blocks of the forward that share a unit's indices: where units are few, as many as fill the device twice, with at
+// least 64 indices each. A unit is counted as one block for each 64 items, of which the largest tile has as many.
+inline int sparse_splits(const SparseTask& t, int multiprocessors) {
+  const int64_t items = t.group * t.params.rows,
+                blocks = int64_t{t.batch} * t.kv_heads * t.blocks * ((items + 63) / 64);
+  const int64_t fill = 2 * multiprocessors / (blocks < 1 ? 1 : blocks), most = t.params.index_count / 64;
+  const int64_t splits = fill < most ? fill : most;
+  return static_cast<int>(splits < 1 ? 1 : splits < kMostSparseSplits ? splits : kMostSparseSplits);
+}
+
 // The workspace of a backward that wants gradients of keys or values: how many rows of indices are a part, so that what
 // their pairs add takes `bytes` at most, or one row.
 struct SparseParts {

@@ -7,6 +7,8 @@
 
 namespace attnjourney {
 
+constexpr int kMostSparseSplits = 32;
+
 struct SparseTask {
   SparseParams params;
   const void *query, *key, *value;  // [batch, heads, length, head_dim or v_head_dim], the last dimension dense
@@ -19,6 +21,10 @@ struct SparseTask {
   double score_scale, cap, cap_factor;  // scale * log2(e); softcap * log2(e), 0: none; scale / softcap
   const void* sinks;                    // [batch, q_heads] in the type of the arithmetic, or null
   void *out, *lse, *stats;              // dense: [batch, q_heads, q_len, v_head_dim], [batch, q_heads, q_len], RowStats
+  // Blocks of the forward that share a unit's indices, up to kMostSparseSplits; 0 is 1. More than 1: to out and stats
+  // of its own each, in the type of the arithmetic: outputs before division, references and sums of weights.
+  int splits;
+  void *part_out, *part_stats;  // [splits][as out and stats are]
   // of the backward; delta, like lse: sum(out * grad_out) - grad_lse
   const void *grad_out, *grad_lse;
   Strides g;
@@ -28,12 +34,18 @@ struct SparseTask {
   bool shared_sinks;
 };
 
+// of lse
+ATTNJOURNEY_HD int64_t sparse_rows(const SparseTask& t) {
+  return int64_t{t.batch} * t.kv_heads * t.group * t.params.q_len;
+}
+
 // What a unit is, and where its tensors begin.
 struct SparseUnit {
   int batch, head, block;
   int first_row, rows, items;  // of query; item i: head i / rows of the group, row i % rows
   int length, most;            // keys of the batch item; of those, as many as some row may see
   int64_t names;               // its first index
+  int split = 0, splits = 1;   // of its tiles of indices, those that this block walks
   __device__ __forceinline__ SparseUnit(const SparseTask& t, int batch_, int head_, int block_)
       : batch(batch_), head(head_), block(block_) {
     const SparseParams& p = t.params;
@@ -134,14 +146,16 @@ struct SparseGather {
   template <class Start, class F>
   static __device__ __forceinline__ void walk(const SparseTask& t, const SparseUnit& unit, const int* at, Start&& start,
                                               F&& f) {
-    const int count = static_cast<int>((t.params.index_count + Keys - 1) / Keys);
-    int fetched = count > 0 ? fetch(t, unit, 0) : -1;
-    if (Math::kStages > 1 && count > 0) {
+    const int64_t tiles = (t.params.index_count + Keys - 1) / Keys;
+    const int begin = static_cast<int>(tiles * unit.split / unit.splits);
+    const int end = static_cast<int>(tiles * (unit.split + 1) / unit.splits);
+    int fetched = begin < end ? fetch(t, unit, begin) : -1;
+    if (Math::kStages > 1 && begin < end) {
       start(fetched, 0);
-      fetched = fetch(t, unit, 1);
+      fetched = fetch(t, unit, begin + 1);
     }
-    for (int tile = 0; tile < count; tile++) {
-      const int stage = Math::kStages > 1 ? tile & 1 : 0;
+    for (int tile = begin; tile < end; tile++) {
+      const int stage = Math::kStages > 1 ? (tile - begin) & 1 : 0;
       if (Math::kStages == 1) {
         __syncthreads();  // @tile_read: every thread is past the tile before
         start(fetched, 0);
@@ -149,7 +163,7 @@ struct SparseGather {
       }
       Math::wait();
       __syncthreads();  // @tile_landed: every thread is past the tile before
-      if (Math::kStages > 1 && tile + 1 < count) {
+      if (Math::kStages > 1 && tile + 1 < end) {
         start(fetched, stage ^ 1);
         fetched = fetch(t, unit, tile + 2);
       }

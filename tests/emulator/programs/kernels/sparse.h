@@ -1,5 +1,6 @@
 // The kernels of sparse.cpp, and their instances.
 #pragma once
+#include "cuda/kernels/sparse/merge.cuh"
 #include "cuda/kernels/sparse/plan.cuh"
 #include "cuda/kernels/sparse/sizes.cuh"
 
@@ -12,6 +13,7 @@ using C = Forward::Real;
 
 namespace attnjourney {
 INSTANCE(sparse_forward<Forward>);
+INSTANCE(sparse_merge<T>);
 INSTANCE(sparse_delta<T>);
 INSTANCE(sparse_sinks<C>);
 INSTANCE(sparse_query_gradient<QueryGradient>);
