@@ -24,7 +24,7 @@ TESTS = Path(__file__).parent
 SLOW = [  # longest first
     *(f"emulator/test_{name}.py" for name in ("attention", "options", "fp16x2", "full_sm90", "fp16x2_backward")),
     *(f"emulator/test_{name}.py" for name in ("decode", "latent", "small", "linear", "nan", "full_sm90_backward")),
-    *(f"emulator/test_{name}.py" for name in ("fp32", "large_numbers", "caches", "blocks", "weights", "rows")),
+    *(f"emulator/test_{name}.py" for name in ("fp32", "jvp", "large_numbers", "caches", "blocks", "weights", "rows")),
     *(f"emulator/test_{name}.py" for name in ("fp32_blocks", "tile_kinds", "offsets")),
     "cuda/test_build.py",
     "package/test_demo.py",

@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mode
@@ -114,8 +115,9 @@ def template(function: str) -> str:
     return result.partition("(")[0].rpartition(" ")[2]
 
 
-def main_loops(disassembly: str, machine: Machine = X86, least: int = 24) -> dict[str, Loop]:
-    """{function: its loop with most multiply-adds}, of loops without a store, half of whose instructions are those."""
+def main_loops(disassembly: str, machine: Machine = X86, least: int = 24) -> list[Loop]:
+    """Of each function the loop with most multiply-adds, of loops without a store, half of whose instructions are
+    those."""
     best: dict[str, Loop] = {}
     for loop in innermost_loops(disassembly, machine):
         n, name = len(loop.multiply_adds), loop.function
@@ -123,7 +125,7 @@ def main_loops(disassembly: str, machine: Machine = X86, least: int = 24) -> dic
             continue
         if name not in best or n > len(best[name].multiply_adds):
             best[name] = loop
-    return best
+    return list(best.values())
 
 
 def in_words_of_llvm(instruction: str) -> str:
@@ -171,11 +173,20 @@ def disassemble(path: Path, machine: Machine) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def families(loops: dict[str, Loop]) -> dict[str, list[Loop]]:
+def objects(folder: Path, isa: str) -> list[Path]:
+    """Those that are compiled for this ISA, whose names begin with it (setup.py)."""
+    names = {
+        path: [name for name in CPUS if path.stem == name or path.stem.startswith(f"{name}_")]
+        for path in sorted(folder.glob(f"{isa}*.o"))
+    }
+    return [path for path, of_path in names.items() if max(of_path, key=len, default="") == isa]
+
+
+def families(loops: Iterable[Loop]) -> dict[str, list[Loop]]:
     """Loops by the names of their templates, those with most multiply-adds first."""
     result: dict[str, list[Loop]] = {}
-    for function, loop in sorted(loops.items(), key=lambda item: -len(item[1].multiply_adds)):
-        result.setdefault(template(function), []).append(loop)
+    for loop in sorted(loops, key=lambda loop: -len(loop.multiply_adds)):
+        result.setdefault(template(loop.function), []).append(loop)
     return dict(sorted(result.items()))
 
 
@@ -188,11 +199,11 @@ def cell(loops: list[Loop], cpu: str) -> str:
 def table(folders: dict[Machine, Path]) -> str:
     lines: list[str] = []
     for isa, (machine, cpus) in CPUS.items():
-        path = folders[machine] / f"{isa}.o"
-        if machine is not X86 and not (path.exists() and shutil.which(machine.objdump[0])):
-            lines += [f"{isa}: no {path}, or no {machine.objdump[0]}", ""]
+        paths = objects(folders[machine], isa)
+        if not paths or not shutil.which(machine.objdump[0]):
+            lines += [f"{isa}: no objects in {folders[machine]}, or no {machine.objdump[0]}", ""]
             continue
-        found = families(main_loops(disassemble(path, machine), machine))
+        found = families(loop for path in paths for loop in main_loops(disassemble(path, machine), machine))
         cells = [
             [f"`{name}`", str(len(loops)), str(len(loops[0].multiply_adds)), *(cell(loops, cpu) for cpu in cpus)]
             for name, loops in found.items()

@@ -53,6 +53,14 @@ void fp32_forward_double(ForwardTaskOf<double>, bool ranged, const Device&, cuda
 void fp32_backward_float(BackwardTaskOf<float>, bool ranged, const Device&, cudaStream_t);
 void fp32_backward_double(BackwardTaskOf<double>, bool ranged, const Device&, cudaStream_t);
 
+// the derivative in a direction, all options (kernels/common/jvp_task.cuh)
+template <class Real>
+struct JvpTaskOf;
+void sm80_jvp_bf16(JvpTaskOf<float>, cudaStream_t);
+void sm80_jvp_fp16(JvpTaskOf<float>, cudaStream_t);
+void fp32_jvp_float(JvpTaskOf<float>, cudaStream_t);
+void fp32_jvp_double(JvpTaskOf<double>, cudaStream_t);
+
 // float without options, head_dim up to 128: the same in two steps
 void fp16x2_backward_float(const BackwardTask&, const Fp16x2BackwardPlanes&, const Device&, cudaStream_t);
 void fp32_backward_fallback_float(const BackwardTask&, const uint32_t* needs_fallback, const Device&, cudaStream_t);

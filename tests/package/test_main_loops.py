@@ -53,7 +53,7 @@ def test_loops_of_aarch64():
     (loop,) = main_loops.innermost_loops(AARCH64, main_loops.AARCH64)
     assert len(loop.instructions) == 7 and len(loop.multiply_adds) == 4
     assert main_loops.free_multiply_adds(loop)[3] == "fmla\tv3.4s, v30.4s, v15.s[0]"
-    (found,) = main_loops.main_loops(AARCH64, main_loops.AARCH64, least=1).values()
+    (found,) = main_loops.main_loops(AARCH64, main_loops.AARCH64, least=1)
     assert found == loop
 
 
@@ -69,6 +69,13 @@ def test_a_chain_waits():
     four, one = main_loops.innermost_loops(DISASSEMBLY)
     assert main_loops.share(one, "skylake-avx512") == pytest.approx(1 / 8, rel=0.1)  # two ports, four cycles each
     assert main_loops.share(four, "skylake-avx512") == pytest.approx(1 / 2, rel=0.1)
+
+
+def test_objects_by_the_longest_name(tmp_path):
+    for name in ("avx512", "avx512_gated", "avx512_bf16", "avx2"):
+        (tmp_path / f"{name}.o").touch()
+    assert [path.stem for path in main_loops.objects(tmp_path, "avx512")] == ["avx512", "avx512_gated"]
+    assert [path.stem for path in main_loops.objects(tmp_path, "avx512_bf16")] == ["avx512_bf16"]
 
 
 def test_broadcasts_in_words_of_llvm():

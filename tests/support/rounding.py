@@ -89,6 +89,7 @@ def rounded_attention(dtype):
         sinks=None,
         alibi_slopes=None,
         dropout_seed=None,
+        keep_mask=None,
         return_lse=True,
     ):
         def stored(x):  # exact itself, its gradient rounded to its dtype
@@ -131,7 +132,8 @@ def rounded_attention(dtype):
         lse = given + (total + (error - total).detach()).clamp_min(1e-300).log()
         kept = 1.0
         if dropout_p > 0:
-            kept = keep_mask_of(p.shape, dropout_seed, dropout_p) * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
+            bits = keep_mask_of(p.shape, dropout_seed, dropout_p) if keep_mask is None else keep_mask
+            kept = bits * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
         out = Rounded.apply(Product.apply(Rounded.apply(p * kept, narrow, wide), v, wide), narrow, 0.0)
         out = Rounded.apply(out * (exact - lse).exp(), narrow, 0.0)
         return out, Rounded.apply(lse.masked_fill(empty, -math.inf).squeeze(-1), wide, 0.0)

@@ -128,6 +128,7 @@ __device__ __forceinline__ bool any(bool b) { return __any_sync(0xffffffffu, b);
 // one bit for each lane
 __device__ __forceinline__ uint32_t ballot(bool b) { return __ballot_sync(0xffffffffu, b); }
 __device__ __forceinline__ int first_bit(uint32_t v) { return __ffs(v) - 1; }  // v is not 0
+__device__ __forceinline__ int count_bits(uint32_t v) { return __popc(v); }
 __device__ __forceinline__ void bar_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -136,6 +137,7 @@ __device__ __forceinline__ void bar_arrive(int id, int threads) {
 }
 __device__ __forceinline__ void reduce_add(float* p, float v) { atomicAdd(p, v); }
 __device__ __forceinline__ uint32_t atomic_add(uint32_t* p, uint32_t v) { return atomicAdd(p, v); }
+__device__ __forceinline__ uint32_t atomic_or(uint32_t* p, uint32_t v) { return atomicOr(p, v); }
 __device__ __forceinline__ void thread_fence() { __threadfence(); }
 // Waits until *p == turn (one thread, a barrier follows); passes the turn on (after a barrier).
 __device__ __forceinline__ void turn_wait(const int* p, int turn) {

@@ -147,12 +147,14 @@ struct Scalars {
 };
 
 struct Additions {
-  float* out;  // [0] sum, [4..8) vector sum, [8] of the last to come
-  uint32_t* counter;
+  float* out;         // [0] sum, [4..8) vector sum, [8] of the last to come, [9] of the one that sets the last bit
+  uint32_t* counter;  // and bits
   __device__ void operator()() const {
     ptx::reduce_add(out, 1.f);
     ptx::reduce_add_v4(out + 4, 1.f, 2.f, 3.f, 4.f);
     if (ptx::atomic_add(counter, 2) == 254) out[8] = 1.f;
+    const uint32_t bit = 1u << threadIdx.x % 32, before = ptx::atomic_or(counter + 1, bit);
+    if (ptx::count_bits(before) == 31 && !(before & bit)) out[9] = 1.f;
   }
 };
 
@@ -383,9 +385,9 @@ struct Program {
     compare("prmt", out.data + 1920, moved);
 
     Buffer<float> sums(std::vector<float>(12, 0.f), "sums");
-    Buffer<uint32_t> counter(std::vector<uint32_t>{0}, "counter");
+    Buffer<uint32_t> counter(std::vector<uint32_t>{0, 0}, "counter");
     Host::launch(0, Additions{sums.data, counter.data});
-    compare("additions", sums.data, {128, 0, 0, 0, 128, 256, 384, 512, 1});
+    compare("additions", sums.data, {128, 0, 0, 0, 128, 256, 384, 512, 1, 1});
     Host::launch(256, Barriers{out.data});
     want.clear();
     for (int i = 0; i < 64; i++) want.push_back(static_cast<float>(63 - i));

@@ -181,3 +181,31 @@ def weights(program, query, key, lse, rows, heads, ranges, order="forward", rows
         rows_first,
     )[0][0]
     return out.unflatten(0, (query.shape[0], len(heads)))
+
+
+def jvp(program, inputs, out, stats, tangents, ranges, order="forward", rows_first=False, options=None):
+    """Changes of out and lse in the direction `tangents`: of query, key, value, attn_mask, sinks and alibi_slopes those
+    that move, by name. They are stored in another layout than what they belong to."""
+    arguments, lengths = _arguments(*inputs, ranges, order)
+    more, given = _options(inputs[0], options or {}, arguments["batch"])
+    names = ("query", "key", "value", "attn_mask", "sinks", "alibi_slopes")
+    arguments |= {"moving": sum(1 << i for i, name in enumerate(names) if name in tangents), **more}
+    moving = []
+    for name in names:
+        x = tangents.get(name)
+        if x is None:
+            continue
+        if name in ("sinks", "alibi_slopes"):
+            x = x.to(_statistics(inputs[0])).expand(arguments["batch"], inputs[0].shape[1])
+        elif name == "attn_mask":
+            x = x.transpose(2, 3)
+        elif not rows_first:
+            x = x.transpose(1, 2)
+        moving.append(x.contiguous().flatten())
+    shape = (*inputs[0].shape[:3], inputs[2].shape[3])
+    written = shape if rows_first else (shape[0], shape[2], shape[1], shape[3])
+    outputs = [((math.prod(shape),), inputs[0].dtype), (shape[:3], _statistics(inputs[0]))]
+    tensors = [*inputs, out, stats, *lengths, *given, *moving]
+    changes = run(program, tensors, outputs, arguments, rows_first)[0]
+    of_out = changes[0].view(written)
+    return (of_out if rows_first else of_out.transpose(1, 2)), changes[1]

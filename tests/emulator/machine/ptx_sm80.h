@@ -92,10 +92,12 @@ inline int uniform(int v, Site s = Site::here()) {
 inline bool any(bool b, Site s = Site::here()) { return emulator::ballot(b, s) != 0; }
 inline uint32_t ballot(bool b, Site s = Site::here()) { return emulator::ballot(b, s); }
 inline int first_bit(uint32_t v) { return __builtin_ctz(v); }
+inline int count_bits(uint32_t v) { return __builtin_popcount(v); }
 inline void bar_sync(int id, int threads, Site s = Site::here()) { emulator::bar_sync(id, threads, s); }
 inline void bar_arrive(int id, int threads, Site s = Site::here()) { emulator::bar_arrive(id, threads, s); }
 inline void reduce_add(float* p, float v, Site s = Site::here()) { emulator::reduce_add(p, &v, 1, s); }
 inline uint32_t atomic_add(uint32_t* p, uint32_t v, Site s = Site::here()) { return emulator::atomic_add(p, v, s); }
+inline uint32_t atomic_or(uint32_t* p, uint32_t v, Site s = Site::here()) { return emulator::atomic_or(p, v, s); }
 inline void thread_fence() { emulator::thread_fence(); }
 inline void turn_wait(const int* p, int turn, Site s = Site::here()) { emulator::turn_wait(p, turn, s); }
 inline void turn_pass(int* p, int next) { emulator::turn_pass(p, next); }
