@@ -14,10 +14,11 @@ void packed_offsets_int64(const int64_t* given, int count, int total, int* out, 
 // are read. Neither is looked at here: that would wait for the device.
 struct Indices {
   OptionalTensor query_lengths, key_lengths, order, cu_q, cu_k;  // order: see SequenceTask
-  explicit Indices(const AttentionCall& c)
+  // ordered: for a forward
+  explicit Indices(const AttentionCall& c, bool ordered = false)
       : query_lengths(int32(c.args.options.query_lengths)),
         key_lengths(int32(c.args.options.key_lengths)),
-        cu_q(offsets(c.args.options.cu_seqlens_q, c.params.q_len, &order)),
+        cu_q(offsets(c.args.options.cu_seqlens_q, c.params.q_len, ordered ? &order : nullptr)),
         cu_k(offsets(c.args.options.cu_seqlens_k, keys_in_all(c))) {}
   static int64_t keys_in_all(const AttentionCall& c) {
     if (!c.args.options.block_table) return c.params.kv_len;
