@@ -17,6 +17,7 @@ CASES = [  # offsets, how many rows there are
     ([5, 3, -1, 40, 12, 1 << 30, 7], 30),
     (list(range(0, 3000, 3)), 2000),
     ([(i * 7919) % 1000 for i in range(700)], 900),
+    ([(i * i + i) // 2 for i in range(513)], 1 << 30),
 ]
 
 
@@ -37,7 +38,8 @@ def check(program, dtype, case, order):
     out, order, offsets = run.run(program, [tensor], outputs, arguments)[0]
     assert torch.equal(out, expected)
     rows = out.diff()
-    assert torch.equal(order.long(), rows.argsort(descending=True, stable=True))
+    as_they_lie = torch.arange(items)
+    assert torch.equal(order.long(), rows.argsort(descending=True, stable=True) if items <= 512 else as_they_lie)
     assert torch.equal(offsets, torch.cat([rows.new_zeros(1), rows[order.long()].cumsum(0).int()]))
 
 

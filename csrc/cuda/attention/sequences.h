@@ -14,7 +14,7 @@ void packed_offsets_int64(const int64_t* given, int count, int total, int* out, 
 // are read. Neither is looked at here: that would wait for the device.
 struct Indices {
   OptionalTensor query_lengths, key_lengths, order, cu_q, cu_k;  // order: see SequenceTask
-  // ordered: for a forward
+  // ordered: for a kernel that reads SequenceTask::order
   explicit Indices(const AttentionCall& c, bool ordered = false)
       : query_lengths(int32(c.args.options.query_lengths)),
         key_lengths(int32(c.args.options.key_lengths)),
@@ -36,7 +36,7 @@ struct Indices {
     const cudaStream_t stream = current_stream(t->get_device_index());
     const int count = static_cast<int>(t->numel()), most = static_cast<int>(total);
     int *out = static_cast<int*>(x.data_ptr()), *ordered = nullptr;
-    if (order && count > 2 && count <= kMostOrdered + 1) {
+    if (order) {
       *order = aten::empty(*t, {2 * t->numel() - 1}, ScalarType::Int);
       ordered = static_cast<int*>((*order)->data_ptr());
     }

@@ -1,9 +1,6 @@
 // A call of a forward kernel as the programs read it. stdin: query, key, value, lengths, options; stdout: out, lse,
 // stats.
 #pragma once
-#include <algorithm>
-#include <numeric>
-
 #include "emulator/machine/driver.h"
 //
 #include "cuda/kernels/common/forward_task.cuh"
@@ -21,7 +18,6 @@ struct ForwardCall {
   Task p{};
   std::unique_ptr<Lengths> lengths;
   std::unique_ptr<Options<Element, Real>> options;
-  std::unique_ptr<emulator::Buffer<int>> order;
 
   explicit ForwardCall(const Arguments& a)
       : q{a["packed"] ? 1 : a["batch"], a["q_heads"], a["q_len"], a["head_dim"], a["rows_first"] != 0},
@@ -44,19 +40,6 @@ struct ForwardCall {
     p.head_dim = q.dim, p.v_head_dim = v.dim;
     options = std::make_unique<Options<Element, Real>>(p, a);
     if (a["counter"]) p.counter = counter.data;
-    if (p.cu_q) order_sequences();
-  }
-  void order_sequences() {  // as packed_offsets does
-    const auto rows = [&](int item) { return p.cu_q[item + 1] - p.cu_q[item]; };
-    std::vector<int> x(static_cast<size_t>(p.batch));
-    std::iota(x.begin(), x.end(), 0);
-    std::stable_sort(x.begin(), x.end(), [&](int i, int j) { return rows(i) > rows(j); });
-    for (int i = 0, end = 0; i <= p.batch; i++) {
-      x.push_back(end);
-      if (i < p.batch) end += rows(x[static_cast<size_t>(i)]);
-    }
-    order = std::make_unique<emulator::Buffer<int>>(x, "order");
-    p.order = order->data;
   }
   // the kernel's tiles of rows; element: bytes of one
   void plan(const Arguments& a, int rows, int element = sizeof(Element)) {

@@ -80,11 +80,11 @@ __device__ __forceinline__ ForwardTile forward_tile(const ForwardTaskOf<Real>& p
 template <int Rows, class Real>
 __device__ __forceinline__ ForwardTile packed_tile(const ForwardTaskOf<Real>& p, int i) {
   if (!p.cu_q) return forward_tile<Rows, true>(p, i);
-  const int* const cu = p.order ? p.order + p.batch : p.cu_q;
+  const int* const cu = p.order + p.batch;
   const int number = i / p.q_heads, at = packed_item(cu, p.batch, Rows, number);
   const int first = first_packed_tile(cu, Rows, at), last = first_packed_tile(cu, Rows, at + 1) - 1;
   // behind the last sequence are numbers of no rows
-  return {(number > last ? number - first : last - number) * Rows, i % p.q_heads, p.order ? p.order[at] : at};
+  return {(number > last ? number - first : last - number) * Rows, i % p.q_heads, p.order[at]};
 }
 
 // Heads side by side: as many as keep 32 MB of keys and values in the second-level cache, 8 to 32 key heads.

@@ -1,11 +1,13 @@
 // Offsets of packed sequences as kernels may rely on them, without a look at them from the host: they begin with 0,
 // never fall and end at `total` at most; a number that does not fit counts as the nearest that does. And the order in
-// which the forward takes sequences: those of most rows first, so that the last tiles are small ones.
+// which the forward takes sequences: those of most rows first, so that the last tiles are small ones; more than
+// kMostOrdered, which would take more than a microsecond or two, as they lie.
 #pragma once
 #include "cuda/ptx/sm80.cuh"
 
 namespace attnjourney {
 
+constexpr int kMostOrdered = 512;
 constexpr int kOffsetsThreads = 256, kOffsetsBytes = kOffsetsThreads / 32 * 4;
 
 // What `combine` makes of the threads' x up to this one's, and of `so_far`, which then is that of all. parts: a word
@@ -32,6 +34,13 @@ __device__ __forceinline__ int scanned(int x, int& so_far, int* parts, Combine&&
 // order [items], then offsets [items + 1] of sequences in that order; a thread looks at all of them for each of its own
 __device__ __forceinline__ void order_by_length(const int* offsets, int items, int* order, int* parts) {
   const int tid = threadIdx.x;
+  if (items > kMostOrdered) {
+    for (int i = tid; i <= items; i += kOffsetsThreads) {
+      if (i < items) order[i] = i;
+      order[items + i] = offsets[i];
+    }
+    return;
+  }
   const auto rows = [&](int item) { return offsets[item + 1] - offsets[item]; };
   for (int i = tid; i < items; i += kOffsetsThreads) {
     const int own = rows(i);

@@ -73,8 +73,6 @@ __device__ __forceinline__ bool is_far(float reference) {
   return size > 256.f && size < INFINITY;
 }
 
-constexpr int kMostOrdered = 512;  // sequences in an order of their own (packed_offsets.cuh), in a microsecond or two
-
 template <class Real>
 struct SequenceTaskOf {
   int q_len, kv_len;                       // of the tensors
@@ -84,7 +82,8 @@ struct SequenceTaskOf {
   // Packed sequences, [sequences + 1] or null: the batch items are rows cu_q[i] .. of one item, keys cu_k[i] .. . Their
   // tiles are numbered through: those of item i from cu[i] / tile + i on, which leaves room for a last one in part.
   const int *cu_q, *cu_k;
-  // Or null: the sequences, those of most rows first, [sequences]; offsets of rows in that order, [sequences + 1]
+  // In the forward and its derivative in a direction: the packed sequences in the order in which they are worked on
+  // (packed_offsets.cuh), [sequences]; offsets of rows in that order, [sequences + 1]
   const int* order;
   ScoresOf<Real> scores;
 };
