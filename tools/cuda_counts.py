@@ -94,6 +94,17 @@ class Forward:
         return h.flop(h.head_dim + h.v_head_dim) / self.seconds(h) / 1e12
 
 
+def varlen_rate(lengths: tuple[int, ...], q_heads: int, longest_first: bool = True) -> float:
+    """TFLOP/s of causal packed sequences, 128 columns, by the kernel with options. longest_first: sequences in that
+    order, and the last rows of each first; else as they lie."""
+    kernel, calls = Forward(128, 128, False), [Heads(q_heads, n, 128, 128, causal=True) for n in lengths]
+    tiles = []
+    for h in sorted(calls, key=lambda h: -h.n) if longest_first else calls:
+        for row in sorted(range(0, h.n, kernel.rows), reverse=longest_first):
+            tiles += [kernel.row_tile(h, row)] * q_heads
+    return sum(h.flop(256) for h in calls) / (makespan(tiles) / CLOCK + 2 * LAUNCH) / 1e12
+
+
 @dataclass(frozen=True)
 class Backward:
     rows: int
@@ -223,6 +234,10 @@ def lines() -> list[list[str]]:
     d128 = Forward(128, 128)
     share = d128.seconds(heads(4096, (128, 128), causal=True, window=512)) / d128.seconds(heads(4096, (128, 128)))
     found.append(["forward 128, 4096, window 512, of the time without", f"{share:.2f}", "0.25"])
+    rate = varlen_rate((512,) * 24 + (4096,), 8)
+    found.append(
+        ["varlen_attention 128, causal, 24 sequences of 512 and one of 4096, 8 heads", f"{rate:.0f} TFLOP/s", ""]
+    )
     for dims, kernel, goals in BACKWARD:
         for (n, causal), goal in goals.items():
             about = "backward, fixed order," if kernel.deterministic else "backward"

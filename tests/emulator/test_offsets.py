@@ -1,5 +1,5 @@
-"""Offsets of packed sequences as the CUDA kernels take them, and the rows past the last of them, on the CPU by
-tests/emulator."""
+"""Offsets of packed sequences as the CUDA kernels take them, their order, and the rows past the last of them, on the
+CPU by tests/emulator."""
 
 import itertools
 from functools import partial
@@ -17,6 +17,7 @@ CASES = [  # offsets, how many rows there are
     ([5, 3, -1, 40, 12, 1 << 30, 7], 30),
     (list(range(0, 3000, 3)), 2000),
     ([(i * 7919) % 1000 for i in range(700)], 900),
+    ([(i * i + i) // 2 for i in range(513)], 1 << 30),
 ]
 
 
@@ -32,8 +33,14 @@ def check(program, dtype, case, order):
     expected = torch.tensor([0, *given[1:]]).clamp(0, total).cummax(0).values.int()
     tensor = torch.tensor(given, dtype=dtype)
     arguments = {"count": len(given), "total": total, "int32": dtype == torch.int32, **run.order_arguments(order)}
-    out = run.run(program, [tensor], [((len(given),), torch.int32)], arguments)[0][0]
+    items = len(given) - 1
+    outputs = [((n,), torch.int32) for n in (items + 1, items, items + 1)]
+    out, order, offsets = run.run(program, [tensor], outputs, arguments)[0]
     assert torch.equal(out, expected)
+    rows = out.diff()
+    as_they_lie = torch.arange(items)
+    assert torch.equal(order.long(), rows.argsort(descending=True, stable=True) if items <= 512 else as_they_lie)
+    assert torch.equal(offsets, torch.cat([rows.new_zeros(1), rows[order.long()].cumsum(0).int()]))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -161,7 +161,7 @@ def check_backward(program, kernel, case, order, rows_first=False):
 PACKED = [  # options, offsets of the queries' and the keys' sequences, rows and keys in all: the last belong to none
     (("bottom_right", "alibi_per_sequence", "dropout"), (0, 70, 70, 75, 140), (0, 66, 80, 150, 150), 143, 151),
     (("causal", "sinks", "softcap"), (0, 65, 200), (0, 130, 135), 200, 135),
-    ((), (0, 1, 30), (0, 70, 75), 30, 80),
+    ((), (0, 1, 30), (0, 70, 75), 110, 80),  # a tile of rows of no sequence
     (("left", "alibi", "sinks"), (0, 64, 150), (0, 64, 150), 150, 150),
 ]
 

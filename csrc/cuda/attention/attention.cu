@@ -39,7 +39,7 @@ void forward_in(const AttentionCall& c, const AttentionResults& results) {
   const cudaStream_t stream = current_stream(device.index);
   const View q = view_of(c, query, c.q_heads), k = view_of(c, key, c.kv_heads), v = view_of(c, value, c.kv_heads);
   Output o(c, out, c.q_heads);
-  const Indices indices(c);
+  const Indices indices(c, true);
   const OptionInputs<Real> inputs(c);
   ForwardTaskOf<Real> p{};
   describe(p, c, indices, q, k, v);

@@ -32,7 +32,7 @@ void jvp_in(const AttentionCall& c, const AttentionResults& results, const Atten
   const View q = view_of(c, query, c.q_heads), k = view_of(c, key, c.kv_heads), v = view_of(c, value, c.kv_heads);
   const View out = view_of(c, results.out, c.q_heads);
   Output o(c, to, c.q_heads);
-  const Indices indices(c);
+  const Indices indices(c, true);
   const OptionInputs<Real> inputs(c);
   const TangentInputs<Real> tangents(c, given);
   JvpTaskOf<Real> p{};

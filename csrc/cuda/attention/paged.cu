@@ -109,7 +109,7 @@ void paged_forward(const AttentionCall& c, const AttentionResults& results) {
   const View q = view_of(c, query, c.q_heads);
   const auto rows_of = [](const Tensor& t) { return View{t, {0, stride_of(t, 1), stride_of(t, 2)}}; };
   Output o(c, out, c.q_heads);
-  const Indices indices(c);
+  const Indices indices(c, true);
   const OptionInputs<Real> inputs(c);
   ForwardTaskOf<Real> p{};
   describe(p, c, indices, q, rows_of(key), rows_of(value));

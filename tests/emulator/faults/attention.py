@@ -485,15 +485,16 @@ WEIGHTS = [
         "",
     ),
 ]
+_OFFSETS = "common/packed_offsets.cuh"
 OFFSETS = [
-    (
-        "read before all warps have written",
-        "common/packed_offsets.cuh",
-        "    __syncthreads();\n    x = max",
-        "    x = max",
-    ),
-    ("written while others read", "common/packed_offsets.cuh", "@parts_read", ""),
-    ("the pass before is forgotten", "common/packed_offsets.cuh", "    x = max(x, most);\n", ""),
+    ("read before all warps have written", _OFFSETS, "@parts_written", ""),
+    ("written while others read", _OFFSETS, "@parts_read", ""),
+    ("the pass before is forgotten", _OFFSETS, "x = combine(x, so_far);", ""),
+    ("lanes before the first", _OFFSETS, "if (lane >= d) x = combine(x, other);", "x = combine(x, other);"),
+    ("an order that is not all there", _OFFSETS, "@order_known", ""),
+    ("lengths before the offsets are there", _OFFSETS, "@offsets_known", ""),
+    ("short sequences first", _OFFSETS, "rows(j) > own", "rows(j) < own"),
+    ("one place for two sequences", _OFFSETS, "rows(j) == own && j < i", "false"),
 ]
 TAILS = [
     ("all rows", "common/clear_tails.cuh", "const int first = *t.begin,", "const int first = 0,"),

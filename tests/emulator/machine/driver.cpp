@@ -1,6 +1,9 @@
 // What of driver.h needs no types of a kernel.
 #include "driver.h"
 
+#include <algorithm>
+#include <numeric>
+
 namespace {
 int planted_fault;
 }
@@ -28,6 +31,18 @@ emulator::Options Arguments::options() const {
   o.seed = static_cast<uint64_t>((*this)["shuffle"]);
   o.eager_copies = (*this)["eager"] != 0;
   return o;
+}
+
+std::vector<int> ordered(const int* offsets, int items) {
+  const auto rows = [=](int item) { return offsets[item + 1] - offsets[item]; };
+  std::vector<int> x(static_cast<size_t>(items));
+  std::iota(x.begin(), x.end(), 0);
+  std::stable_sort(x.begin(), x.end(), [&](int i, int j) { return rows(i) > rows(j); });
+  for (int i = 0, end = 0; i <= items; i++) {
+    x.push_back(end);
+    if (i < items) end += rows(x[static_cast<size_t>(i)]);
+  }
+  return x;
 }
 
 int run(int argc, char** argv, const std::function<void(const Arguments&)>& body) {

@@ -36,6 +36,9 @@ struct Shape {
   }
 };
 
+// SequenceTask::order
+std::vector<int> ordered(const int* offsets, int items);
+
 template <class T>
 std::vector<T> read(size_t count) {
   std::vector<T> v(count);
@@ -44,7 +47,7 @@ std::vector<T> read(size_t count) {
 }
 // The lengths of a task and the keys that its rows see; lengths of the batch items follow on stdin where lengths=1.
 struct Lengths {
-  std::unique_ptr<emulator::Buffer<int>> query, key;  // packed: offsets of the sequences
+  std::unique_ptr<emulator::Buffer<int>> query, key, order;  // packed: offsets of the sequences
   template <class Task>
   Lengths(Task& p, const Arguments& a) {
     using Ranges = decltype(p.keys);
@@ -58,6 +61,8 @@ struct Lengths {
     if (a["packed"]) {
       query = lengths("cu_q", 1), key = lengths("cu_k", 1);
       p.cu_q = query->data, p.cu_k = key->data;
+      order = std::make_unique<emulator::Buffer<int>>(ordered(p.cu_q, a["batch"]), "order");
+      p.order = order->data;
     }
     if (!a["lengths"]) return;
     query = lengths("query_lengths"), key = lengths("key_lengths");

@@ -76,12 +76,15 @@ __device__ __forceinline__ ForwardTile forward_tile(const ForwardTaskOf<Real>& p
   return t;
 }
 
-// The tile of a block, packed or not.
+// The tile of a block, packed or not; of a sequence the last rows first, which see most keys where that is causal.
 template <int Rows, class Real>
 __device__ __forceinline__ ForwardTile packed_tile(const ForwardTaskOf<Real>& p, int i) {
   if (!p.cu_q) return forward_tile<Rows, true>(p, i);
-  const int number = i / p.q_heads, item = packed_item(p.cu_q, p.batch, Rows, number);
-  return {(number - first_packed_tile(p.cu_q, Rows, item)) * Rows, i % p.q_heads, item};
+  const int* const cu = p.order + p.batch;
+  const int number = i / p.q_heads, at = packed_item(cu, p.batch, Rows, number);
+  const int first = first_packed_tile(cu, Rows, at), last = first_packed_tile(cu, Rows, at + 1) - 1;
+  // behind the last sequence are numbers of no rows
+  return {(number > last ? number - first : last - number) * Rows, i % p.q_heads, p.order[at]};
 }
 
 // Heads side by side: as many as keep 32 MB of keys and values in the second-level cache, 8 to 32 key heads.

@@ -82,6 +82,9 @@ struct SequenceTaskOf {
   // Packed sequences, [sequences + 1] or null: the batch items are rows cu_q[i] .. of one item, keys cu_k[i] .. . Their
   // tiles are numbered through: those of item i from cu[i] / tile + i on, which leaves room for a last one in part.
   const int *cu_q, *cu_k;
+  // In the forward and its derivative in a direction: the packed sequences in the order in which they are worked on
+  // (packed_offsets.cuh), [sequences]; offsets of rows in that order, [sequences + 1]
+  const int* order;
   ScoresOf<Real> scores;
 };
 using SequenceTask = SequenceTaskOf<float>;
