@@ -4,6 +4,7 @@
 #   PYTEST_ARGS=    added to pytest                       ARGS=       added to benchmarks.run, tools.test_wheel
 #   CHROMIUM=       the browser of tests/seeing/test_page.py, if it is not `chromium` on PATH
 #   TEXT=           a text file for the demo              OUT=        where results go
+#   EMULATOR=all    `make test` runs tests of kernels that have not changed since they were proved, too
 #   FULL=1          the demo trains as long as it takes to write well
 #   CUDA=0          `make wheel` without the CUDA library
 #   PART=bench CASES=...  parts of `make gpu`, and its benchmarks      PREBUILT=1  `make gpu` takes the libraries as they are
@@ -22,7 +23,7 @@ RUN_TESTS = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -q -n auto
 CXX_FILES = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := build
-.PHONY: help build test test-quick test-clients demo bench docs wheel test-wheel gpu lint format asan fuzz test-torch test-torches clean
+.PHONY: help build test prove test-quick test-clients demo bench docs wheel test-wheel gpu lint format asan fuzz test-torch test-torches clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -40,7 +41,10 @@ test: $(VENV)/.torch-$(TORCH)  ## build, then all tests; where nvcc is, the CUDA
 	@ATTNJOURNEY_CUDA=1 ATTNJOURNEY_CUDA_CODE=$(or $(ATTNJOURNEY_CUDA_CODE),80) \
 		$(PY) setup.py -q build_ext --build-lib build/cuda
 	@$(PY) setup.py -q build_ext --inplace
-	$(RUN_TESTS) -m "not clients" $(PYTEST_ARGS)
+	ATTNJOURNEY_EMULATOR=$(or $(EMULATOR),changed) $(RUN_TESTS) -m "not clients" $(PYTEST_ARGS)
+
+prove: $(VENV)/.torch-$(TORCH)  ## the emulator's tests that have not passed with the kernels as they are; records those that do
+	$(PY) -m tools.prove $(ARGS)
 
 test-clients: build  ## install what attnjourney.integrations is for, then the tests with it
 	$(call install,test-clients)

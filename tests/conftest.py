@@ -5,7 +5,8 @@ The layers of the suite, from a second to the whole:
     pytest tests/cache/test_decode.py   what belongs to a change; folders are those of the library
     make test-quick                     some cases of every operator, dtype, option, derivative, cache and module
     pytest -n auto -m "not slow"        everything but the emulator, the browser, the demo and the like
-    make test                           everything, with the CUDA library where nvcc is
+    make test                           everything, with the CUDA library where nvcc is; of the emulator what is not
+                                        proved as it is (tests/emulator/host/proved.py), with EMULATOR=all all of it
     make test-torch                     the `smoke` tests, with another torch
     make gpu                            the `cuda` tests and more, where a GPU is
 
@@ -13,11 +14,13 @@ The layers of the suite, from a second to the whole:
 there is: see the end of this file.
 """
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.emulator.host import proved
 from tests.support import quick
 
 TESTS = Path(__file__).parent
@@ -52,6 +55,10 @@ def _file(path) -> str:
     return Path(path).relative_to(TESTS).as_posix() if Path(path).is_relative_to(TESTS) else ""
 
 
+def _left_out() -> frozenset[Path]:
+    return proved.proved() if os.environ.get("ATTNJOURNEY_EMULATOR") == "changed" else frozenset()
+
+
 def pytest_configure(config):
     config.stash[SEEN], config.stash[RAN], config.stash[QUICK_ITEMS] = set(), 0, []
     config.stash[LACKING] = []
@@ -62,7 +69,7 @@ def pytest_ignore_collect(collection_path, config):
     is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
     if config.option.markexpr == "quick" and is_test and _file(collection_path) not in quick.QUICK:
         return True
-    return None
+    return True if is_test and collection_path in _left_out() else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -121,6 +128,9 @@ def pytest_sessionfinish(session, exitstatus):
 
 
 def pytest_terminal_summary(terminalreporter, config):
+    if _left_out():
+        count = f"{len(_left_out())} of {len(proved.tests())} files of the emulator"
+        terminalreporter.write_line(f"{count} passed with what they are made of before (tests/emulator/proved.txt)")
     if config.stash[LACKING]:
         names = ", ".join(config.stash[LACKING])
         terminalreporter.write_line(f"FAILED: the quick tests (tests/support/quick.py) do not call: {names}", red=True)

@@ -16,7 +16,8 @@ TYPES = {torch.float32: "float", torch.float64: "double"}
 
 
 def kernel(program, dtype, size):
-    return (f"fp32_{program}", (f"KERNEL=Fp32{program.capitalize()}Of<{TYPES[dtype]},{size}>",))
+    name = {"forward": "fp32_forward", "backward": "fp32_backward"}[program]
+    return (name, (f"KERNEL=Fp32{program.capitalize()}Of<{TYPES[dtype]},{size}>",))
 
 
 def forward_kernel(dtype, size, head_dim, v_head_dim):

@@ -14,7 +14,7 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.emulator.host import planted
+from tests.emulator.host import planted, proved
 from tests.emulator.host.planted import Fault
 
 ROOT = Path(__file__).parents[3]
@@ -131,6 +131,9 @@ def _object(file: Path, flags: tuple[str, ...], defines: tuple[str, ...], csrc: 
 
 @functools.cache
 def _built(source: str, defines: tuple[str, ...], faults: tuple[Fault, ...]) -> Path:
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
+    if test and source not in proved.programs_of(ROOT / test):
+        raise ValueError(f"{test} does not name the program {source!r} in quotes: tests/emulator/host/proved.py")
     file, kernels = PROGRAMS / f"{source}.cpp", PROGRAMS / f"kernels/{source}.h"
     product = ROOT / "csrc"
     csrc = _sources_with(faults) if faults else product
