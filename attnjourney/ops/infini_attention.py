@@ -105,10 +105,8 @@ def recall(
             if truncate is not None and index > 0 and index % truncate == 0:
                 memory = memory[0].detach(), memory[1].detach()
             parts.append(read_memory(q, memory))
-            if update == "delta":
-                v = v - read_memory(k, memory)
         if return_memory or rows.stop < length:
-            memory = write_memory(k, v, memory)
+            memory = write_segment(k, v, memory, update)
     if return_memory and memory is None:  # no rows at all
         memory = write_memory(key, value, None)
     if not parts:  # no rows
@@ -152,6 +150,13 @@ def write_memory(key: Tensor, value: Tensor, memory: Memory | None) -> Memory:
     )
     assert normalizer is not None
     return matrix, normalizer
+
+
+def write_segment(key: Tensor, value: Tensor, memory: Memory | None, update: str) -> Memory:
+    """The memory after a segment; update "delta": of each value what the memory does not read at its key."""
+    if memory is not None and update == "delta":
+        value = value - read_memory(key, memory)
+    return write_memory(key, value, memory)
 
 
 def check_segments(

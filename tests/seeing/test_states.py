@@ -158,6 +158,74 @@ def test_linear_attention(options):
         torch.testing.assert_close(record.weights, expected, **CLOSE)
 
 
+def weights_of_a_memory(query, key, segment, update, sums):
+    """No recurrence: rows read phi(q) phi(k)^T of the segments before theirs, over its sum; and what the delta rule
+    writes is the solution of one triangular system."""
+    phi = lambda x: torch.where(x > 0, x + 1, x.exp())  # noqa: E731
+    of = torch.arange(key.shape[2]) // segment
+    before = (of[:, None] > of).double()
+    past = torch.zeros(()) if sums is None else phi(query) @ sums[..., None]
+
+    def read(rows, past):
+        products = (phi(rows) @ phi(key).mT) * before
+        total = products.sum(-1, keepdim=True) + past
+        return torch.where(total == 0, 0, products / total)
+
+    weights = read(query, past)
+    if update == "linear":
+        return weights
+    own = read(key, past if sums is None else phi(key) @ sums[..., None])
+    return weights @ torch.linalg.inv(torch.eye(key.shape[2], dtype=torch.float64) + own)
+
+
+@pytest.mark.parametrize(
+    "row", pairs(update=["linear", "delta"], dtype=DTYPES, memory=[False, True], length=[1, 9, 11]), ids=row_id
+)
+def test_infini_attention(row):
+    """Its local weights and, as a state, its memory with the last segment, whole or not."""
+    dtype, length = row["dtype"], row["length"]
+    wide = torch.promote_types(dtype, torch.float32)
+    shapes = (2, 4, length, 8), (2, 2, length, 8), (2, 2, length, 5)
+    q, k, v = (random_tensor(shape, dtype, s, outliers=False) for s, shape in enumerate(shapes))
+    beta, options = torch.tensor([-1.0, 0.0, 2.0, 9.0], dtype=dtype), dict(segment_length=3, update=row["update"])
+    if row["memory"]:
+        options["memory"] = torch.randn(2, 2, 8, 5).to(wide), torch.rand(2, 2, 8).to(wide)
+    plain, (state, sums) = attnjourney.infini_attention(q, k, v, beta, return_memory=True, **options)
+    for mode in MODES:
+        with mode(), attnjourney.capture(None, state_weights=True, heads=[3, 0]) as seen:
+            out = attnjourney.infini_attention(q, k, v, beta, **options)
+        (record,) = seen.states
+        assert torch.equal(out, plain) and len(seen) == 1 and seen.names == seen.states.names == ["infini_attention.0"]
+        assert torch.equal(record.state, state[:, [1, 0]]) and torch.equal(record.normalizer, sums[:, [1, 0]])
+        assert record.nbytes == state.nbytes + sums.nbytes and record.gate is record.beta is record.half_life is None
+        assert record.settings["segment_length"] == 3 and record.heads.tolist() == [3, 0]
+    q64, k64 = by_head(q, 4)[:, [3, 0]], k.double()[:, [1, 0]]
+    past = options["memory"][1].double()[:, [1, 0]] if row["memory"] else None
+    expected = weights_of_a_memory(q64, k64, 3, row["update"], past)
+    torch.testing.assert_close(record.weights, expected, **CLOSE)
+    if dtype == torch.float64 and not row["memory"]:  # the output: what these weights give, and the local ones
+        gate, values = beta.sigmoid()[[3, 0], None, None], v[:, [1, 0]]
+        mixed = gate * (record.weights @ values) + (1 - gate) * (seen[0].weights @ values)
+        torch.testing.assert_close(mixed, plain[:, [3, 0]])
+
+
+def test_infini_attention_in_a_model():
+    m, x = nn.InfiniAttention(16, 4, 2, segment_length=3, dtype=torch.float64), torch.randn(2, 8, 16).double()
+    model = torch.nn.Sequential(m, nn.InfiniAttention(16, 2, segment_length=4, dtype=torch.float64))
+    with torch.no_grad(), attnjourney.capture(model, rows=[-1]) as seen:
+        expected, memory = model(x), m(x, return_memory=True)[1]
+    assert torch.equal(model(x), expected)
+    assert seen.names == seen.states.names == ["0", "1"] and len(seen.states) == 3
+    assert torch.equal(seen.states["0"].state, memory[0].repeat_interleave(2, 1)) and seen.states[0].weights is None
+    with attnjourney.capture(model, layers=1) as seen:
+        model(x)
+    assert seen.names == seen.states.names == ["1"]
+    long = torch.zeros(1, 2, 513, 4)
+    with pytest.raises(ValueError, match="state_weights: expected at most 512 rows, got 513"):
+        with attnjourney.capture(None, state_weights=True):
+            attnjourney.infini_attention(long, long, long, torch.zeros(2), segment_length=100)
+
+
 # ---------------------------------------------------------------------------------------------------- numbers
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...nn import InfiniAttention
 from ...nn._parts import split_heads
 from ...nn.rotary import rotate
-from ...ops.infini_attention import Memory, read_memory, write_memory
+from ...ops.infini_attention import Memory, read_memory, write_segment
 from ._stages import attention_stages
 
 
@@ -66,10 +66,7 @@ def infini_stages(
         piece = slice(first, first + segment)
         if memory is not None and len(here):
             read[:, :, here] = read_memory(q.index_select(2, rows[here]), memory)
-        written = v[:, :, piece]
-        if memory is not None and module.update == "delta":
-            written = written - read_memory(k[:, :, piece], memory)
-        memory = write_memory(k[:, :, piece], written, memory)
+        memory = write_segment(k[:, :, piece], v[:, :, piece], memory, module.update)
     beta = module.beta.float() if module.beta.dtype.itemsize == 2 else module.beta
     gate = torch.sigmoid(beta).index_select(0, heads)
     local, read = stages.pop("output"), read.index_select(1, heads)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ... import reference
+from ...ops.infini_attention import Memory, write_memory, write_segment
 from ._stages_gated import by_head, gated_by_head
 from ._stages_linear import linear_stages
 
@@ -42,17 +43,20 @@ def _double(x: Any) -> Any:
     return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
+def _identity(length: int, batch: int, heads: Tensor, device: torch.device) -> Tensor:
+    """Values for a recurrence whose output are weights: column j is what row i reads of value j."""
+    if length > MAX_ROWS:
+        raise ValueError(f"state_weights: expected at most {MAX_ROWS} rows, got {length}: capture a shorter text")
+    return torch.eye(length, dtype=torch.float64, device=device).expand(batch, len(heads), -1, -1)
+
+
 def _gated(call: dict, outputs: tuple) -> States:
     query, value = call["query"], call["value"]
     length = query.shape[2]
 
     def weights(heads: Tensor, rows: Tensor) -> Tensor:
-        """The recurrence with the identity as values: column j of its output is what row i reads of value j."""
-        if length > MAX_ROWS:
-            raise ValueError(f"state_weights: expected at most {MAX_ROWS} rows, got {length}: capture a shorter text")
         named = {name: _double(x) for name, x in gated_by_head(call, heads).items()} | {"initial_state": None}
-        identity = torch.eye(length, dtype=torch.float64, device=query.device)
-        named["value"] = identity.expand(value.shape[0], len(heads), -1, -1)
+        named["value"] = _identity(length, value.shape[0], heads, query.device)
         out = cast(Tensor, reference.gated_linear_attention(**named))
         return out.index_select(2, rows.to(query.device))
 
@@ -70,4 +74,30 @@ def _linear(call: dict, outputs: tuple) -> States:
     return States(query.shape[1], query.shape[2], weights, outputs[2], outputs[3] if call["normalize"] else None)
 
 
-STATES: dict[str, Callable[[dict, tuple], States]] = {"gated_linear_attention": _gated, "linear_attention": _linear}
+def _infini(call: dict, _: tuple) -> States:
+    """The memory with the last segment, which a call that does not return it leaves out; weights of what it gives."""
+    query, key, value = call["query"], call["key"], call["value"]
+    given: Memory | None = call["memory"]
+    segment, update, count, length = call["segment_length"], call["update"], query.shape[1], query.shape[2]
+    memory = given if given is not None else write_memory(key[:, :, :0], value[:, :, :0], None)
+    for first in range(0, length, segment):
+        rows = slice(first, first + segment)
+        memory = write_segment(key[:, :, rows], value[:, :, rows], memory, update)
+
+    def weights(heads: Tensor, rows: Tensor) -> Tensor:
+        q, k = (by_head(x.double(), heads, count) for x in (query, key))
+        sums = None if given is None else by_head(given[1].double(), heads, count)
+        past = None if sums is None else (sums.new_zeros(*sums.shape, length), sums)
+        alone = q.new_full((len(heads),), torch.inf)  # the gate: nothing of the local part
+        out = reference.infini_attention(
+            q, k, _identity(length, q.shape[0], heads, q.device), alone, segment_length=segment, memory=past,
+            update=update,
+        )  # fmt: skip
+        return cast(Tensor, out).index_select(2, rows.to(query.device))
+
+    return States(count, length, weights, *memory)
+
+
+STATES: dict[str, Callable[[dict, tuple], States]] = {
+    "gated_linear_attention": _gated, "linear_attention": _linear, "infini_attention": _infini,
+}  # fmt: skip

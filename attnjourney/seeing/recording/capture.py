@@ -36,11 +36,12 @@ class capture:
     cache or a compiled graph. The model computes what it computes without: the same fused kernels, the same random
     numbers, gradients too. The weights are made again from the queries, keys and sums of that very call, in
     O(rows * S) memory for the rows and heads asked for. A run during backward (activation checkpointing) is not
-    recorded again. InfiniAttention's weights are those of its local part, each row's keys those of its own segment.
+    recorded again. InfiniAttention's weights are those of its local part, each row's keys those of its own segment, and
+    its memory is a state.
     A compiled graph has no modules: its calls are named by their order.
 
-    Calls of gated_linear_attention and linear_attention, which compute no weights, are recorded in seen.states: what
-    the state holds after the last row, and the gates by which it forgets.
+    Calls of gated_linear_attention, linear_attention and infini_attention are recorded in seen.states: what the state
+    holds after the last row, and the gates by which it forgets.
 
         seen.states["model.layers.0.linear_attn"].effective_rank  # (batch, heads)
 
@@ -187,15 +188,16 @@ class capture:
         if not self._inside and torch._C._current_graph_task_id() == -1:
             with _disable_current_modes(), torch.no_grad():
                 self._record(name, lambda: FUNCTIONS[name](call), call, defaults, call["query"])
+                if name in STATES:
+                    self._record_state(name, call, defaults, (call["query"],))
 
-    def _name(self, operator: str, some: Tensor) -> str | None:
-        """Of a call that is wanted; calls with a state are counted by themselves."""
+    def _name(self, operator: str, kind: bool, some: Tensor) -> str | None:
+        """Of a call that is wanted; calls with a state (kind) are counted by themselves."""
         if isinstance(some, FakeTensor):
             raise RuntimeError("capture: expected tensors with numbers, got those of a tracer: run the model itself")
         name = self._caller()
         if name is None and self.model is not None:
             return None  # not this model's
-        kind = operator in STATES
         number = self._calls[kind]
         self._calls[kind] += 1
         if not name:
@@ -204,7 +206,7 @@ class capture:
         return name if self._wants(name, number) else None
 
     def _record(self, operator: str, read: Callable[[], Scores], call: dict, defaults: dict, some: Tensor) -> None:
-        name = self._name(operator, some)
+        name = self._name(operator, False, some)
         if name is None:
             return
         scores = read()
@@ -215,7 +217,7 @@ class capture:
         self._keep(Record(name, operator, step, weights, lse, heads, rows, scores.first_key, settings))
 
     def _record_state(self, operator: str, call: dict, defaults: dict, outputs: tuple) -> None:
-        name = self._name(operator, outputs[0])
+        name = self._name(operator, True, outputs[0])
         if name is None:
             return
         states = STATES[operator](call, outputs)

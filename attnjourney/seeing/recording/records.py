@@ -59,17 +59,17 @@ class StateRecord:
 
     Attributes:
         name, step, settings: as of a Record.
-        operator: "gated_linear_attention" or "linear_attention".
+        operator: "gated_linear_attention", "linear_attention" or "infini_attention", whose memory is the state.
         state: (N, heads, D, Dv), float32 (float64 for float64): after the last row, of each sequence.
         heads, rows: int64, the heads of the output, and the rows of `weights`. Where several heads read one state, it
             is here for each of them.
         gate: logarithms of the decay, (B, heads, L), or (B, heads, L, D) by channel of the key; None without gates.
         beta: (B, heads, L), the part of the error that is corrected; None without the delta rule.
-        normalizer: (N, heads, D) of linear_attention with a denominator; else None.
+        normalizer: (N, heads, D) of linear_attention with a denominator, and of a memory; else None.
         nbytes: what is kept for the next token, of all heads and sequences.
         weights: with capture(state_weights=True), (B, heads, rows, S) in float64: output i is the sum of weights[i, j]
             times value j, and what an initial state adds. Not those of a softmax: they may be negative, and sum to
-            anything. Else None.
+            anything. Of a memory: of what rows read there, before the gate. Else None.
     """
 
     name: str
