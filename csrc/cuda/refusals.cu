@@ -30,7 +30,7 @@ std::vector<int64_t> window_of(const AttentionOptions& o) { return {o.window[0],
 std::vector<int64_t> numbers_of(const Origin& o) { return {o.row, o.key, o.head, o.heads}; }
 
 void checked_forward(AttentionCall& c, const AttentionResults& to) {
-  check_served(c, false);
+  check_served(c, most_head_dim(c));
   const auto& [query, key, value, o] = c.args;
   if (is_checked_alone(o)) return;
   const auto results =
@@ -43,7 +43,7 @@ void checked_forward(AttentionCall& c, const AttentionResults& to) {
 }
 
 void checked_backward(AttentionCall& c, const AttentionSaved& saved, const AttentionGradients& gradients) {
-  check_served(c, true);
+  check_served(c, most_head_dim(c));
   const auto& [query, key, value, o] = c.args;
   if (is_checked_alone(o)) return;
   const auto wanted = gradients.all();
@@ -64,7 +64,7 @@ void checked_backward(AttentionCall& c, const AttentionSaved& saved, const Atten
 }
 
 void checked_jvp(AttentionCall& c, const AttentionResults& results, const AttentionTangents& tangents) {
-  check_served(c, true);
+  check_served(c, 256);
   const auto& [query, key, value, o] = c.args;
   if (is_checked_alone(o)) return;
   const auto changes = cpu_operator(

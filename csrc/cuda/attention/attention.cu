@@ -138,14 +138,14 @@ void backward_in(const AttentionCall& c, const AttentionSaved& saved, const Atte
 }  // namespace
 
 void cuda_attention_forward(AttentionCall& c, const AttentionResults& results) {
-  check_served(c, false);
+  check_served(c, most_head_dim(c));
   if (c.args.options.block_table)
     return (c.lse_dtype == ScalarType::Double ? paged_forward<double> : paged_forward<float>)(c, results);
   (c.lse_dtype == ScalarType::Double ? forward_in<double> : forward_in<float>)(c, results);
 }
 
 void cuda_attention_backward(AttentionCall& c, const AttentionSaved& saved, const AttentionGradients& gradients) {
-  check_served(c, true);
+  check_served(c, most_head_dim(c));
   (c.lse_dtype == ScalarType::Double ? backward_in<double> : backward_in<float>)(c, saved, gradients);
 }
 

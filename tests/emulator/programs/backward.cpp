@@ -1,4 +1,4 @@
-// Runs one backward kernel with its passes, named by -DKERNEL=... (an Sm80Backward) or -DSHAPE=... (an
+// Runs one backward kernel with its passes, named by -DKERNEL=... (an Sm80Backward, with -DWIDE an Sm80WideBackward) or -DSHAPE=... (an
 // Sm90BackwardShape, of the kernel -DENTRY=...; with -DOPTIONS an Sm90FullBackwardShape). stdin: query, key, value,
 // out, grad_out, stats, grad_lse, lengths, options; stdout: grad_query, grad_key, grad_value, and of options where
 // there are such: grad_sinks, grad_slopes, grad_mask. -DRANGED: as in forward.cpp.
@@ -41,6 +41,9 @@ void launch_main(const BackwardTask& p, const driver::Shape& q, const driver::Sh
 #else
   emulator::launch(ENTRY<Kernel, Ranged>, dim3(blocks), dim3(Kernel::kThreads), Kernel::kSmemBytes, options, maps, p);
 #endif
+#elif defined(WIDE)
+  (void)q, (void)k, (void)v, (void)o;
+  emulator::launch(sm80_wide_backward<Kernel>, dim3(blocks), dim3(Kernel::kThreads), Kernel::kSmemBytes, options, p);
 #else
   (void)q, (void)k, (void)v, (void)o;
   emulator::launch(sm80_backward<Kernel, Ranged>, dim3(blocks), dim3(Kernel::kThreads), Kernel::kSmemBytes, options, p);
