@@ -225,7 +225,8 @@ def sources(*patterns: str) -> list[Path]:
 
 def shared_sources() -> list[Path]:
     """What no device has of its own, compiled once: every library links these objects, for they share no symbols."""
-    return sources(*(f"csrc/{folder}/*.cpp" for folder in ("core", "attention", "decode", "linear", "layers")))
+    folders = ("core", "attention", "decode", "linear", "sparse", "layers")
+    return sources(*(f"csrc/{folder}/*.cpp" for folder in folders))
 
 
 def families(files: Iterable[Path]) -> dict[Path, list[Path]]:

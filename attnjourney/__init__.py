@@ -10,18 +10,24 @@ from .info import cpu_info as cpu_info
 from .info import explain as explain
 from .integrations import flash_registry as _flash_registry  # noqa: F401
 from .ops import attention as attention
+from .ops import attention_fp8 as attention_fp8
 from .ops import attention_weights as attention_weights
 from .ops import decode as decode
 from .ops import gated_linear_attention as gated_linear_attention
 from .ops import gpt_attention as gpt_attention
 from .ops import gqa as gqa
+from .ops import hadamard_signs as hadamard_signs
 from .ops import infini_attention as infini_attention
+from .ops import lightning_indexer as lightning_indexer
+from .ops import lightning_indexer_loss as lightning_indexer_loss
 from .ops import linear_attention as linear_attention
 from .ops import longformer_attention as longformer_attention
 from .ops import merge_states as merge_states
 from .ops import mha as mha
 from .ops import mla as mla
 from .ops import mla_decode as mla_decode
+from .ops import quantize_fp8 as quantize_fp8
+from .ops import sparse_attention as sparse_attention
 from .ops import tree_depths as tree_depths
 from .ops import tree_mask as tree_mask
 from .ops import varlen_attention as varlen_attention
@@ -47,7 +53,10 @@ if TYPE_CHECKING:  # what is imported when it is first asked for
     from .nn.cache import KVCache as KVCache
     from .nn.cache import LatentCache as LatentCache
     from .nn.cache import WindowCache as WindowCache
+    from .nn.cache_blocks import OutOfBlocks as OutOfBlocks
     from .nn.cache_paged import PagedKVCache as PagedKVCache
+    from .nn.cache_paged import PagedLatentCache as PagedLatentCache
+    from .nn.cache_prefix import prefix_keys as prefix_keys
     from .replace import replace_attention as replace_attention
     from .seeing.recording.capture import capture as capture
     from .seeing.recording.trace import trace as trace
@@ -59,7 +68,9 @@ _LATER = {  # the same as above, by module
     ".integrations.activity": ("activity",),
     ".integrations.sdpa": ("activate", "activated", "active", "deactivate"),
     ".nn.cache": ("KVCache", "LatentCache", "WindowCache"),
-    ".nn.cache_paged": ("PagedKVCache",),
+    ".nn.cache_blocks": ("OutOfBlocks",),
+    ".nn.cache_paged": ("PagedKVCache", "PagedLatentCache"),
+    ".nn.cache_prefix": ("prefix_keys",),
     ".replace": ("replace_attention",),
     ".seeing.recording.capture": ("capture",),
     ".seeing.recording.trace": ("trace", "trace_module"),

@@ -42,6 +42,19 @@ class Account:
     cache_bytes_per_token: int
     state_bytes_per_sequence: int
 
+    def cache_bytes(self, shared_prefix: int = 0) -> int:
+        """Of caches and states of all sequences together at seq_len tokens. The first shared_prefix tokens are the same
+        in all of them, in blocks of a PagedKVCache that are held once; a state cannot be shared.
+
+        Raises ValueError for a number that is not from 0 to seq_len.
+        """
+        if not 0 <= shared_prefix <= self.seq_len:
+            raise ValueError(
+                f"shared_prefix: expected a number from 0 to {self.seq_len} (seq_len), got {shared_prefix}"
+            )
+        tokens = shared_prefix + self.batch * (self.seq_len - shared_prefix)
+        return tokens * self.cache_bytes_per_token + self.batch * self.state_bytes_per_sequence
+
     def as_dict(self) -> dict:
         """All numbers; `parts` is a list of dicts."""
         return {**asdict(self), "parts": [asdict(row) for row in self.parts]}

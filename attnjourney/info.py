@@ -45,13 +45,16 @@ def _decode(text: torch.Tensor) -> dict:
 
 
 def cpu_info() -> dict:
-    """The instruction sets of the CPU kernels, and whose autograd nodes there are.
+    """The instruction sets of the CPU kernels, their tuning, and whose autograd nodes there are.
 
     Returns a dict: `isa` (the one in use), `forced` (whether the environment variable ATTNJOURNEY_ISA chose it),
     `found` (those this CPU and operating system can run, best first), `built` (those in this build), `threads`,
-    `node` ("C++", or "Python" and why: small calls take longer).
+    `node` ("C++", or "Python" and why: small calls take longer); and `tuning`, the tile sizes of this machine: their
+    `name`, what ATTNJOURNEY_TUNING says (`forced`, or ""), and what they were chosen by, `vendor` and sizes and ways of
+    the data caches (`l1_bytes`, `l1_ways`, `l2_bytes`, `l2_ways`; 0: unknown).
 
-    Raises RuntimeError where ATTNJOURNEY_ISA names an instruction set that is unknown or cannot run here.
+    Raises RuntimeError where ATTNJOURNEY_ISA names an instruction set that is unknown or cannot run here, or
+    ATTNJOURNEY_TUNING a tuning that there is not.
     """
     why_not = _node.why_not()
     node = "C++" if why_not is None else f"Python: {why_not}"
@@ -79,13 +82,13 @@ def explain(
 ) -> dict:
     """Tells how `attention` would run with these arguments, without running it.
 
-    Returns a dict: `isa`, `group` (query heads per key/value head), and for `forward` and `backward` the threads, tile
-    sizes (query rows, keys), work items and scratch bytes per thread; what is cut smaller so that all threads end at
-    about one time (the items of the forward after `uncut_items`, the parts of each head in the backward's
-    `parts_of_cut_heads`); the `kernel` of `forward`, "decode" for few query rows (each item then has a chunk of keys,
-    `key_block`), else "tiled", without the sequences of few rows among longer ones, which decode's kernels compute
-    before; and `sdpa`: whether `activate` is on
-    (`active`), and why F.scaled_dot_product_attention would still run torch's own function (`refusal`), or None.
+    Returns a dict: `isa`, `tuning` (its name, see `cpu_info`), `group` (query heads per key/value head), and for
+    `forward` and `backward` the threads, tile sizes (query rows, keys), work items and scratch bytes per thread; what
+    is cut smaller so that all threads end at about one time (the items of the forward after `uncut_items`, the parts of
+    each head in the backward's `parts_of_cut_heads`); the `kernel` of `forward`, "decode" for few query rows (each item
+    then has a chunk of keys, `key_block`), else "tiled", without the sequences of few rows among longer ones, which
+    decode's kernels compute before; and `sdpa`: whether `activate` is on (`active`), and why
+    F.scaled_dot_product_attention would still run torch's own function (`refusal`), or None.
     Raises what `attention` would raise.
     """
     from .integrations import sdpa

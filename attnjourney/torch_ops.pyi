@@ -30,6 +30,15 @@ def attention(
 ) -> Tensor: ...
 
 @_operator
+def attention_fp8(
+    query: Tensor, key: Tensor, value: Tensor, query_scale: Tensor, key_scale: Tensor, value_scale: Tensor,
+    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False, causal_alignment: int = 0,
+    window_size: Sequence[int] = [-1, -1], prefix_length: int = 0, key_lengths: Tensor | None = None,
+    softcap: float = 0.0, sinks: Tensor | None = None, out_dtype: int = 0
+) -> tuple[Tensor, Tensor]:
+    """out, lse"""
+
+@_operator
 def attention_with_lse(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False, causal_alignment: int = 0,
@@ -96,6 +105,19 @@ def kv_cache_truncate(
 ) -> None: ...
 
 @_operator
+def lightning_indexer(
+    query: Tensor, key: Tensor, weights: Tensor, topk: int, *, is_causal: bool = True, causal_alignment: int = 0,
+    key_lengths: Tensor | None = None, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """indices, scores"""
+
+@_operator
+def lightning_indexer_loss(
+    index_query: Tensor, index_key: Tensor, weights: Tensor, query: Tensor, key: Tensor, indices: Tensor, *,
+    index_scale: float = 1.0, scale: float | None = None, enable_gqa: bool = False
+) -> Tensor: ...
+
+@_operator
 def linear_attention(
     query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
     initial_state: Tensor | None = None, initial_normalizer: Tensor | None = None, *, feature_map: int = 2,
@@ -137,8 +159,9 @@ def paged_attention(
 
 @_operator
 def paged_cache_append(
-    key_cache: Tensor, value_cache: Tensor, lengths: Tensor, block_table: Tensor, block_refs: Tensor, key: Tensor,
-    value: Tensor, *, counts: Tensor | None = None, key_scale: Tensor | None = None, value_scale: Tensor | None = None
+    key_cache: Tensor, value_cache: Tensor | None, lengths: Tensor, block_table: Tensor, block_refs: Tensor,
+    key: Tensor, value: Tensor | None, *, counts: Tensor | None = None, key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None
 ) -> None: ...
 
 @_operator
@@ -160,6 +183,13 @@ def rope(
 def rope_(
     x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
 ) -> None: ...
+
+@_operator
+def sparse_attention(
+    query: Tensor, key: Tensor, value: Tensor, indices: Tensor, *, scale: float | None = None, enable_gqa: bool = False,
+    is_causal: bool = False, causal_alignment: int = 0, key_lengths: Tensor | None = None, softcap: float = 0.0,
+    sinks: Tensor | None = None, query_block_size: int = 1
+) -> Tensor: ...
 
 @_operator
 def varlen_attention(
@@ -322,6 +352,20 @@ def gqa_forward(
     """out, query, key, value, attn, lse, stats"""
 
 @_operator
+def lightning_indexer_loss_backward(
+    grad_loss: Tensor, index_query: Tensor, index_key: Tensor, weights: Tensor, indices: Tensor, grad_scores: Tensor, *,
+    index_scale: float = 1.0, need: int = 7
+) -> tuple[Tensor, Tensor, Tensor]:
+    """grad_index_query, grad_index_key, grad_weights"""
+
+@_operator
+def lightning_indexer_loss_forward(
+    index_query: Tensor, index_key: Tensor, weights: Tensor, query: Tensor, key: Tensor, indices: Tensor, *,
+    index_scale: float = 1.0, scale: float | None = None, enable_gqa: bool = False
+) -> tuple[Tensor, Tensor]:
+    """loss, grad_scores"""
+
+@_operator
 def linear_attention_backward(
     grad_out: Tensor, grad_denominator: Tensor | None, grad_state: Tensor | None, grad_normalizer: Tensor | None,
     query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, initial_state: Tensor | None,
@@ -377,6 +421,23 @@ def mla_forward(
     is_causal: bool = True, scale: float | None = None, eps: float = 1e-06
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """out, query, kv, kv_a, kv_rstd, q_a, q_rstd, attn, lse, stats"""
+
+@_operator
+def sparse_attention_backward(
+    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, indices: Tensor, out: Tensor,
+    lse: Tensor, stats: Tensor, *, scale: float | None = None, enable_gqa: bool = False, is_causal: bool = False,
+    causal_alignment: int = 0, key_lengths: Tensor | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
+    query_block_size: int = 1, need: int = 15
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """grad_query, grad_key, grad_value, grad_sinks"""
+
+@_operator
+def sparse_attention_forward(
+    query: Tensor, key: Tensor, value: Tensor, indices: Tensor, *, scale: float | None = None, enable_gqa: bool = False,
+    is_causal: bool = False, causal_alignment: int = 0, key_lengths: Tensor | None = None, softcap: float = 0.0,
+    sinks: Tensor | None = None, query_block_size: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse, stats"""
 
 @_operator
 def varlen_attention_backward(

@@ -42,7 +42,7 @@ class Case:
         "bhnd"  # "bnhd": views of (batch, length, heads, dim); "packed": of one (batch, length, 3, heads, dim)
     )
     layer: str = ""  # "mha", "gpt", "gqa", "mla": projections and attention, width heads * head_dim
-    function: str = ""  # "linear", "gated_delta", "kda", "infini", "longformer": see functions.py
+    function: str = ""  # "linear", "gated_delta", "kda", "infini", "longformer", "sparse": see functions.py
     extent: int = 0  # window, segment or block (of option "window": keys that a row sees)
     # The last rows of sequences over a cache: "dense", "paged", "ring", or "latent" (the absorbed form of multi-head
     # latent attention: one key head, whose first v_head_dim numbers are the value)
@@ -327,7 +327,16 @@ CASES = _dense() + _decode() + _few() + _linear() + _gated() + _options() + [
     # segments and windows: no tensor of the length squared
     Case("infini-fp32-n8192", "functions", heads=2, q_len=8192, function="infini", extent=512, check=False),
     Case("longformer-fp32-n8192", "functions", heads=2, q_len=8192, function="longformer", extent=256, check=False),
+    # token-sparse attention over latents: 2048 of 32768
+    *(Case(f"sparse-{dtype}-h128-l4", "functions", heads=128, kv_heads=1, q_len=4, kv_len=32768, head_dim=576,
+           v_head_dim=512, dtype=dtype, function="sparse", extent=2048, check=False, passes=("forward",))
+      for dtype in ("fp32", "bf16")),
+    *(Case(f"sparse-{dtype}-h16-l128", "functions", heads=16, kv_heads=1, q_len=128, kv_len=32768, head_dim=576,
+           v_head_dim=512, dtype=dtype, function="sparse", extent=2048, check=False) for dtype in ("fp32", "bf16")),
     Case("longformer-fp32-n32768", "functions", heads=2, q_len=32768, function="longformer", extent=256, check=False),
+    # numbers in e4m3, beside the dense cases of the same shape
+    Case("fp8-bf16-d64-n1024", "functions", dtype="bf16", function="fp8", passes=("forward",)),
+    Case("fp8-bf16-d128-n1024", "functions", head_dim=128, dtype="bf16", function="fp8", passes=("forward",)),
     # whole layers of equal width, heads and length
     Case("layer-mha", "layers", batch=4, q_len=512, layer="mha", quick=True),
     Case("layer-gpt", "layers", batch=4, q_len=512, layer="gpt", causal=True),

@@ -1,11 +1,12 @@
 """Functions that are no single softmax attention: ours, plain PyTorch beside it, fp64, FLOP and bytes.
 
 Tensors: query, key, value (batch, heads, length, dim). `extent` of a case: the window of `longformer`, the segment of
-`infini`.
+`infini`, the keys that a row of `sparse` names.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -199,12 +200,86 @@ def _longformer_flops(case, which: str) -> int:
     return case.batch * case.heads * longformer_pairs(case) * pair
 
 
+# ---- attention over numbers in e4m3 with a scale for each block; the error is that of quantising, too
+
+
+def _in_e4m3(case, q, k, v):
+    import attnjourney
+
+    bytes_, scales = zip(*(attnjourney.quantize_fp8(x) for x in (q, k, v)))
+    return *bytes_, *scales
+
+
+def _fp8(case, *numbers):
+    import attnjourney
+
+    return attnjourney.attention_fp8(*numbers, is_causal=case.causal, enable_gqa=True, out_dtype=case.torch_dtype)
+
+
+def _exact_fp8(case, q, k, v):
+    from attnjourney import reference
+
+    return reference.attention(q, k, v, is_causal=case.causal, enable_gqa=True)
+
+
+def _fp8_flops(case, which: str) -> int:
+    return 2 * case.batch * case.heads * case.pairs * (case.head_dim + case.v_head_dim)
+
+
+# ---- token-sparse attention, of each row over `extent` keys that lie anywhere
+
+
+@functools.lru_cache(maxsize=2)
+def _indices(batch: int, rows: int, keys: int, extent: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    order = [torch.rand(keys, generator=generator).topk(extent).indices.sort().values for _ in range(batch * rows)]
+    return torch.stack(order).view(batch, rows, extent).int()
+
+
+def _named(case) -> torch.Tensor:
+    return _indices(case.batch, case.q_len, case.kv_len, case.extent)
+
+
+def _sparse(case, q, k, v):
+    import attnjourney
+
+    return attnjourney.sparse_attention(q, k, v, _named(case), enable_gqa=True)
+
+
+def _exact_sparse(case, q, k, v):
+    from attnjourney import reference
+
+    return reference.sparse_attention(q, k, v, _named(case)[: len(q)], enable_gqa=True)
+
+
+def _gathered(case, q, k, v, rows: int = 8):
+    """By SDPA over keys that are gathered for a few rows at a time."""
+    outs = []
+    for named in _named(case).long().split(rows, 1):
+        count, first = named.shape[1], rows * len(outs)
+        at = named.reshape(case.batch, 1, -1, 1).expand(-1, case.kv_heads, -1, -1)
+        own = (x.gather(2, at.expand(-1, -1, -1, x.shape[3])).unflatten(2, (count, -1)) for x in (k, v))
+        key, value = (x.transpose(1, 2).flatten(0, 1) for x in own)  # (batch * rows, kv_heads, extent, dim)
+        query = q[:, :, first : first + count].transpose(1, 2).flatten(0, 1).unsqueeze(2)
+        out = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+        outs.append(out.squeeze(2).unflatten(0, (case.batch, count)).transpose(1, 2))
+    return torch.cat(outs, 2)
+
+
+def _sparse_flops(case, which: str) -> int:
+    d, dv = case.head_dim, case.v_head_dim
+    return case.batch * case.heads * case.q_len * case.extent * 2 * (d + dv if which == "forward" else 3 * d + 2 * dv)
+
+
 @dataclass(frozen=True)
 class Function:
     ours: Callable  # (case, query, key, value) -> out
     plain: Callable | None  # the same in plain PyTorch, O(length) memory
     exact: Callable  # the same by its definition, for fp64
     flops: Callable  # (case, "forward" or "backward") -> int
+    prepare: Callable | None = (
+        None  # (case, query, key, value) -> what ours is called with; not measured, forward alone
+    )
 
 
 FUNCTIONS = {
@@ -212,5 +287,7 @@ FUNCTIONS = {
     "gated_delta": Function(_delta, _chunked_delta, _exact_delta, _delta_flops),
     "kda": Function(_delta, None, _exact_delta, _delta_flops),
     "infini": Function(_infini, _infini_loop, _exact_infini, _infini_flops),
+    "fp8": Function(_fp8, None, _exact_fp8, _fp8_flops, _in_e4m3),
     "longformer": Function(_longformer, None, _exact_longformer, _longformer_flops),
+    "sparse": Function(_sparse, _gathered, _exact_sparse, _sparse_flops),
 }

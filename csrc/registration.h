@@ -3,6 +3,7 @@
 #pragma once
 #include <string>
 
+#include "attention/fp8.h"
 #include "attention/operators.h"
 #include "core/backend.h"
 #include "layers/gpt_attention.h"
@@ -40,6 +41,7 @@ class Registration {
   void all() {
     attention<MaskArguments::dense>("attention", "_attention_weights");
     attention<MaskArguments::packed>("varlen_attention", "");
+    add("attention_fp8", boxed<backend, attention_fp8>);
     add("paged_attention", boxed<backend, paged_attention>);
     attention<MaskArguments::blocks>("block_attention", "_block_attention_weights");
     add("decode", boxed<backend, decode>);
@@ -50,6 +52,15 @@ class Registration {
     if (supplied(backend.gated.forward)) {
       add("gated_linear_attention_forward", boxed<backend, gated_linear_attention_forward>);
       add("gated_linear_attention_backward", boxed<backend, gated_linear_attention_backward>);
+    }
+    if (supplied(backend.sparse.forward)) {
+      add("sparse_attention_forward", boxed<backend, sparse_attention_forward>);
+      add("sparse_attention_backward", boxed<backend, sparse_attention_backward>);
+    }
+    if (supplied(backend.indexer.topk)) add("lightning_indexer", boxed<backend, lightning_indexer>);
+    if (supplied(backend.indexer.loss)) {
+      add("lightning_indexer_loss_forward", boxed<backend, lightning_indexer_loss_forward>);
+      add("lightning_indexer_loss_backward", boxed<backend, lightning_indexer_loss_backward>);
     }
     layers();
   }

@@ -118,6 +118,13 @@ void add_attention(Schemas& schemas) {
                           .gradient = "",
                           .need = "31"});
   const Text inputs = "Tensor query, Tensor key, Tensor value, ", call = "bool is_causal=False, *, " + options(false);
+  schemas.add("attention_fp8",
+              inputs +
+                  "Tensor query_scale, Tensor key_scale, Tensor value_scale, bool is_causal=False, *, "
+                  "float? scale=None, bool enable_gqa=False, int causal_alignment=0, "
+                  "SymInt[2] window_size=[-1, -1], SymInt prefix_length=0, Tensor? key_lengths=None, "
+                  "float softcap=0.0, Tensor? sinks=None, int out_dtype=0",  // bfloat16, float16, float32
+              "(Tensor out, Tensor lse)");
   schemas.add("attention_with_lse", inputs + dense.given + "float dropout_p=0.0, " + call, "(Tensor out, Tensor lse)");
   const Text chosen = "Tensor query, Tensor key, Tensor lse, Tensor? stats, Tensor rows, Tensor heads, ";
   schemas.add("_attention_weights", chosen + dense.given + call, "Tensor");
@@ -161,8 +168,8 @@ void add_caches(Schemas& schemas) {
               "()");
   const Text paged = "Tensor(a!) lengths, Tensor(b!) block_table, Tensor(c!) block_refs, ";
   schemas.add("paged_cache_append",
-              "Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) lengths, Tensor(d!) block_table, "
-              "Tensor(e!) block_refs, Tensor key, Tensor value, *, Tensor? counts=None, "
+              "Tensor(a!) key_cache, Tensor(b!)? value_cache, Tensor(c!) lengths, Tensor(d!) block_table, "
+              "Tensor(e!) block_refs, Tensor key, Tensor? value, *, Tensor? counts=None, "
               "Tensor(f!)? key_scale=None, Tensor(g!)? value_scale=None",
               "()");
   schemas.add("paged_cache_truncate", paged + "Tensor new_lengths, *, int block_size", "()");
@@ -199,6 +206,36 @@ void add_gated_linear_attention(Schemas& schemas) {
                   "Tensor? gate, Tensor? beta, Tensor? initial_state, Tensor? cu_seqlens, *, " + options + ", int need",
               "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_gate, Tensor grad_beta, "
               "Tensor grad_initial_state)");
+}
+
+// ---- token-sparse attention and its indexer ----
+
+void add_sparse_attention(Schemas& schemas) {
+  const Text inputs = "Tensor query, Tensor key, Tensor value, Tensor indices, ";
+  const Text options =
+      "*, float? scale=None, bool enable_gqa=False, bool is_causal=False, int causal_alignment=0, "
+      "Tensor? key_lengths=None, float softcap=0.0, Tensor? sinks=None, SymInt query_block_size=1";
+  schemas.add("sparse_attention", inputs + options, "Tensor");
+  schemas.add("sparse_attention_forward", inputs + options, "(Tensor out, Tensor lse, Tensor stats)");
+  schemas.add("sparse_attention_backward",
+              "Tensor grad_out, Tensor? grad_lse, " + inputs + "Tensor out, Tensor lse, Tensor stats, " + options +
+                  ", int need=15",
+              "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks)");
+}
+
+void add_lightning_indexer(Schemas& schemas) {
+  schemas.add("lightning_indexer",
+              "Tensor query, Tensor key, Tensor weights, SymInt topk, *, bool is_causal=True, int causal_alignment=0, "
+              "Tensor? key_lengths=None, float scale=1.0",
+              "(Tensor indices, Tensor scores)");
+  const Text index = "Tensor index_query, Tensor index_key, Tensor weights, ";
+  const Text inputs = index + "Tensor query, Tensor key, Tensor indices, ";
+  const Text options = "*, float index_scale=1.0, float? scale=None, bool enable_gqa=False";
+  schemas.add("lightning_indexer_loss", inputs + options, "Tensor");
+  schemas.add("lightning_indexer_loss_forward", inputs + options, "(Tensor loss, Tensor grad_scores)");
+  schemas.add("lightning_indexer_loss_backward",
+              "Tensor grad_loss, " + index + "Tensor indices, Tensor grad_scores, *, float index_scale=1.0, int need=7",
+              "(Tensor grad_index_query, Tensor grad_index_key, Tensor grad_weights)");
 }
 
 // ---- layers ----
@@ -285,6 +322,8 @@ struct AllSchemas : Schemas {
     add_caches(*this);
     add_linear_attention(*this);
     add_gated_linear_attention(*this);
+    add_sparse_attention(*this);
+    add_lightning_indexer(*this);
     add_rope(*this);
     add_mha(*this);
     add_gpt_attention(*this);

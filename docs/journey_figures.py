@@ -215,6 +215,23 @@ def gated() -> plt.Figure:
     return figure
 
 
+def sparse() -> plt.Figure:
+    """The keys that rows read: all, a window, and those that an indexer names because they matter to the row."""
+    torch.manual_seed(1)
+    rows, dim = 48, 16
+    theme = torch.randint(4, (rows,))  # tokens of four themes; each row asks for its own
+    key = F.one_hot(theme, dim).float()[None] + 0.1 * torch.randn(1, rows, dim)
+    query = key[:, None] * 4
+    indices = attnjourney.lightning_indexer(query, key, torch.ones(1, 1, rows), 8)[0].long()
+    named = torch.zeros(rows, rows + 1).scatter_(1, indices.masked_fill(indices < 0, rows), 1.0)[:, :rows]
+    causal = torch.ones(rows, rows).tril()
+    panels = {"all: 1176 pairs": causal, "a window of 8": causal - causal.tril(-8), "8 that an indexer names": named}
+    figure, axes = plt.subplots(1, 3, figsize=(8, 2.9))
+    for a, (title, seen) in zip(axes, panels.items()):
+        heat(a, seen, title, highest=1.3)
+    return figure
+
+
 def infini() -> plt.Figure:
     torch.manual_seed(0)
     layer = nn.InfiniAttention(32, 2, segment_length=8)
@@ -230,6 +247,33 @@ def infini() -> plt.Figure:
 
 
 # ---- the mistakes
+
+
+def shared_blocks() -> plt.Figure:
+    """The blocks of four sequences that begin alike, and how many keys a step reads."""
+    figure, axes = plt.subplots(1, 2, figsize=(8, 2.6), width_ratios=(1.5, 1))
+    cache = attnjourney.PagedKVCache(4, 1, 12, 2, block_size=1, dtype=torch.float32)
+    new = torch.zeros(4, 1, 8, 2)
+    cache.append(new, new, torch.tensor([5, 0, 0, 0]))
+    cache.fork(0, [1, 2, 3])
+    cache.append(new, new, torch.tensor([3, 0, 1, 0]))
+    cache.fork(0, 1, 7)
+    cache.append(new, new, torch.tensor([1, 2, 1, 3]))
+    table = cache.block_table[:, :10]
+    holders = torch.where(table < 0, 0, cache.block_refs[table.clamp(min=0).long()])
+    heat(axes[0], holders.float(), "block of each sequence; dark: held by many", highest=5)
+    for i, row in enumerate(table.tolist()):
+        for j, block in enumerate(row):
+            if block >= 0:
+                color = "white" if holders[i, j] > 3 else "black"
+                axes[0].text(j, i, str(block), ha="center", va="center", fontsize=8, color=color)
+    axes[0].set(xlabel="place", ylabel="sequence")
+    sequences = torch.arange(1, 33)
+    axes[1].plot(sequences, sequences * 4196, color=GREY, label="each by itself")
+    axes[1].plot(sequences, 4096 + sequences * 100, color=BLUE, label="prefix once")
+    axes[1].set(xlabel="sequences", title="keys a step reads, 4096 shared", ylim=(0, 140_000))
+    axes[1].legend(frameon=False)
+    return figure
 
 
 def inverted_mask() -> plt.Figure:
@@ -346,6 +390,8 @@ FIGURES = {
     "linear": linear_flops,
     "gated": gated,
     "infini": infini,
+    "shared-blocks": shared_blocks,
+    "sparse": sparse,
     "mistake-mask": inverted_mask,
     "mistake-rotary": mixed_layouts,
     "mistake-alibi": alibi_from_one,

@@ -3,8 +3,9 @@
 Shapes: B batch, T new tokens, E embed, H query heads, K key/value heads, D head_dim.
 
 Training needs `forward` alone. The other methods are for generating text (generate.py), where the keys and values of
-earlier tokens come from a cache: `project` gives the queries and what the cache keeps of the new tokens, `keys_values`
-reads the cache, `merge` brings the attention's result back to (B, T, E).
+earlier tokens come from a cache: `project` gives the queries and what the cache keeps of the new tokens, which begin at
+position `start` or stand at the positions `start` (T,); `keys_values` reads the cache, `merge` brings the attention's
+result back to (B, T, E).
 """
 
 import torch
@@ -41,7 +42,7 @@ class MHA(nn.Module):
             is_causal=True,
         )  # fmt: skip
 
-    def project(self, x: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    def project(self, x: Tensor, start: int | Tensor) -> tuple[Tensor, Tensor]:
         qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias)  # (B, T, 3 E)
         q, k, v = qkv.unflatten(-1, (3, self.heads, self.head_dim)).permute(2, 0, 3, 1, 4)  # 3 times (B, H, T, D)
         return q, torch.cat([k, v], dim=-1)  # (B, H, T, D), (B, H, T, 2 D)
@@ -87,11 +88,11 @@ class GQA(nn.Module):
             cos=cos, sin=sin, is_causal=True,
         )  # fmt: skip
 
-    def project(self, x: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    def project(self, x: Tensor, start: int | Tensor) -> tuple[Tensor, Tensor]:
         def heads(weight: Tensor) -> Tensor:
             return F.linear(x, weight).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H or K, T, D)
 
-        cos, sin = self.cos[start : start + x.shape[1]], self.sin[start : start + x.shape[1]]  # (T, D / 2)
+        cos, sin = at(start, x, self.cos, self.sin)  # (T, D / 2)
         q, k = rotate_halves(heads(self.q_weight), cos, sin), rotate_halves(heads(self.k_weight), cos, sin)
         return q, torch.cat([k, heads(self.v_weight)], dim=-1)  # (B, H, T, D), (B, K, T, 2 D)
 
@@ -136,18 +137,22 @@ class MLA(nn.Module):
         """The weights that make a head's keys and values from the latent: (H, nope, R), (H, v_dim, R)."""
         return self.kv_b_weight.view(self.heads, -1, self.rank).split([self.nope, self.v_dim], dim=1)
 
-    def project(self, x: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        cos, sin = self.cos[start : start + x.shape[1]], self.sin[start : start + x.shape[1]]  # (T, rope / 2)
+    def rotated(self, x: Tensor, start: int | Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = at(start, x, self.cos, self.sin)  # (T, rope / 2)
         q = F.linear(x, self.q_weight).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, T, nope + rope)
         q_nope, q_rope = q.split([self.nope, self.rope], dim=-1)
-        # q . (W_K latent) = (q W_K) . latent: the query moves into the latent's space, and no key is ever made
-        q_latent = q_nope @ self.expand()[0]  # (B, H, T, nope) @ (H, nope, R) -> (B, H, T, R)
-        query = torch.cat([q_latent, rotate_pairs(q_rope, cos, sin)], dim=-1)  # (B, H, T, R + rope)
-
         latent, k_rope = F.linear(x, self.kv_a_weight).split([self.rank, self.rope], dim=-1)
         latent = F.rms_norm(latent, (self.rank,), self.kv_a_norm, 1e-6)
         kept = torch.cat([latent, rotate_pairs(k_rope, cos, sin)], dim=-1)  # (B, T, R + rope)
-        return query, kept.unsqueeze(1)  # (B, H, T, R + rope), (B, 1, T, R + rope)
+        query = torch.cat([q_nope, rotate_pairs(q_rope, cos, sin)], dim=-1)
+        return query, kept.unsqueeze(1)  # (B, H, T, nope + rope), (B, 1, T, R + rope)
+
+    def project(self, x: Tensor, start: int | Tensor) -> tuple[Tensor, Tensor]:
+        query, kept = self.rotated(x, start)
+        q_nope, q_rope = query.split([self.nope, self.rope], dim=-1)
+        # q . (W_K latent) = (q W_K) . latent: the query moves into the latent's space, and no key is ever made
+        q_latent = q_nope @ self.expand()[0]  # (B, H, T, nope) @ (H, nope, R) -> (B, H, T, R)
+        return torch.cat([q_latent, q_rope], dim=-1), kept  # (B, H, T, R + rope), (B, 1, T, R + rope)
 
     def keys_values(self, cache: Tensor) -> tuple[Tensor, Tensor]:
         return cache, cache[..., : self.rank]  # (B, 1, T, R + rope), (B, 1, T, R): one head for all queries
@@ -162,6 +167,12 @@ def rotary_tables(length: int, dim: int) -> tuple[Tensor, Tensor]:
     frequency = 10000.0 ** (-torch.arange(0, dim, 2) / dim)  # (dim / 2,)
     angle = torch.arange(length).unsqueeze(1) * frequency  # (length, dim / 2)
     return angle.cos(), angle.sin()
+
+
+def at(start: int | Tensor, x: Tensor, *tables: Tensor) -> list[Tensor]:
+    """The rows of the tables for x (B, T, E)."""
+    positions = slice(start, start + x.shape[1]) if isinstance(start, int) else start
+    return [table[positions] for table in tables]
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

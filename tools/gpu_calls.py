@@ -46,6 +46,16 @@ def linear(device: str, dtype: torch.dtype) -> None:
     attnjourney.linear_attention(q, k, v, is_causal=False, normalize=False).sum().backward()
 
 
+def gated(device: str, dtype: torch.dtype) -> None:
+    own: dict[str, Any] = dict(device=device, dtype=dtype, requires_grad=True)
+    q, k, v, gate, beta = numbers((1, 1, 200, 40), (1, 1, 200, 40), *((1, 2, 200, n) for n in (40, 40, 1)), **own)
+    for update, gates in (("gated_delta", gate[..., 0]), ("kda", gate)):
+        options: dict[str, Any] = dict(update=update, qk_l2norm=True)
+        attnjourney.gated_linear_attention(q, k, v, -gates.exp(), beta[..., 0].sigmoid(), **options).sum().backward()
+        row = [x[:, :, :1] for x in (q, k, v, -gates.exp(), beta[..., 0].sigmoid())]
+        attnjourney.gated_linear_attention(*row, **options)
+
+
 def everything(device: str) -> None:
     for dim, dtype in ((64, torch.bfloat16), (128, torch.float16), (64, torch.float32), (20, torch.float64)):
         attention(device, dim, dtype)
@@ -53,6 +63,7 @@ def everything(device: str) -> None:
             caches(device, dim, dtype)
     for dtype in (torch.bfloat16, torch.float32):
         linear(device, dtype)
+        gated(device, dtype)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -19,18 +19,21 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("conformance", "warmup", "tests", "sanitizer", "bench")
 FAMILIES = {  # name: (arguments of pytest, seconds); a file in two families is in one of them without the other's tests
-    "attention": (["tests/cuda/test_attention.py", "-k", "not (options or packed)"], 40),
-    "options": (["tests/cuda/test_attention.py", "-k", "options or packed"], 40),
-    "blocks": (["tests/cuda/test_blocks.py"], 30),
-    "fp32": (["tests/cuda/test_fp16x2.py"], 20),
-    "decode": (["tests/cuda/test_decode.py", "-k", "values or split or served"], 30),
+    "attention": (["tests/cuda/test_attention.py", "-k", "not (options or packed)"], 35),
+    "options": (["tests/cuda/test_attention.py", "-k", "options or packed"], 35),
+    "blocks": (["tests/cuda/test_blocks.py"], 25),
+    "fp32": (["tests/cuda/test_fp16x2.py"], 15),
+    "decode": (["tests/cuda/test_decode.py", "-k", "values or split or served"], 26),
     "caches": (["tests/cuda/test_decode.py", "-k", "not (values or split or served)"], 20),
     "bytes": (["tests/cuda/test_byte_caches.py"], 10),
     "pages": (["tests/cuda/test_paged.py"], 10),
-    "mla": (["tests/cuda/test_mla_decode.py"], 25),
-    "linear": (["tests/cuda/test_linear.py"], 20),
-    "layers": (["tests/cuda/test_layers.py"], 15),
-    "seeing": (["tests/seeing/test_trace.py"], 15),
+    "mla": (["tests/cuda/test_mla_decode.py"], 20),
+    "linear": (["tests/cuda/test_linear.py"], 14),
+    "gated": (["tests/cuda/test_gated.py"], 14),
+    "sparse": (["tests/cuda/test_sparse.py"], 15),
+    "indexer": (["tests/cuda/test_indexer.py"], 10),
+    "layers": (["tests/cuda/test_layers.py"], 13),
+    "seeing": (["tests/seeing/test_trace.py"], 13),
 }
 SDPA = "sdpa,sdpa-cudnn,sdpa-flash,sdpa-efficient"
 FLASH = "fa2,fa3"

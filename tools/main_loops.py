@@ -13,34 +13,73 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mode
 
 from benchmarks.markdown import rows
 
 ROOT = Path(__file__).resolve().parent.parent
-CPUS = {
-    "avx2": ("haswell", "skylake", "alderlake", "znver2", "znver3"),
-    "avx512": ("cascadelake", "icelake-server", "sapphirerapids", "znver4"),
-    "avx512_bf16": ("sapphirerapids", "znver4"),
-}
-MULTIPLY_ADD = re.compile(r"v(?:fn?m(?:add|sub)\d+p[sd]|dpbf16ps)\b")
-JUMP = re.compile(r"j\w+\s+([0-9a-f]+)\b")
 ITERATIONS = 200
 
 
 @dataclass(frozen=True)
+class Machine:
+    """What disassemblies of an instruction set look like, and what llvm-mca is to be told."""
+
+    objdump: tuple[str, ...]
+    comment: re.Pattern  # what follows an instruction
+    multiply_add: re.Pattern
+    jump: re.Pattern  # its group is the target
+    store: re.Pattern
+    skipped: re.Pattern  # what is not for llvm-mca
+    triple: str
+    syntax: str
+
+
+X86 = Machine(
+    objdump=("objdump", "-M", "intel"),
+    comment=re.compile(r"\s*(#|<).*"),
+    multiply_add=re.compile(r"v(?:fn?m(?:add|sub)\d+p[sd]|dpbf16ps)\b"),
+    jump=re.compile(r"j\w+\s+([0-9a-f]+)\b"),
+    store=re.compile(r"v?mov\w+\s+(?:\w+ PTR )?\["),
+    skipped=re.compile(r"j|call|(?:data16 |cs )*nop"),
+    triple="x86_64",
+    syntax=".intel_syntax noprefix",
+)
+AARCH64 = Machine(
+    objdump=("aarch64-linux-gnu-objdump",),
+    comment=re.compile(r"\s*(//|<).*"),
+    multiply_add=re.compile(r"(?:fml[as]\s+v|bfdot\s+v)"),
+    jump=re.compile(r"(?:b\.\w+|cbn?z\s+\w+,|tbn?z\s+\w+,\s*#\w+,)\s*([0-9a-f]+)\b"),
+    store=re.compile(r"st"),
+    skipped=re.compile(r"b\b|b\.|bl\b|cb|tb|nop|ret"),
+    triple="aarch64",
+    syntax=".arch armv8.6-a",
+)
+CPUS = {
+    "avx2": (X86, ("haswell", "skylake", "alderlake", "znver2", "znver3")),
+    "avx512": (X86, ("cascadelake", "icelake-server", "sapphirerapids", "znver4")),
+    "avx512_bf16": (X86, ("sapphirerapids", "znver4")),
+    "neon": (AARCH64, ("neoverse-n1", "neoverse-v1", "neoverse-v2", "apple-m1")),
+    "neon_bf16": (AARCH64, ("neoverse-v1", "neoverse-v2")),
+}
+
+
+@dataclass(frozen=True)
 class Loop:
+    machine: Machine
     function: str
     instructions: tuple[str, ...]
 
     @property
     def multiply_adds(self) -> list[str]:
-        return [x for x in self.instructions if MULTIPLY_ADD.match(x)]
+        return [x for x in self.instructions if self.machine.multiply_add.match(x)]
 
 
-def innermost_loops(disassembly: str) -> list[Loop]:
-    """Of objdump -d -C -M intel --no-show-raw-insn."""
+def innermost_loops(disassembly: str, machine: Machine = X86) -> list[Loop]:
+    """Of objdump -d -C --no-show-raw-insn."""
     found: list[Loop] = []
     function = ""
     code: list[tuple[int, str]] = []  # (address, instruction) of the function
@@ -49,10 +88,10 @@ def innermost_loops(disassembly: str) -> list[Loop]:
         at = {address: i for i, (address, _) in enumerate(code)}
         ends: list[tuple[int, int]] = []
         for i, (_, text) in enumerate(code):
-            jump = JUMP.match(text)
+            jump = machine.jump.match(text)
             start = at.get(int(jump[1], 16), i) if jump else i
             if start < i and not any(a >= start for a, _ in ends):  # none inside
-                found.append(Loop(function, tuple(x for _, x in code[start : i + 1])))
+                found.append(Loop(machine, function, tuple(x for _, x in code[start : i + 1])))
             if start < i:
                 ends.append((start, i))
 
@@ -61,7 +100,7 @@ def innermost_loops(disassembly: str) -> list[Loop]:
             close()
             function, code = title[1], []
         elif instruction := re.match(r"\s*([0-9a-f]+):\t(.*)", line):
-            code.append((int(instruction[1], 16), re.sub(r"\s*(#|<).*", "", instruction[2]).strip()))
+            code.append((int(instruction[1], 16), machine.comment.sub("", instruction[2]).strip()))
     close()
     return found
 
@@ -76,20 +115,17 @@ def template(function: str) -> str:
     return result.partition("(")[0].rpartition(" ")[2]
 
 
-def main_loops(disassembly: str, least: int = 24) -> dict[str, Loop]:
-    """{function: its loop with most multiply-adds}, of loops without a store, half of whose instructions are those."""
+def main_loops(disassembly: str, machine: Machine = X86, least: int = 24) -> list[Loop]:
+    """Of each function the loop with most multiply-adds, of loops without a store, half of whose instructions are
+    those."""
     best: dict[str, Loop] = {}
-    for loop in innermost_loops(disassembly):
+    for loop in innermost_loops(disassembly, machine):
         n, name = len(loop.multiply_adds), loop.function
-        if n < least or 2 * n < len(loop.instructions) or any(is_store(x) for x in loop.instructions):
+        if n < least or 2 * n < len(loop.instructions) or any(machine.store.match(x) for x in loop.instructions):
             continue
         if name not in best or n > len(best[name].multiply_adds):
             best[name] = loop
-    return best
-
-
-def is_store(instruction: str) -> bool:
-    return re.match(r"v?mov\w+\s+(?:\w+ PTR )?\[", instruction) is not None
+    return list(best.values())
 
 
 def in_words_of_llvm(instruction: str) -> str:
@@ -102,12 +138,12 @@ def in_words_of_llvm(instruction: str) -> str:
     return instruction.replace(broadcast[0], f"{broadcast[1]}WORD PTR {broadcast[2]}{{1to{size}}}")
 
 
-def cycles(instructions: list[str], cpu: str) -> float:
+def cycles(instructions: list[str], machine: Machine, cpu: str) -> float:
     """Of one iteration."""
-    body = [in_words_of_llvm(x) for x in instructions if not re.match(r"j|call|(?:data16 |cs )*nop", x)]
+    body = [in_words_of_llvm(x) for x in instructions if not machine.skipped.match(x)]
     program = shutil.which("llvm-mca-19") or "llvm-mca"
-    command = [program, "-mtriple=x86_64", f"-mcpu={cpu}", f"-iterations={ITERATIONS}", "-"]
-    text = "\n".join([".intel_syntax noprefix", *body]) + "\n"
+    command = [program, f"-mtriple={machine.triple}", f"-mcpu={cpu}", f"-iterations={ITERATIONS}", "-"]
+    text = "\n".join([machine.syntax, *body]) + "\n"
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     total = re.search(r"Total Cycles:\s+(\d+)", done.stdout)
     if not total:
@@ -115,24 +151,42 @@ def cycles(instructions: list[str], cpu: str) -> float:
     return int(total[1]) / ITERATIONS
 
 
+def free_multiply_adds(loop: Loop) -> list[str]:
+    """As many as hide their latency, of the kind that most of the loop's are."""
+    if loop.machine is X86:
+        kind, operands = loop.multiply_adds[0].split(maxsplit=1)
+        register = re.sub(r"\d+$", "", operands.split(",")[0])
+        return [f"{kind} {register}{i},{register}14,{register}15" for i in range(14)]
+    kind = mode(re.sub(r"\[\d+\]", "[0]", re.sub(r"\bv\d+", "v%d", x)) for x in loop.multiply_adds)
+    return [kind % (i, 30, 15) for i in range(29) if i != 15]
+
+
 def share(loop: Loop, cpu: str) -> float:
     """Of the multiply-adds that the model does in a cycle if they wait for nothing."""
-    kind, _, operands = loop.multiply_adds[0].partition(" ")
-    register = re.sub(r"\d+$", "", operands.strip().split(",")[0])
-    free = [f"{kind} {register}{i},{register}14,{register}15" for i in range(14)]
-    return len(loop.multiply_adds) / cycles(list(loop.instructions), cpu) * cycles(free, cpu) / len(free)
+    free = free_multiply_adds(loop)
+    taken = cycles(list(loop.instructions), loop.machine, cpu)
+    return len(loop.multiply_adds) / taken * cycles(free, loop.machine, cpu) / len(free)
 
 
-def disassemble(path: Path) -> str:
-    command = ["objdump", "-d", "-C", "-M", "intel", "--no-show-raw-insn", str(path)]
+def disassemble(path: Path, machine: Machine) -> str:
+    command = [*machine.objdump, "-d", "-C", "--no-show-raw-insn", str(path)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def families(loops: dict[str, Loop]) -> dict[str, list[Loop]]:
+def objects(folder: Path, isa: str) -> list[Path]:
+    """Those that are compiled for this ISA, whose names begin with it (setup.py)."""
+    names = {
+        path: [name for name in CPUS if path.stem == name or path.stem.startswith(f"{name}_")]
+        for path in sorted(folder.glob(f"{isa}*.o"))
+    }
+    return [path for path, of_path in names.items() if max(of_path, key=len, default="") == isa]
+
+
+def families(loops: Iterable[Loop]) -> dict[str, list[Loop]]:
     """Loops by the names of their templates, those with most multiply-adds first."""
     result: dict[str, list[Loop]] = {}
-    for function, loop in sorted(loops.items(), key=lambda item: -len(item[1].multiply_adds)):
-        result.setdefault(template(function), []).append(loop)
+    for loop in sorted(loops, key=lambda loop: -len(loop.multiply_adds)):
+        result.setdefault(template(loop.function), []).append(loop)
     return dict(sorted(result.items()))
 
 
@@ -142,10 +196,14 @@ def cell(loops: list[Loop], cpu: str) -> str:
     return f"{shares[0]:.2f}" + (f" ({min(shares):.2f})" if min(shares) < shares[0] - 0.005 else "")
 
 
-def table(folder: Path) -> str:
+def table(folders: dict[Machine, Path]) -> str:
     lines: list[str] = []
-    for isa, cpus in CPUS.items():
-        found = families(main_loops(disassemble(folder / f"{isa}.o")))
+    for isa, (machine, cpus) in CPUS.items():
+        paths = objects(folders[machine], isa)
+        if not paths or not shutil.which(machine.objdump[0]):
+            lines += [f"{isa}: no objects in {folders[machine]}, or no {machine.objdump[0]}", ""]
+            continue
+        found = families(loop for path in paths for loop in main_loops(disassemble(path, machine), machine))
         cells = [
             [f"`{name}`", str(len(loops)), str(len(loops[0].multiply_adds)), *(cell(loops, cpu) for cpu in cpus)]
             for name, loops in found.items()
@@ -157,11 +215,13 @@ def table(folder: Path) -> str:
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m tools.main_loops", description=__doc__)
     p.formatter_class = argparse.RawDescriptionHelpFormatter
-    p.add_argument("--objects", type=Path, default=ROOT / "build/release/csrc/cpu/isa", help="of a build")
+    for machine, folder in ((X86, "release"), (AARCH64, "release-aarch64")):
+        path = ROOT / "build" / folder / "csrc/cpu/isa"
+        p.add_argument(f"--{machine.triple}", type=Path, default=path, help="the objects of a build for it")
     args = p.parse_args(argv)
     if missing := [name for name in ("objdump", "llvm-mca") if not (shutil.which(name) or shutil.which(name + "-19"))]:
         p.error(f"not on PATH: {', '.join(missing)}")
-    print(table(args.objects), end="")
+    print(table({X86: args.x86_64, AARCH64: args.aarch64}), end="")
     return 0
 
 

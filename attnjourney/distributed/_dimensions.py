@@ -50,6 +50,7 @@ DIMENSIONS: dict[str, dict[str, str]] = {
     "attention": {**_attention, "attn_mask": "BHL."},
     "varlen_attention": _packed,
     "paged_attention": {**_packed, "key": ".K..", "value": ".K.."},
+    "attention_fp8": {},
     "block_attention": {**{n: d.replace("L", ".") for n, d in _attention.items()}, "block_offsets": "BH."},
     "decode": {**_decode, "key": "BK..", "value": "BK..", "key_scale": "BK.", "value_scale": "BK."},
     "mla_decode": {**_decode, "latent": "B..", "latent_scale": "B.", "kv_b_weight": "h."},

@@ -407,13 +407,18 @@ class LatentCache(Cache):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
-        check_sizes(batch=batch, capacity=capacity, kv_lora_rank=kv_lora_rank)
-        if not isinstance(qk_rope_head_dim, int) or qk_rope_head_dim < 0:
-            raise ValueError(f"qk_rope_head_dim: expected an int of at least 0, got {qk_rope_head_dim!r}")
-        self.capacity, self.kv_lora_rank, self.qk_rope_head_dim = capacity, kv_lora_rank, qk_rope_head_dim
+        check_sizes(batch=batch, capacity=capacity)
+        self._set_sizes(kv_lora_rank, qk_rope_head_dim)
+        self.capacity = capacity
         self.key = torch.empty(batch, 1, capacity, kv_lora_rank + qk_rope_head_dim, dtype=dtype, device=device)
         self.value, self.key_scale = None, scale_of(self.key)
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+
+    def _set_sizes(self, kv_lora_rank: int, qk_rope_head_dim: int) -> None:
+        check_sizes(kv_lora_rank=kv_lora_rank)
+        if not isinstance(qk_rope_head_dim, int) or qk_rope_head_dim < 0:
+            raise ValueError(f"qk_rope_head_dim: expected an int of at least 0, got {qk_rope_head_dim!r}")
+        self.kv_lora_rank, self.qk_rope_head_dim = kv_lora_rank, qk_rope_head_dim
 
     @property
     def latent(self) -> Tensor:
@@ -428,8 +433,12 @@ class LatentCache(Cache):
         width = self.key.shape[-1]
         if latent.dim() != 3 or latent.shape[-1] != width:
             raise ValueError(f"latent: expected shape (batch, tokens, {width}), got {tuple(latent.shape)}")
+        self._write(latent.unsqueeze(1), lengths)
+
+    def _write(self, latent: Tensor, lengths: Tensor | None) -> None:
+        """latent: (batch, 1, N, width)"""
         counts = optional_index(lengths)
-        ops.append(self.key, None, self.lengths, latent.unsqueeze(1), None, counts=counts, **self._scales())
+        ops.append(self.key, None, self.lengths, latent, None, counts=counts, **self._scales())
 
     @overload
     def attend(
@@ -459,14 +468,22 @@ class LatentCache(Cache):
         query: (batch, num_heads, N, nope + rope); kv_b_weight: (num_heads * (nope + v), kv_lora_rank).
         Returns (batch, num_heads, N, v).
         """
+        self._check_weight(kv_b_weight)
+        return mla_decode(
+            query, self.latent, self.lengths, kv_b_weight, latent_scale=self.latent_scale, **self._place(),
+            is_causal=is_causal, window_size=window_size, scale=scale, attn_mask=attn_mask,
+            prefix_length=prefix_length, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
+            return_lse=return_lse,
+        )  # fmt: skip
+
+    def _check_weight(self, kv_b_weight: Tensor) -> None:
         rank, shape = self.kv_lora_rank, tuple(kv_b_weight.shape)
         if shape[1:] != (rank,):
             raise ValueError(f"kv_b_weight: expected {rank} columns (kv_lora_rank), got shape {shape}")
-        return mla_decode(
-            query, self.latent, self.lengths, kv_b_weight, latent_scale=self.latent_scale, is_causal=is_causal,
-            window_size=window_size, scale=scale, attn_mask=attn_mask, prefix_length=prefix_length, softcap=softcap,
-            sinks=sinks, alibi_slopes=alibi_slopes, return_lse=return_lse,
-        )  # fmt: skip
+
+    def _place(self) -> dict:
+        """Where `mla_decode` finds the latents, besides latent and lengths."""
+        return {}
 
     def step(
         self, query: Tensor, latent: Tensor, kv_b_weight: Tensor, lengths: Tensor | None = None, **options: Any

@@ -127,6 +127,8 @@ def attention(
     if attn_mask is not None and isinstance(attn_mask, BlockMask):
         return block_attention(query, key, value, attn_mask, dropout_p, is_causal, return_lse, options)
     operator = _attention_with_lse if return_lse else _attention
+    if attn_mask is None and dropout_p == 0 and not is_causal and not options:
+        return operator(query, key, value)  # a default takes time where it is given: of a tiny call an eighth
     return operator(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
 

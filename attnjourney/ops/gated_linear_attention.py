@@ -83,13 +83,12 @@ def gated_linear_attention(
         (B, max(Hq, Hv), L, Dv) in query's dtype; with return_state also (N, Hv, D, Dv), float32 (float64 for float64).
 
     Raises:
-        ValueError: a shape or a number that does not fit. RuntimeError: a dtype or a device that does not fit.
-        NotImplementedError: on CUDA, which has no kernels for it; differentiated twice, or in forward mode.
+        ValueError: a shape or a number that does not fit; on CUDA a head dimension above 256.
+        RuntimeError: a dtype or a device that does not fit.
+        NotImplementedError: differentiated twice, or in forward mode.
     """
     if update not in UPDATES:
         raise ValueError(f"update: expected {', '.join(map(repr, UPDATES))}, got {update!r}")
-    if query.device.type == "cuda":
-        raise NotImplementedError("gated_linear_attention: has no CUDA kernels yet; its tensors must be on the CPU")
     operator = torch.ops.attnjourney.gated_linear_attention_forward.default if return_state else _gated
     return operator(
         query,

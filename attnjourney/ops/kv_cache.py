@@ -10,7 +10,8 @@
     paged_cache_reorder(lengths!, block_table!, block_refs!, batch_index)
 
 Caches of bytes (int8, float8_e4m3fn) have a scale for each token and head, their shape but for the last
-dimension: key_scale and value_scale. append then quantises what it is given.
+dimension: key_scale and value_scale. append then quantises what it is given. A cache of one tensor
+(latents) has no value_cache.
 
 On the CPU they check every value first: an error leaves the cache as it was.
 

@@ -11,6 +11,7 @@ from ._decode_vmap import vmap_mla_decode
 from ._registry.fakes import empty_lse, need
 from ._registry.inference import as_index, register_inference
 from .decode import UNBOUNDED, check_options, check_scale, decode_options
+from .sparse_attention import check_indices, sparse_attention
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -21,19 +22,19 @@ if TYPE_CHECKING:
 @overload
 def mla_decode(
     query: Tensor, latent: Tensor, lengths: Tensor, kv_b_weight: Tensor, *, block_table: Tensor | None = ...,
-    latent_scale: Tensor | None = ...,
+    latent_scale: Tensor | None = ..., indices: Tensor | None = ...,
     return_lse: Literal[False] = ..., **options: Unpack[DecodeOptions],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def mla_decode(
     query: Tensor, latent: Tensor, lengths: Tensor, kv_b_weight: Tensor, *, block_table: Tensor | None = ...,
-    latent_scale: Tensor | None = ...,
+    latent_scale: Tensor | None = ..., indices: Tensor | None = ...,
     return_lse: Literal[True], **options: Unpack[DecodeOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def mla_decode(
     query: Tensor, latent: Tensor, lengths: Tensor, kv_b_weight: Tensor, *, block_table: Tensor | None = ...,
-    latent_scale: Tensor | None = ...,
+    latent_scale: Tensor | None = ..., indices: Tensor | None = ...,
     return_lse: bool, **options: Unpack[DecodeOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def mla_decode(
@@ -44,6 +45,7 @@ def mla_decode(
     *,
     block_table: Tensor | None = None,
     latent_scale: Tensor | None = None,
+    indices: Tensor | None = None,
     is_causal: bool = True,
     window_size: tuple[int, int] | None = UNBOUNDED,
     scale: float | None = None,
@@ -70,6 +72,9 @@ def mla_decode(
             deepseek_v3.
         latent_scale: of latents in bytes (int8 or float8_e4m3fn): latent's shape but for the last
             dimension, float32, as key_scale of :func:`attnjourney.decode`.
+        indices: (B, Sq, k) int32 or int64: each row sees of its latents those of these tokens alone (below 0: none),
+            as `lightning_indexer` chooses them; by :func:`attnjourney.sparse_attention`, with gradients. Not with
+            latent_scale, window_size, attn_mask, prefix_length or alibi_slopes.
         block_table, is_causal, window_size, attn_mask, prefix_length, softcap, sinks, alibi_slopes, return_lse: as
             in :func:`attnjourney.decode`.
         scale: (nope + rope)^-0.5 by default.
@@ -81,10 +86,60 @@ def mla_decode(
         ValueError, RuntimeError: as :func:`attnjourney.decode`.
     """
     options = decode_options(is_causal, window_size, scale, attn_mask, prefix_length, softcap, sinks, alibi_slopes)
+    if indices is not None:
+        alone: dict[str, Any] = dict(latent_scale=latent_scale, attn_mask=attn_mask, alibi_slopes=alibi_slopes)
+        alone |= dict(window_size=None if window_size in (None, UNBOUNDED) else window_size)
+        for name, given in (*alone.items(), ("prefix_length", prefix_length or None)):
+            if given is not None:
+                raise ValueError(f"{name}: expected none beside indices, got {given!r}")
+        out, lse = _over_chosen(
+            query, latent, as_index(lengths), kv_b_weight, indices, block_table, is_causal=is_causal, scale=scale,
+            softcap=softcap or 0.0, sinks=sinks,
+        )  # fmt: skip
+        return (out, lse) if return_lse else out
     if latent_scale is not None:
         options["latent_scale"] = latent_scale
     out, lse = _mla_decode(query, latent, as_index(lengths), kv_b_weight, block_table=block_table, **options)
     return (out, lse) if return_lse else out
+
+
+def _over_chosen(
+    query: Tensor, latent: Tensor, lengths: Tensor, kv_b_weight: Tensor, indices: Tensor, block_table: Tensor | None, *,
+    is_causal: bool, scale: float | None, softcap: float, sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """W_UK goes to the query's side, W_UV behind the sum: one head of keys, the latents, for all heads."""
+    need(query.dim() == 4, "query: expected 4 dimensions", query)
+    need(latent.dim() == 3, "latent: expected 3 dimensions", latent)
+    need(kv_b_weight.dim() == 2, "kv_b_weight: expected 2 dimensions", kv_b_weight)
+    (batch, heads, rows, dim), (per_head, rank) = (
+        query.shape,
+        (kv_b_weight.shape[0] // query.shape[1], kv_b_weight.shape[1]),
+    )
+    nope = dim - (latent.shape[2] - rank)
+    fits = kv_b_weight.shape[0] == heads * per_head and 0 < nope <= dim and per_head > nope
+    need(fits, f"kv_b_weight: expected shape (heads * (nope + v), kv_lora) for {heads} heads of {dim}", kv_b_weight)
+    weight = kv_b_weight.view(heads, per_head, rank)
+    absorbed = torch.cat([query[..., :nope] @ weight[:, :nope], query[..., nope:]], -1)
+    options: dict[str, Any] = dict(is_causal=is_causal, causal_alignment="bottom_right", key_lengths=lengths)
+    key = latent.unsqueeze(1)
+    if block_table is not None:
+        # what is named are tokens of a sequence: those it may not see are left out, the rest are rows of the pool
+        capacity = block_table.shape[1] * latent.shape[1]
+        check_indices(indices, batch, 1, rows)
+        end = lengths[:, None, None].to(indices.device)
+        if is_causal:
+            end = end - rows + 1 + torch.arange(rows, device=indices.device)[:, None]
+        there = (indices >= 0) & (indices < end) & (indices < capacity)
+        token = torch.where(there, indices, 0).long()
+        block = block_table.long().gather(1, (token // latent.shape[1]).flatten(1)).view(token.shape)
+        indices = torch.where(there, block * latent.shape[1] + token % latent.shape[1], -1)
+        key = latent.reshape(1, 1, -1, latent.shape[2]).expand(batch, 1, -1, -1)
+        options = {}
+    scale = dim**-0.5 if scale is None else scale
+    out, lse = sparse_attention(
+        absorbed, key, key[..., :rank], indices, scale=scale, softcap=softcap, sinks=sinks, return_lse=True, **options
+    )
+    return out @ weight[:, nope:].mT, lse
 
 
 def _fake(

@@ -20,7 +20,10 @@ class Ours(TorchPeer):
 
     def function(self, case, inputs):
         if case.function:
-            ours = functions.FUNCTIONS[case.function].ours
+            ours, prepare = functions.FUNCTIONS[case.function].ours, functions.FUNCTIONS[case.function].prepare
+            if prepare:
+                given = prepare(case, *inputs.tensors)
+                return lambda *tensors: ours(case, *given)
             return lambda *tensors: ours(case, *tensors)
         if not case.layer:
             return super().function(case, inputs)

@@ -8,7 +8,7 @@ from .base import Skip, TorchPeer
 
 class Plain(TorchPeer):
     name = "plain"
-    about = "linear and Infini-attention in plain PyTorch, in chunks"
+    about = "linear, Infini- and token-sparse attention in plain PyTorch, in chunks"
 
     def function(self, case, inputs):
         plain = FUNCTIONS[case.function].plain if case.function else None
@@ -19,12 +19,13 @@ class Plain(TorchPeer):
 
 class Softmax(TorchPeer):
     name = "softmax"
-    about = "attnjourney.attention of the same shape, beside linear attention"
+    about = "attnjourney.attention of the same shape, beside linear and token-sparse attention and numbers in e4m3"
     same_function = False
 
     def function(self, case, inputs):
-        if case.function != "linear":
-            raise Skip("only beside linear attention")
+        if case.function not in ("linear", "sparse", "fp8"):
+            raise Skip("only beside linear and token-sparse attention and numbers in e4m3")
         import attnjourney
 
-        return lambda q, k, v: attnjourney.attention(q, k, v, is_causal=True)
+        causal = case.function == "linear" or (case.function == "fp8" and case.causal)
+        return lambda q, k, v: attnjourney.attention(q, k, v, is_causal=causal, enable_gqa=True)

@@ -5,6 +5,7 @@
 
 #include "block_mask.h"
 #include "decode/cache_checks.h"
+#include "fp8.h"
 
 namespace attnjourney {
 namespace {
@@ -141,11 +142,14 @@ void check_query_dim(const Tensor& query) {
 
 // key and value like query, (batch dims..., heads, length, dim)
 void check_tensors(AttentionCall& c) {
-  const auto& [query, key, value, options] = c.args;
+  const auto& [query, key, value, options, fp8] = c.args;
   AttentionParams& p = c.params;
   check_rank("key", key, query);
   check_rank("value", value, query);
-  check_floating("query", query);
+  if (fp8)
+    check_e4m3("query", query);
+  else
+    check_floating("query", query);
   check_same_dtype("key", key, "query", query);
   check_same_dtype("value", value, "query", query);
   check_same_device("key", key, "query", query);
@@ -167,7 +171,7 @@ void check_tensors(AttentionCall& c) {
 
 // query (heads, total_q, head_dim) over caches; kv_len is what a sequence can have
 void check_paged(AttentionCall& c) {
-  const auto& [query, key, value, options] = c.args;
+  const auto& [query, key, value, options, fp8] = c.args;
   const Tensor& table = *options.block_table;
   AttentionParams& p = c.params;
   check_floating("query", query);
@@ -254,7 +258,7 @@ HeadMap head_map(const AttentionCall& call, const Tensor& t, int64_t heads) {
 
 AttentionCall check_attention(AttentionArgs args) {
   AttentionCall c{.args = std::move(args)};
-  auto& [query, key, value, options] = c.args;
+  auto& [query, key, value, options, fp8] = c.args;
   const auto& [attn_mask, cu_seqlens_q, cu_seqlens_k, block_table, blocks, dropout_p, is_causal, scale, enable_gqa,
                causal_alignment, window, prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes,
                origin, dropout_seed] = options;
@@ -288,6 +292,7 @@ AttentionCall check_attention(AttentionArgs args) {
                   " of shape ", shape_text(*dropout_seed));
   }
   check_origin(origin, c);
+  if (fp8) check_fp8_scales(c);
   if (attn_mask) check_mask(c, *attn_mask, query);
   if (blocks) check_blocks(c, *blocks, query);
 
@@ -299,7 +304,7 @@ AttentionCall check_attention(AttentionArgs args) {
   c.query_map = head_map(c, query, c.q_heads);
   c.key_map = head_map(c, key, c.q_heads);
   c.value_map = head_map(c, value, c.q_heads);
-  c.dtype = query.scalar_type();
+  c.dtype = fp8 ? fp8->out_dtype : query.scalar_type();
   c.lse_dtype = c.dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
   return c;
 }

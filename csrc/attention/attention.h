@@ -6,6 +6,12 @@
 
 namespace attnjourney {
 
+// Scales of numbers in e4m3 (fp8.h), and the dtype of the output beside them.
+struct Fp8Scales {
+  Tensor query, key, value;  // (batch, heads, blocks of fp8_scale_rows rows) float32; a size of 1 broadcasts
+  ScalarType out_dtype;
+};
+
 // One call as it was made. Tensors of rank 2 have no heads, those of rank 3 no batch; size 1 broadcasts in both.
 struct AttentionArgs {
   Tensor query;  // (batch dims..., q_heads, q_len, head_dim)
@@ -13,6 +19,7 @@ struct AttentionArgs {
   Tensor value;  // (batch dims..., kv_heads, kv_len, v_head_dim); beside a block_table, the two are caches
                  // (num_blocks, kv_heads, block_size, dim)
   AttentionOptions options;
+  std::optional<Fp8Scales> fp8 = {};  // query, key and value are float8_e4m3fn
 };
 
 constexpr int max_batch_dims = 16;
@@ -34,6 +41,7 @@ struct AttentionCall {
   int64_t kv_heads = 1;  // key/value heads that differ; q_heads = group * kv_heads
   AttentionParams params = {};
   HeadMap query_map = {}, key_map = {}, value_map = {};
+  HeadMap query_scale_map = {}, key_scale_map = {}, value_scale_map = {};
   HeadMap mask_map = {};  // of attn_mask or of the offsets of a mask of blocks
   bool bottom_right = false;
   bool packed = false;  // batch counts sequences, and each has its part of the length dimension

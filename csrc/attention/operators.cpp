@@ -159,7 +159,7 @@ int64_t checked_need(int64_t need, bool dense) {
 
 AttentionGradients allocate(const AttentionCall& c, const Like& like, int64_t need) {
   const AttentionParams& p = c.params;
-  const auto& [query, key, value, options] = c.args;
+  const auto& [query, key, value, options, fp8] = c.args;
   const auto empty_like = [](const OptionalTensor& t) { return t ? OptionalTensor(aten::empty(*t, t->sizes())) : t; };
   AttentionGradients g;
   if (need & need_query) g.query = empty_like_inputs(c, query, like.shape(c.q_heads, {p.q_len, p.head_dim}));
@@ -173,7 +173,7 @@ AttentionGradients allocate(const AttentionCall& c, const Like& like, int64_t ne
 
 // In the shapes of what they belong to; shape (0,) where none is needed.
 std::vector<Tensor> gradients_of_inputs(const AttentionCall& c, const AttentionGradients& g, bool dense) {
-  const auto& [query, key, value, options] = c.args;
+  const auto& [query, key, value, options, fp8] = c.args;
   std::vector<Tensor> all = {g.query ? reduce_to(*g.query, query) : aten::none(query),
                              g.key ? reduce_heads(c, *g.key, key) : aten::none(query),
                              g.value ? reduce_heads(c, *g.value, value) : aten::none(query)};

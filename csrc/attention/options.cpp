@@ -61,6 +61,25 @@ void read_options(Arguments& in, MaskArguments kind, AttentionOptions& options, 
   origin = origin_of(place);
 }
 
+void read_fp8_options(Arguments& in, AttentionOptions& options) {
+  auto& [attn_mask, cu_seqlens_q, cu_seqlens_k, block_table, blocks, dropout_p, is_causal, scale, enable_gqa,
+         causal_alignment, window, prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes, origin,
+         dropout_seed] = options;
+  // not taken
+  (void)attn_mask, (void)cu_seqlens_q, (void)cu_seqlens_k, (void)block_table, (void)blocks, (void)query_lengths;
+  (void)dropout_p, (void)dropout_seed, (void)origin, (void)alibi_slopes;
+  is_causal = in.flag();
+  scale = in.optional_number();
+  enable_gqa = in.flag();
+  causal_alignment = in.integer();
+  const std::vector<int64_t> window_size = in.integers();
+  prefix_length = in.integer();
+  key_lengths = in.optional_tensor();
+  softcap = in.number();
+  sinks = in.optional_tensor();
+  window = window_of(window_size, "two numbers (left, right)");
+}
+
 void read_decode_options(Arguments& in, AttentionOptions& options) {
   auto& [attn_mask, cu_seqlens_q, cu_seqlens_k, block_table, blocks, dropout_p, is_causal, scale, enable_gqa,
          causal_alignment, window, prefix_length, key_lengths, query_lengths, softcap, sinks, alibi_slopes, origin,

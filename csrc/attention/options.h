@@ -51,6 +51,8 @@ void read_mask(Arguments& in, MaskArguments kind, AttentionOptions& options);
 // What follows: dropout_p, where it has one, and the tail of all schemas (options in schemas.cpp; paged: without what
 // dropout needs). Read after all other tensors, for it may throw.
 void read_options(Arguments& in, MaskArguments kind, AttentionOptions& options, bool with_dropout_p = true);
+// those of attention over numbers in e4m3, in its order
+void read_fp8_options(Arguments& in, AttentionOptions& options);
 // those that decoding takes, in its order
 void read_decode_options(Arguments& in, AttentionOptions& options);
 

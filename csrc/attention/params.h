@@ -42,10 +42,14 @@ struct AttentionParams {
   int64_t block_size = 0;  // of a mask of blocks,
   double density = 1;      // and the share of the pairs that it leaves
   ScoreModifier modifier;
-  bool alibi = false;              // -slope * |row position - key| is added to the scores
+  bool alibi = false;  // -slope * |row position - key| is added to the scores
+  int64_t query_scale_block = 0, key_scale_block = 0, value_scale_block = 0;  // strides, see HeadPointers
   int64_t page_size = 0;           // keys of a page, as a block of a paged cache is called here; 0: all in one piece
   int64_t k_page = 0, v_page = 0;  // strides
 };
+
+// Numbers in e4m3 have a float32 scale for every so many rows of a head, which they are multiplied by.
+constexpr int64_t fp8_scale_rows = 128;
 
 // One query head of one batch item, with its key/value head.
 struct HeadPointers {
@@ -62,6 +66,8 @@ struct HeadPointers {
   const void* grad_lse = nullptr;  // [q_len] dense, like lse, or null
   double sink = -__builtin_inf();  // a logit that joins the denominator; -inf: none
   double slope = 0;                // of ALiBi
+  // of numbers in e4m3: of rows [i * fp8_scale_rows, (i + 1) * fp8_scale_rows) at i * query_scale_block
+  const float *query_scale = nullptr, *key_scale = nullptr, *value_scale = nullptr;
 };
 
 // Tangents of one query head, for derivatives in a direction: like what they belong to, null where zero, with row

@@ -7,6 +7,8 @@
 #include "layers/rotary.h"
 #include "linear/gated_linear_attention.h"
 #include "linear/linear_attention.h"
+#include "sparse/lightning_indexer.h"
+#include "sparse/sparse_attention.h"
 
 namespace attnjourney {
 
@@ -15,7 +17,9 @@ struct Backend {
   DecodeBackend decode;
   CacheBackend caches;
   LinearBackend linear;
-  GatedBackend gated;  // the CPU's alone
+  GatedBackend gated;
+  SparseBackend sparse;
+  IndexerBackend indexer;
   RotaryFunction rotary;
   RmsNormBackend rms_norm;
 };

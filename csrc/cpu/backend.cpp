@@ -5,6 +5,7 @@
 #include "cpu/decode/decode_cpu.h"
 #include "cpu/layers/rows_cpu.h"
 #include "cpu/linear/linear_cpu.h"
+#include "cpu/sparse/sparse_cpu.h"
 #include "registration.h"
 
 namespace attnjourney {
@@ -27,6 +28,8 @@ constexpr Backend cpu_backend{
                .paged_reorder = cpu_paged_reorder},
     .linear = {.forward = cpu_linear_forward, .backward = cpu_linear_backward},
     .gated = {.forward = cpu_gated_forward, .backward = cpu_gated_backward},
+    .sparse = {.forward = cpu_sparse_forward, .backward = cpu_sparse_backward},
+    .indexer = {.topk = cpu_indexer_topk, .loss = cpu_indexer_loss, .loss_backward = cpu_indexer_loss_backward},
     .rotary = cpu_rotary,
     .rms_norm = {.forward = cpu_rms_forward, .apply = cpu_rms_apply, .backward = cpu_rms_backward},
 };

@@ -6,6 +6,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "tuning.h"
+
 #if defined(ATTNJOURNEY_X86) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -92,10 +94,7 @@ const KernelTable& neon_bf16_table() {
 #ifdef ATTNJOURNEY_X86
 // ATTNJOURNEY_TUNING=matrix: on the matrix unit whatever can be, for tests
 bool matrix_everywhere() {
-  static const bool everywhere = [] {
-    const char* const tuning = std::getenv("ATTNJOURNEY_TUNING");
-    return tuning && std::strcmp(tuning, "matrix") == 0;
-  }();
+  static const bool everywhere = std::strcmp(forced_tuning(), "matrix") == 0;
   return everywhere;
 }
 // From so many rows and keys a row on attention is faster there, measured on a Xeon 6; with fewer, packing costs more
@@ -240,9 +239,7 @@ const IsaEntry entries[] = {
 constexpr int entry_count = sizeof(entries) / sizeof(entries[0]);
 
 const KernelTable& choose() {
-  const char* const tuning = std::getenv("ATTNJOURNEY_TUNING");
-  if (tuning && *tuning && std::strcmp(tuning, "matrix") != 0)
-    throw std::runtime_error("ATTNJOURNEY_TUNING: expected 'matrix', got '" + std::string(tuning) + "'");
+  choose_tuning();
   const char* forced = std::getenv("ATTNJOURNEY_ISA");
   std::string known;
   for (const IsaEntry& e : entries) {

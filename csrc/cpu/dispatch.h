@@ -16,8 +16,9 @@ constexpr int byte_dtype_count = 2;
 
 // Attention in one dtype. Spaces are bytes of 64-byte aligned scratch for one thread.
 struct AttentionKernels {
-  int64_t forward_tile, forward_key_block;  // query rows, keys
-  int64_t forward_tiles;                    // the most tiles that one forward call takes
+  int64_t forward_tile;                                  // query rows
+  int64_t forward_tiles;                                 // the most tiles that one forward call takes
+  int64_t (*forward_key_block)(const AttentionParams&);  // keys
   int64_t backward_tile, backward_key_block;
   int64_t (*forward_space)(const AttentionParams&, int64_t rows);
   void (*forward)(const AttentionParams&, const HeadPointers&, int64_t first_row, int64_t rows, void* space);
@@ -91,13 +92,17 @@ struct GatedTable {
   GatedKernels of[dtype_count];
 };
 
+struct SparseTable;  // of cpu/sparse/kernels.h
+
 struct KernelTable {
   const char* isa;
   AttentionKernels attention[dtype_count];
+  AttentionKernels attention_fp8[dtype_count - 1];  // inputs in e4m3, outputs of every dtype but f64: forward alone
   DecodeKernels decode[dtype_count];
   QuantizedKernels quantized[dtype_count - 1][byte_dtype_count];  // of every dtype but the first, f64
   LinearKernels linear[dtype_count];
   const GatedTable* gated;
+  const SparseTable* sparse;
 };
 
 // What products of bfloat16 pairs change in a table, all of it for bfloat16. `plain`: the table's own forward, for rows
@@ -147,9 +152,11 @@ struct MatrixDecodeKernels {
 // Constants, all of them: code that ran when the library is loaded would be code of an ISA that the machine may lack.
 extern const KernelTable scalar_kernels;
 extern const GatedTable scalar_gated;
+extern const SparseTable scalar_sparse;
 #ifdef ATTNJOURNEY_X86
 extern const KernelTable avx2_kernels, avx512_kernels;
 extern const GatedTable avx2_gated, avx512_gated;
+extern const SparseTable avx2_sparse, avx512_sparse;
 extern const PairKernels avx512_bf16_pairs;
 extern const PairForward avx512_bf16_forward;
 extern const MatrixKernels amx_matrix[dtype_count];                 // none for float64
@@ -159,6 +166,7 @@ extern const MatrixDecodeKernels amx_decode[1 + byte_dtype_count];  // of bfloat
 #ifdef ATTNJOURNEY_ARM64
 extern const KernelTable neon_kernels;
 extern const GatedTable neon_gated;
+extern const SparseTable neon_sparse;
 extern const PairKernels neon_bf16_pairs;
 extern const PairForward neon_bf16_forward;
 #endif

@@ -10,6 +10,7 @@
 #include "cpu/attention/block_lists.h"
 #include "cpu/attention/few_rows.h"
 #include "plan.h"
+#include "tuning.h"
 
 namespace attnjourney {
 namespace {
@@ -23,6 +24,14 @@ Tensor json_tensor(const std::string& json) {
 
 std::string quoted(const char* s) { return std::string("\"") + s + "\""; }
 
+std::string tuning_text() {
+  const Caches c = caches();
+  kernels();  // chooses it
+  return text("{\"name\": ", quoted(machine_tuning.name), ", \"forced\": ", quoted(forced_tuning()),
+              ", \"vendor\": ", quoted(vendor()), ", \"l1_bytes\": ", c.l1_bytes, ", \"l1_ways\": ", c.l1_ways,
+              ", \"l2_bytes\": ", c.l2_bytes, ", \"l2_ways\": ", c.l2_ways, "}");
+}
+
 Tensor cpu_info() try {
   int count = 0;
   const IsaEntry* list = isa_list(count);
@@ -33,7 +42,7 @@ Tensor cpu_info() try {
   }
   const char* forced = std::getenv("ATTNJOURNEY_ISA");
   return json_tensor(text("{\"isa\": ", quoted(kernels().isa), ", \"forced\": ", forced && *forced ? "true" : "false",
-                          ", \"found\": [", found, "], \"built\": [", built,
+                          ", \"tuning\": ", tuning_text(), ", \"found\": [", found, "], \"built\": [", built,
                           "], \"threads\": ", torch::stable::get_num_threads(), "}"));
 } catch (...) {
   remember_and_rethrow();
@@ -49,7 +58,7 @@ std::string forward_text(const AttentionCall& c, const Sequences& sequences) {
   }
   const ForwardPlan f = plan_forward(c, sequences, few);
   return text("{\"kernel\": \"tiled\", \"threads\": ", f.threads, ", \"query_tile\": ", f.kernel->forward_tile,
-              ", \"key_block\": ", f.kernel->forward_key_block, ", \"rows_per_item\": ", f.rows,
+              ", \"key_block\": ", f.kernel->forward_key_block(c.params), ", \"rows_per_item\": ", f.rows,
               ", \"items\": ", f.items, ", \"uncut_items\": ", f.uncut, ", \"rows_per_cut_item\": ", f.cut_rows,
               ", \"scratch_bytes_per_thread\": ", f.kernel->forward_space(c.params, std::min(f.rows, c.params.q_len)),
               "}");
@@ -75,9 +84,10 @@ void explain(StableIValue* stack, uint64_t arguments, uint64_t) try {
   std::string parts;  // of each head that is cut
   for (const BackwardPlan::Cut& cut : b.cuts) parts += (parts.empty() ? "" : ", ") + std::to_string(cut.parts);
   const Tensor json =
-      json_tensor(text("{\"isa\": ", quoted(kernels().isa), ", \"group\": ", c.params.group,
-                       ", \"forward\": ", forward_text(c, sequences), ", \"backward\": {\"threads\": ", b.threads,
-                       ", \"query_tile\": ", b.kernel->backward_tile, ", \"key_block\": ", b.kernel->backward_key_block,
+      json_tensor(text("{\"isa\": ", quoted(kernels().isa), ", \"tuning\": ", quoted(machine_tuning.name),
+                       ", \"group\": ", c.params.group, ", \"forward\": ", forward_text(c, sequences),
+                       ", \"backward\": {\"threads\": ", b.threads, ", \"query_tile\": ", b.kernel->backward_tile,
+                       ", \"key_block\": ", b.kernel->backward_key_block,
                        ", \"heads_whole\": ", heads.size() - b.cuts.size(), ", \"parts_of_cut_heads\": [", parts, "]",
                        ", \"scratch_bytes_per_thread\": ", b.kernel->backward_space(c.params), "}}"));
   write_results(stack, json);

@@ -78,6 +78,7 @@ DType kernel_dtype(ScalarType t) {
 }
 
 const AttentionKernels& kernels_for(const AttentionCall& c) {
+  if (c.args.fp8) return kernels().attention_fp8[static_cast<int>(kernel_dtype(c.dtype)) - 1];
   return kernels().attention[static_cast<int>(kernel_dtype(c.dtype))];
 }
 
@@ -128,7 +129,7 @@ ForwardPlan plan_forward(const AttentionCall& c, const Sequences& s, const std::
   // The last items of a queue leave threads idle for up to an item's time: with few a thread these are cut, into single
   // tiles or, where there are too few of those, into vectors. Each one converts keys and values of 16 bits for itself.
   // Not with a mask of blocks, where the keys that are taken together are those of all rows of an item.
-  const bool converts = item_size(c.dtype) == 2;
+  const bool converts = item_size(c.dtype) == 2 || c.args.fp8;
   const int64_t few_tiles = (converts ? 8 : 33) * plan.threads, last_items = (converts ? 1 : 2) * plan.threads;
   plan.uncut = plan.items;
   plan.cut_rows = std::min(plan.rows, c.q_heads * all_tiles < few_tiles ? int64_t{16} : tile);

@@ -9,14 +9,13 @@ namespace {
 
 constexpr bool is_16_bit(ElementType type) { return type == ElementType::bf16 || type == ElementType::fp16; }
 
-// Hopper's own kernels for 16-bit numbers serve head dimensions up to 256, but in the backward with options up to 128:
-// above, sm_80's run there.
+// Hopper's own kernels for 16-bit numbers serve head dimensions up to 256; above, sm_80's run there.
 constexpr bool is_wide(const AttentionCase& c) {
   return is_16_bit(c.type) && backward_size(c.head_dim, c.v_head_dim) > 256;
 }
-constexpr bool serves_sm90_forward(const AttentionCase& c) { return is_16_bit(c.type) && !is_wide(c) && c.kv_len > 0; }
+constexpr bool serves_sm90(const AttentionCase& c) { return is_16_bit(c.type) && !is_wide(c) && c.kv_len > 0; }
 constexpr bool serves_sm90_backward(const AttentionCase& c) {
-  return is_16_bit(c.type) && c.kv_len > 0 && backward_size(c.head_dim, c.v_head_dim) <= 128;
+  return serves_sm90(c) && backward_size(c.head_dim, c.v_head_dim) <= 128;
 }
 // float32 in planes of halves
 constexpr bool serves_fp16x2(const AttentionCase& c) {
@@ -42,9 +41,8 @@ constexpr BackwardTiles fp64_tiles(int size, bool small) {
 }
 
 constexpr ForwardKernelOf<float> sm90_forward[] = {
-    {"sm90_full_forward", [](const AttentionCase& c) { return c.full && serves_sm90_forward(c); },
-     launches::sm90_full_forward},
-    {"sm90_forward", serves_sm90_forward, launches::sm90_forward},
+    {"sm90_full_forward", [](const AttentionCase& c) { return c.full && serves_sm90(c); }, launches::sm90_full_forward},
+    {"sm90_forward", serves_sm90, launches::sm90_forward},
     {"sm90_fp16x2_forward", serves_fp16x2, launches::sm90_fp16x2_forward},
 };
 constexpr BackwardKernelOf<float> sm90_backward[] = {
@@ -52,6 +50,12 @@ constexpr BackwardKernelOf<float> sm90_backward[] = {
      .serves = [](const AttentionCase& c) { return c.full && serves_sm90_backward(c); },
      .launch = launches::sm90_full_backward,
      .tiles = tiles_16_bit<false>,
+     .one_head_a_block = true,
+     .writes_mask_gradient = true},
+    {.name = "sm90_full_columns_backward",
+     .serves = [](const AttentionCase& c) { return c.full && serves_sm90(c); },
+     .launch = launches::sm90_full_backward,
+     .tiles = columns_tiles,
      .one_head_a_block = true,
      .writes_mask_gradient = true},
     {.name = "sm90_backward",
@@ -62,15 +66,13 @@ constexpr BackwardKernelOf<float> sm90_backward[] = {
      .finishes_short_rows = true},
     {.name = "sm90_parts_backward",
      .serves =
-         [](const AttentionCase& c) {
-           return is_16_bit(c.type) && !c.full && c.kv_len > 0 && is_d192v128(c.head_dim, c.v_head_dim);
-         },
+         [](const AttentionCase& c) { return serves_sm90(c) && !c.full && is_d192v128(c.head_dim, c.v_head_dim); },
      .launch = launches::sm90_parts_backward,
      .tiles = parts_tiles,
      .one_head_a_block = true,
      .finishes_short_rows = true},
     {.name = "sm90_columns_backward",
-     .serves = [](const AttentionCase& c) { return is_16_bit(c.type) && !is_wide(c) && !c.full && c.kv_len > 0; },
+     .serves = [](const AttentionCase& c) { return !c.full && serves_sm90(c); },
      .launch = launches::sm90_columns_backward,
      .tiles = columns_tiles,
      .one_head_a_block = true,

@@ -8,6 +8,7 @@
 #include "layers/rows_cuda.h"
 #include "linear/linear_cuda.h"
 #include "registration.h"
+#include "sparse/sparse_cuda.h"
 
 namespace attnjourney {
 
@@ -28,6 +29,9 @@ constexpr Backend cuda_backend{
                .paged_truncate = cuda_paged_truncate,
                .paged_reorder = cuda_paged_reorder},
     .linear = {.forward = cuda_linear_forward, .backward = cuda_linear_backward},
+    .gated = {.forward = cuda_gated_forward, .backward = cuda_gated_backward},
+    .sparse = {.forward = cuda_sparse_forward, .backward = cuda_sparse_backward},
+    .indexer = {.topk = cuda_indexer_topk, .loss = cuda_indexer_loss, .loss_backward = cuda_indexer_loss_backward},
     .rotary = cuda_rotary,
     .rms_norm = {.forward = cuda_rms_forward, .apply = cuda_rms_apply, .backward = cuda_rms_backward},
 };

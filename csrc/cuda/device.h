@@ -58,12 +58,15 @@ inline bool deterministic_algorithms() {
   return torch::stable::detail::to<bool>(result);
 }
 
-// Two zeros for the persistent forward, which leaves them so: one pair for each stream; under graph capture one for
-// each call, since graphs may run side by side. Holds the memory in `keep` where it is this call's own.
-inline uint32_t* tile_counter(const Tensor& like, int device, cudaStream_t stream, OptionalTensor& keep) {
+// Zeros for kernels that leave them so, numbers [first, first + count) of each stream's kStreamZeros: two for the
+// persistent forward, behind them those of decoding. Under graph capture each call has its own, since graphs may run
+// side by side. Holds the memory in `keep` where it is this call's own.
+constexpr int kTileCounters = 2, kStreamZeros = kTileCounters + kMostArrivals;
+inline uint32_t* stream_zeros(const Tensor& like, int device, cudaStream_t stream, int first, int count,
+                              OptionalTensor& keep) {
   const auto own = [&] {
-    keep = aten::empty(like, {2}, ScalarType::Int);
-    cuda_check(cudaMemsetAsync(keep->data_ptr(), 0, 8, stream), "cudaMemsetAsync");
+    keep = aten::empty(like, {count}, ScalarType::Int);
+    cuda_check(cudaMemsetAsync(keep->data_ptr(), 0, 4 * count, stream), "cudaMemsetAsync");
     return static_cast<uint32_t*>(keep->data_ptr());
   };
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
@@ -82,12 +85,15 @@ inline uint32_t* tile_counter(const Tensor& like, int device, cudaStream_t strea
     // allowed, though another thread may be capturing a graph: it is not part of that
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     cuda_check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
-    const cudaError_t allocated = cudaMalloc(&counter, 8);
+    const cudaError_t allocated = cudaMalloc(&counter, 4 * kStreamZeros);
     cuda_check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
     cuda_check(allocated, "cudaMalloc");
-    cuda_check(cudaMemsetAsync(counter, 0, 8, stream), "cudaMemsetAsync");
+    cuda_check(cudaMemsetAsync(counter, 0, 4 * kStreamZeros, stream), "cudaMemsetAsync");
   }
-  return counter;
+  return counter + first;
+}
+inline uint32_t* tile_counter(const Tensor& like, int device, cudaStream_t stream, OptionalTensor& keep) {
+  return stream_zeros(like, device, stream, 0, kTileCounters, keep);
 }
 
 }  // namespace attnjourney

@@ -29,10 +29,21 @@ bool is_checked_alone(const AttentionOptions& o) { return o.blocks || o.cu_seqle
 std::vector<int64_t> window_of(const AttentionOptions& o) { return {o.window[0], o.window[1]}; }
 std::vector<int64_t> numbers_of(const Origin& o) { return {o.row, o.key, o.head, o.heads}; }
 
+void fp8_on_cpu(const AttentionCall& c, const AttentionResults& to) {
+  const auto& [query, key, value, o, fp8] = c.args;
+  const int64_t out_dtype = c.dtype == ScalarType::BFloat16 ? 0 : c.dtype == ScalarType::Half ? 1 : 2;
+  const auto results = cpu_operator("attnjourney::attention_fp8", 2, query, key, value, fp8->query, fp8->key,
+                                    fp8->value, o.is_causal, o.scale, o.enable_gqa, o.causal_alignment, window_of(o),
+                                    o.prefix_length, o.key_lengths, o.softcap, o.sinks, out_dtype);
+  copy(to.out, tensor(results[0]));
+  copy(to.lse, tensor(results[1]));
+}
+
 void checked_forward(AttentionCall& c, const AttentionResults& to) {
   check_served(c, most_head_dim(c));
-  const auto& [query, key, value, o] = c.args;
+  const auto& [query, key, value, o, fp8] = c.args;
   if (is_checked_alone(o)) return;
+  if (fp8) return fp8_on_cpu(c, to);
   const auto results =
       cpu_operator("attnjourney::attention_forward", 3, query, key, value, o.attn_mask, o.dropout_p, o.is_causal,
                    o.scale, o.enable_gqa, o.causal_alignment, window_of(o), o.prefix_length, o.key_lengths,
@@ -44,7 +55,7 @@ void checked_forward(AttentionCall& c, const AttentionResults& to) {
 
 void checked_backward(AttentionCall& c, const AttentionSaved& saved, const AttentionGradients& gradients) {
   check_served(c, most_head_dim(c));
-  const auto& [query, key, value, o] = c.args;
+  const auto& [query, key, value, o, fp8] = c.args;
   if (is_checked_alone(o)) return;
   const auto wanted = gradients.all();
   int64_t need = 0;
@@ -108,7 +119,7 @@ void checked_decode_latents(const DecodeCall& c, const DecodeInputs& in, const T
   decode_on_cpu(c, in, out, lse);
 }
 
-// ---- linear attention: checked alone ----
+// ---- linear attention, gated or not: checked alone ----
 
 void linear_forward(const LinearCall& c, const LinearInputs&, const Tensor&, const Tensor&, const Tensor&,
                     const Tensor&) {
@@ -116,6 +127,29 @@ void linear_forward(const LinearCall& c, const LinearInputs&, const Tensor&, con
 }
 void linear_backward(const LinearCall& c, const LinearInputs&, const LinearGradientInputs&, const LinearGradients&) {
   check_linear_served(c);
+}
+void gated_forward(const GatedCall& c, const GatedInputs&, const Tensor&, const Tensor&) { check_gated_served(c); }
+void gated_backward(const GatedCall& c, const GatedInputs&, const Tensor&, const OptionalTensor&,
+                    const GatedGradients&) {
+  check_gated_served(c);
+}
+
+void sparse_forward(const SparseCall& c, const SparseInputs& in, const SparseResults&) { check_sparse_served(c, in); }
+void sparse_backward(const SparseCall& c, const SparseInputs& in, const SparseSaved&, const SparseGradients&) {
+  check_sparse_served(c, in);
+}
+
+void indexer_topk(const IndexerCall& c, const IndexerInputs&, const OptionalTensor&, const IndexerResults&) {
+  check_indexer_served(c, c.params.topk);
+}
+void indexer_loss(const IndexerCall& c, const IndexerInputs&, const IndexerTarget& target, const Tensor&,
+                  const Tensor&) {
+  check_indexer_served(c, target.indices.size(2));
+  check_target_served(target);
+}
+void indexer_loss_backward(const IndexerCall& c, const IndexerInputs&, const Tensor& indices, const Tensor&,
+                           const Tensor&, const IndexerGradients&) {
+  check_indexer_served(c, indices.size(2));
 }
 
 void rotary(const Tensor& x, const Tensor& cos, const Tensor& sin, RotaryLayout layout, RotaryDirection direction,
@@ -165,6 +199,9 @@ constexpr Backend refusing_backend{
                .most_head_dim = 256},
     .caches = {},
     .linear = {.forward = linear_forward, .backward = linear_backward},
+    .gated = {.forward = gated_forward, .backward = gated_backward},
+    .sparse = {.forward = sparse_forward, .backward = sparse_backward},
+    .indexer = {.topk = indexer_topk, .loss = indexer_loss, .loss_backward = indexer_loss_backward},
     .rotary = rotary,
     .rms_norm = {.forward = rms_forward, .apply = rms_apply, .backward = rms_backward},
 };

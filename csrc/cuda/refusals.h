@@ -5,7 +5,10 @@
 #include "cuda/kernels/decode/latent_size.cuh"
 #include "cuda/launch.h"
 #include "decode/decode.h"
+#include "linear/gated_linear_attention.h"
 #include "linear/linear_attention.h"
+#include "sparse/lightning_indexer.h"
+#include "sparse/sparse_attention.h"
 
 namespace attnjourney {
 
@@ -65,6 +68,51 @@ inline void check_linear_served(const LinearCall& c) {
   const int64_t limit = 1 << 28;
   check_value(p.q_len < limit && p.kv_len < limit && c.batch * c.q_heads < limit,
               "query: expected fewer than 2^28 rows, keys and heads on CUDA");
+}
+
+// Are the values the front of their keys, of latents?
+inline bool is_sparse_latent(const SparseCall& c, const SparseInputs& in) {
+  const Tensor &k = in.key, &v = in.value;
+  bool same = k.data_ptr() == v.data_ptr() && c.params.v_head_dim <= c.params.head_dim;
+  for (int d = 0; d < 3; d++) same = same && (k.size(d) <= 1 || k.stride(d) == v.stride(d));
+  same = same && aten::has_dense_rows(k) && aten::has_dense_rows(v);
+  return same && (c.params.head_dim > 256 || c.params.v_head_dim > 256);
+}
+
+inline void check_sparse_served(const SparseCall& c, const SparseInputs& in) {
+  const SparseParams& p = c.params;
+  const bool latent = is_sparse_latent(c, in);
+  check_value(
+      latent ? p.v_head_dim <= kLatentValueDim && p.head_dim <= kLatentDim : p.head_dim <= 256 && p.v_head_dim <= 256,
+      "query: expected head dimensions of at most 256 on CUDA, or ", kLatentDim, " and (value) ", kLatentValueDim,
+      " where value is the front of key, got ", p.head_dim, " and (value) ", p.v_head_dim);
+  const int64_t limit = 1 << 28;
+  check_value(p.q_len < limit && p.kv_len < limit && c.batch * c.q_heads < limit && p.index_count < limit &&
+                  p.group * std::min(p.rows, p.q_len) < limit,
+              "query: expected fewer than 2^28 rows, keys, heads and indices of a row on CUDA");
+}
+
+inline void check_gated_served(const GatedCall& c) {
+  const GatedParams& p = c.params;
+  check_value(p.head_dim <= 256 && p.v_head_dim <= 256, "query: expected head dimensions of at most 256 on CUDA, got ",
+              p.head_dim, " and (value) ", p.v_head_dim);
+  const int64_t limit = 1 << 28;
+  check_value(c.len < limit && c.sequences < limit && c.batch * c.out_heads() < limit && c.batch * c.len < 8 * limit,
+              "query: expected fewer than 2^28 rows, sequences and heads on CUDA, and 2^31 rows of a head in all");
+}
+
+// index_count: of a row of indices, given or wanted
+inline void check_indexer_served(const IndexerCall& c, int64_t index_count) {
+  const IndexerParams& p = c.params;
+  check_value(p.head_dim <= 256, "query: expected a head dimension of at most 256 for the indexer on CUDA, got ",
+              p.head_dim);
+  const int64_t limit = 1 << 28;
+  check_value(p.q_len < limit && p.kv_len < limit && c.batch * p.heads < limit && index_count < limit,
+              "query: expected fewer than 2^28 rows, keys, heads and indices of a row on CUDA");
+}
+inline void check_target_served(const IndexerTarget& t) {
+  check_value(t.query.size(3) <= kLatentDim, "query: expected a head dimension of at most ", kLatentDim,
+              " on CUDA, got ", t.query.size(3));
 }
 
 }  // namespace attnjourney

@@ -53,6 +53,8 @@ constexpr int backward_keys(int size, bool full, bool small) {
 }
 // Up to so many rows of a query head, its last block turns the sums into dQ (sm90/backward_finish.cuh): 1 MB at most.
 constexpr int kShortRows = 2048;
+// Decoding: units of rows whose blocks are counted, so that the last one joins what all of them found.
+constexpr int kMostArrivals = 1024;
 // Query and key tiles of the backward for float and double, `element` bytes
 constexpr int fp32_rows(int size, int element, bool small) {
   return size * element == 256 ? 32 : small && element == 8 && size > 64 ? 8 : 16;

@@ -179,13 +179,14 @@ void kv_cache_reorder(const Backend& backend, Arguments& in) {
 }
 
 void paged_cache_append(const Backend& backend, Arguments& in) {
-  const Tensor key_cache = in.tensor(), value_cache = in.tensor();
+  const Tensor key_cache = in.tensor();
+  const OptionalTensor value_cache = in.optional_tensor();
   const PagedTables tables = read_tables(in);
   AppendInputs inputs{.key_cache = key_cache,
                       .value_cache = value_cache,
                       .lengths = tables.lengths,
                       .key = in.tensor(),
-                      .value = in.tensor(),
+                      .value = in.optional_tensor(),
                       .counts = in.optional_tensor(),
                       .key_scale = in.optional_tensor(),
                       .value_scale = in.optional_tensor()};
@@ -194,7 +195,7 @@ void paged_cache_append(const Backend& backend, Arguments& in) {
   check_pool(key_cache, tables);
   const auto& [lengths, block_table, block_refs] = tables;
   const std::vector<Written> written = written_of({{"key_cache", &key_cache},
-                                                   {"value_cache", &value_cache},
+                                                   {"value_cache", given(value_cache)},
                                                    {"lengths", &lengths},
                                                    {"block_table", &block_table},
                                                    {"block_refs", &block_refs},

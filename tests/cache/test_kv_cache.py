@@ -311,7 +311,7 @@ def test_overflow_of_one_row_and_of_the_pool():
         with pytest.raises(ValueError, match="key: the cache overflows"):
             cache.append(*(torch.cat([x, x], 2) for x in (key, value)), lengths=torch.tensor([1, 5]))
         assert all(torch.equal(a, b) for a, b in zip(state(cache), before))
-    with pytest.raises(ValueError, match="all of its 3 blocks are in use"):
+    with pytest.raises(ValueError, match="expected at most 1 new blocks, as many as are free of its 3, got 2"):
         cache.append(key, value)
     cache.append(key, value, lengths=torch.tensor([4, 0]))
 

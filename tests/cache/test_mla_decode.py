@@ -43,7 +43,7 @@ def test_sizes_of_deepseek_v3():
     torch.testing.assert_close(out, expanded, rtol=1e-12, atol=1e-12)
 
 
-def absorbed(query, latent, lengths, weight):
+def absorbed(query, latent, lengths, weight, **options):
     """The same formula in plain PyTorch in the dtype of the inputs."""
     kv_lora, heads = weight.shape[1], query.shape[1]
     rope = latent.shape[-1] - kv_lora
@@ -52,7 +52,7 @@ def absorbed(query, latent, lengths, weight):
     q = torch.cat([query[..., :nope] @ w_uk, query[..., nope:]], -1)
     key = latent.unsqueeze(1)
     scale = query.shape[-1] ** -0.5
-    return reference.decode(q, key, key[..., :kv_lora], lengths, scale=scale) @ w_uv.transpose(-1, -2)
+    return reference.decode(q, key, key[..., :kv_lora], lengths, scale=scale, **options) @ w_uv.transpose(-1, -2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

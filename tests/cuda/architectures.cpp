@@ -35,6 +35,16 @@ int main() {
       DecodeTiling tiling{.rows = 16, .keys = 16};
       std::cin >> units >> keys >> tiling.smem_bytes >> tiling.blocks;
       std::cout << decode_splits(units, keys, tiling, device) << "\n";
+    } else if (what == "joins") {
+      int64_t units, rows, v_head_dim;
+      int splits;
+      DecodeTiling tiling{.rows = 16, .keys = 16};
+      std::cin >> units >> rows >> splits >> v_head_dim >> tiling.joins;
+      std::cout << last_blocks_join(units, rows, splits, v_head_dim, tiling) << "\n";
+    } else if (what == "many") {
+      int64_t pairs, group, q_len, keys;
+      std::cin >> pairs >> group >> q_len >> keys;
+      std::cout << many_rows_are_split(pairs, group, q_len, keys, device) << "\n";
     } else {
       LatentCase c{.type = static_cast<ElementType>(type)};
       std::cin >> c.rows >> c.v_head_dim >> c.chunked >> c.masked >> c.near >> c.bytes;

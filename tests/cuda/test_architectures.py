@@ -55,16 +55,17 @@ def backward_rule(capability, dtype, head_dim, v_head_dim, q_len, kv_len, full):
     if max(head_dim, v_head_dim) > 256:
         return "sm80_wide_backward"
     hopper = capability == 90 and kv_len > 0
-    if hopper and not full and not small:
-        return f"sm90_{'parts' if head_dim <= 192 and v_head_dim <= 128 else 'columns'}_backward"
-    return ("sm90" if hopper and small else "sm80") + ("_full" if full else "") + "_backward"
+    if hopper and not small:
+        parts = not full and head_dim <= 192 and v_head_dim <= 128
+        return "sm90_parts_backward" if parts else f"sm90{'_full' if full else ''}_columns_backward"
+    return ("sm90" if hopper else "sm80") + ("_full" if full else "") + "_backward"
 
 
 def tiles_rule(name, dtype, dim, shared):
     """Rows and keys of the backward's tiles, the rows that its scratch is a multiple of, and its columns."""
     if name == "sm90_parts_backward":
         return [64, 128, 64, 192]
-    if name == "sm90_columns_backward":
+    if name.endswith("_columns_backward"):
         return [64, 64, 64, 256]
     if name == "sm80_wide_backward":
         return [16, 32, 16, 512]
@@ -99,6 +100,42 @@ def test_splits_of_decoding(choose):
     for ((_, shared), n, _, kilobytes, most), (splits,) in zip(grid, found):
         blocks = max(1, min(most, (shared + 1) // (kilobytes + 1)))
         assert int(splits) == min(512, -(-400 * blocks // (1 + n))), (shared, n, kilobytes, most)
+
+
+def test_last_blocks_join(choose):
+    """Parts of up to 128 KB, of as many units as there are counters, by kernels that can."""
+    cases = [  # units, rows, splits, v_head_dim, whether the kernel can; whether its last block joins
+        (8, 4, 33, 128, True, True),
+        (8, 4, 33, 128, False, False),
+        (8, 4, 1, 128, True, False),
+        (8, 16, 16, 128, True, True),
+        (8, 16, 17, 128, True, False),
+        (8, 64, 16, 128, True, True),  # 16 rows a tile
+        (1024, 4, 2, 128, True, True),
+        (1025, 4, 2, 128, True, False),
+    ]
+    found = choose("joins", [(90, 227, 0, *case) for *case, _ in cases])
+    assert [bool(int(x)) for (x,) in found] == [case[-1] for case in cases]
+
+
+def test_many_rows_of_decoding(choose):
+    """Keys are split where attention's kernels would have blocks for a part of 100 multiprocessors alone, or where few
+    rows of each head fill a part of a block; not in long prompts, nor over few keys."""
+    hopper, ampere = (90, 227), (80, 163)
+    cases = [  # key heads of all sequences, group, rows, keys, and whether they are split
+        (hopper, 8, 1, 128, 32768, True),
+        (hopper, 24, 1, 128, 32768, True),
+        (hopper, 25, 1, 128, 32768, False),  # 50 tiles of 64 rows
+        (hopper, 8, 1, 128, 1000, False),
+        (hopper, 1, 8, 512, 32768, False),  # 64 tiles of 64 rows, 32 blocks
+        (hopper, 64, 8, 17, 8192, True),  # 512 blocks with 17 rows each
+        (hopper, 64, 8, 64, 8192, False),
+        (hopper, 64, 1, 4096, 8192, False),
+        (ampere, 8, 1, 128, 32768, True),
+        (ampere, 64, 8, 64, 8192, False),
+    ]
+    found = choose("many", [(*gpu, 0, *case) for gpu, *case, _ in cases])
+    assert [bool(int(x)) for (x,) in found] == [case[-1] for case in cases]
 
 
 def test_latents(choose):

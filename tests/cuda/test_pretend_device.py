@@ -53,6 +53,16 @@ CALLS = {  # name: (function, arguments, keywords)
     "rope, positions": (aj.rope, SAME[:1], dict(position_ids=torch.arange(12).expand(2, 12))),
     "linear": (aj.linear_attention, QKV, dict(key_padding_mask=PADDING, return_state=True)),
     "linear, all keys": (aj.linear_attention, QKV, dict(is_causal=False, initial_state=STATE, feature_map=torch.exp)),
+    "gated": (
+        aj.gated_linear_attention,
+        [*SAME[:3], SAME[3][..., 0], SAME[4][..., 0]],
+        dict(return_state=True, qk_l2norm=True),
+    ),
+    "gated, packed": (
+        aj.gated_linear_attention,
+        [*[x[:1] for x in SAME[:4]], SAME[4][:1, ..., 0]],
+        dict(update="kda", initial_state=STATE[0], cu_seqlens=torch.tensor([0, 5, 11])),
+    ),
     "infini": (aj.infini_attention, [*QKV, torch.zeros(4)], dict(segment_length=5, return_memory=True)),
     "infini, delta": (
         aj.infini_attention, [*QKV, torch.zeros(4)], dict(segment_length=4, update="delta", memory=STATE, truncate=1)

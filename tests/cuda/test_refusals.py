@@ -33,7 +33,13 @@ tensors = {{
     "rows": torch.zeros(1, 2, 8),
     "wide_rows": torch.zeros(1, 2, 1000, dtype=torch.bfloat16),
     "table": torch.zeros(1, 1).int(),
+    "indices": torch.zeros(2, 4, 3).int(),
+    "latents": torch.zeros(2, 2, 4, 576),
+    "index_key": torch.zeros(2, 4, 8, dtype=torch.bfloat16),
+    "wide_index_key": torch.zeros(2, 4, 1000, dtype=torch.bfloat16),
+    "weights": torch.zeros(2, 2, 4, dtype=torch.bfloat16),
 }}
+tensors["latent_values"] = tensors["latents"][..., :512]
 library = torch.library.Library("attnjourney", "FRAGMENT")
 messages = []
 for name, options in json.load(sys.stdin):
@@ -46,7 +52,10 @@ for name, options in json.load(sys.stdin):
         options |= dict(out=x, lse=lse, stats=torch.stack([lse, lse], -1), attn_mask=options.get("attn_mask"))
         options |= dict(grad_out=x, grad_lse=None) if name == "attention_backward" else dict(query_tangent=x)
     try:
-        getattr(torch.ops.attnjourney, "_cuda_" + name)(**{{"query": x, "key": x, "value": x, **options}})
+        options = {{"query": x, "key": x, "value": x, **options}}
+        if "indexer" in name:
+            del options["value"]
+        getattr(torch.ops.attnjourney, "_cuda_" + name)(**options)
         messages.append("served")
     except Exception as error:
         messages.append(f"{{type(error).__name__}}: {{str(error).splitlines()[0]}}")
@@ -112,6 +121,41 @@ def test_what_linear_attention_does_not_serve_is_refused_by_name(built):  # noqa
     assert said[1] == "served"
 
 
+def test_what_sparse_attention_does_not_serve_is_refused_by_name(built):  # noqa: F811
+    calls = [{"x": "two"}, {"x": "wide"}, {"x": "latents"}, {"x": "latents", "value": "latents"}]
+    calls = [{"value": call["x"], "indices": "indices", **call} for call in calls]
+    calls[2]["value"] = "latent_values"
+    served, wide, latents, no_values = run([("sparse_attention_forward", call) for call in calls])
+    assert served == latents == "served"
+    limits = "query: expected head dimensions of at most 256 on CUDA, or 576 and (value) 512 where value is the front"
+    assert limits in wide and limits in no_values
+
+
+def test_what_gated_linear_attention_does_not_serve_is_refused_by_name(built):  # noqa: F811
+    backward = dict(grad_out=None, grad_state=None, gate=None, beta=None, initial_state=None, cu_seqlens=None)
+    backward |= dict(update=0, scale=1.0, qk_l2norm=False, need=63)
+    calls = [("gated_linear_attention_forward", dict(update=0)), ("gated_linear_attention_backward", backward)]
+    for name, options in calls:
+        wide, served = run([(name, {"x": "wide", **options}), (name, options)])
+        assert "query: expected head dimensions of at most 256 on CUDA, got 1000 and (value) 1000" in wide
+        assert served == "served"
+
+
+def test_what_the_indexer_does_not_serve_is_refused_by_name(built):  # noqa: F811
+    given = {"index_query": "two", "index_key": "index_key", "weights": "weights", "indices": "indices"}
+    loss = {"query": "two", "key": "two", **given}
+    calls = [
+        ("lightning_indexer", {"key": "index_key", "weights": "weights", "topk": 3}),
+        ("lightning_indexer", {"x": "wide", "key": "wide_index_key", "weights": "weights", "topk": 3}),
+        ("lightning_indexer_loss_forward", loss),
+        ("lightning_indexer_loss_forward", {**loss, "query": "wide", "key": "wide"}),
+    ]
+    served, wide, loss_served, wide_loss = run([(name, {**call, "value": None}) for name, call in calls])
+    assert served == loss_served == "served"
+    assert "query: expected a head dimension of at most 256 for the indexer on CUDA, got 1000" in wide
+    assert "query: expected a head dimension of at most 576 on CUDA, got 1000" in wide_loss
+
+
 def test_every_option_of_the_operator_is_tried():
     """A new argument of attention_forward needs an entry above: whether CUDA serves it or refuses it."""
     schema = torch.ops.attnjourney.attention_forward.default._schema
@@ -121,7 +165,15 @@ def test_every_option_of_the_operator_is_tried():
 
 @pytest.mark.parametrize(
     "operator",
-    ["attention_forward", "attention_backward", "block_attention_forward", "paged_attention", "decode", "gqa_forward"],
+    [
+        "attention_forward",
+        "attention_backward",
+        "block_attention_forward",
+        "paged_attention",
+        "decode",
+        "gqa_forward",
+        "gated_linear_attention_forward",
+    ],  # fmt: skip
 )
 def test_cuda_tensors_without_a_kernel(operator):
     if torch.version.cuda is not None:

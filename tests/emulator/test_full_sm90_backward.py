@@ -21,13 +21,16 @@ from tests.emulator.test_options import check_packed_backward as check_packed
 
 
 def kernel(*shape):
-    return ("backward", (f"SHAPE=Sm90FullBackwardShape<{','.join(map(str, shape))}>", "OPTIONS", "RANGED"))
+    entry = "ENTRY=sm90_full_columns_backward" if shape[1] == 256 else "ENTRY=sm90_full_backward"
+    return ("backward", (f"SHAPE=Sm90FullBackwardShape<{','.join(map(str, shape))}>", entry, "OPTIONS", "RANGED"))
 
 
 BACKWARD = {  # kernel: (program, dtype, head_dim, deterministic)
     "64-fp16": (kernel("Half", 64, 128, "false"), torch.float16, 64, False),
     "128-bf16": (kernel("Bf16", 128, 64, "false"), torch.bfloat16, 128, False),
     "64-deterministic": (kernel("Bf16", 64, 128, "true"), torch.bfloat16, 64, True),
+    "256-bf16": (kernel("Bf16", 256, 64, "false"), torch.bfloat16, 256, False),
+    "256-deterministic": (kernel("Half", 256, 64, "true"), torch.float16, 256, True),
 }
 TILES = [  # the mask's tiles come by TMA; of "own_mask" the kernel writes the gradient itself
     (("own_mask",), 150, 264),
@@ -37,6 +40,8 @@ TILES = [  # the mask's tiles come by TMA; of "own_mask" the kernel writes the g
 ]
 FAULTY = [("64-fp16", *fault) for fault in faults_full_backward.BACKWARD]
 FAULTY += [("64-deterministic", *fault) for fault in faults_full_backward.DETERMINISTIC]
+FAULTY += [("256-bf16", *fault) for fault in faults_full_backward.COLUMNS]
+FAULTY += [("256-deterministic", *fault) for fault in faults_full_backward.DETERMINISTIC_COLUMNS]
 
 
 @pytest.fixture(scope="module")

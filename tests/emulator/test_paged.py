@@ -14,8 +14,8 @@ from tests.emulator.host.noticed import is_noticed
 
 KERNELS = {  # kernel: (program, dtype, head_dim and v_head_dim, whole chunks)
     "64-bf16": (paged.sm80(torch.bfloat16, 64, 64, 64, "64,4,4"), torch.bfloat16, (64, 40), True),
-    "128-fp16": (paged.sm80(torch.float16, 128, 128, 64, "128,4,8,true"), torch.float16, (120, 128), True),
-    "192-bf16-loose": (paged.sm80(torch.bfloat16, 192, 128, 64), torch.bfloat16, (131, 117), False),
+    "128-fp16": (paged.sm80(torch.float16, 128, 128, 32, "128,4,8,true"), torch.float16, (120, 128), True),
+    "192-bf16-loose": (paged.sm80(torch.bfloat16, 192, 128, 32), torch.bfloat16, (131, 117), False),
     "256-fp16": (paged.sm80(torch.float16, 256, 256, 16, "256,2,3"), torch.float16, (256, 136), True),
     "fp32": (paged.fp32(torch.float32, 64), torch.float32, (64, 36), True),
     "fp32-loose": (paged.fp32(torch.float32, 128), torch.float32, (65, 17), False),

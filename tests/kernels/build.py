@@ -47,7 +47,8 @@ def _kernels(machine: str) -> list[str]:
 def program(machine: str) -> Path:
     target = ROOT / "build/kernels" / machine
     target.parent.mkdir(parents=True, exist_ok=True)
-    sources = [ROOT / "csrc/cpu/dispatch.cpp", *sorted((ROOT / "tests/kernels").glob("*.cpp"))]
+    sources = [*(ROOT / "csrc/cpu" / name for name in ("dispatch.cpp", "tuning.cpp"))]
+    sources += sorted((ROOT / "tests/kernels").glob("*.cpp"))
     command = [MACHINES[machine][0], "-std=c++20", "-O1", "-Wall", "-Wextra", "-static", DEFINES[machine]]
     command += ["-I", str(ROOT / "csrc"), *map(str, sources), *_kernels(machine), "-o", f"{target}.{os.getpid()}"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -30,5 +30,6 @@ void head_product(const Inputs&, const Types&);
 void quantized_row(const Inputs&, const Types&);
 void linear(const Inputs&, const Types&);
 void gated(const Inputs&, const Types&);
+void sparse(const Inputs&, const Types&);
 
 }  // namespace kernel_tests

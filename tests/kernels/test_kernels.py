@@ -12,6 +12,9 @@ from attnjourney.ops.linear_attention import FEATURE_MAPS
 from tests.kernels import build
 from tests.linear import test_gated_linear_attention as gated
 from tests.linear.test_linear_attention import dense
+from tests.sparse.test_sparse_attention import dense as dense_sparse
+from tests.sparse.test_sparse_attention import make_indices
+from tests.sparse.test_sparse_attention import plain as plain_sparse
 from tests.support import derivative_checks, options_cases
 from tests.support.layer_checks import results as layer_results
 from tests.support.testing import (
@@ -209,6 +212,33 @@ def test_gated_linear_attention(table, update, strength, dtype):
             stored = dtype if name in ("grad_query", "grad_key", "grad_value") else wide
             got = build.tensor(found[name], stored, value.shape)
             assert_close_to_reference(got, plain[name], value, GRADIENT_FACTOR, name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads, rows, names", [(4, 5, ("causal", "softcap", "sinks")), (2, 1, ("causal", "sinks"))])
+def test_sparse_attention(table, heads, rows, names, dtype):
+    sizes = dict(batch=1, q_heads=heads, kv_heads=1, q_len=33, kv_len=40, dim=20, v_dim=33)
+    query, key, value, options = options_cases.make(names, dtype, **sizes)
+    indices = make_indices((1, -(-33 // rows), 25), 40, torch.int32, twice=True)
+    options |= dict(indices=indices, query_block_size=rows)
+    tensors, (out_grad, _) = (
+        (query, key, value),
+        cotangents(dense_sparse(query, key, value, return_lse=True, **options)),
+    )
+    given = dict(query=query, key=key, value=value, grad_out=out_grad, indices=indices, sinks=options["sinks"].double())
+    given |= dict(heads=heads, q_len=33, kv_len=40, head_dim=20, v_head_dim=33, rows=rows, k=25, scale=20**-0.5)
+    found = build.run(*table, "sparse", dtype, given | dict(softcap=options.get("softcap", 0.0)))
+
+    lse_grad = torch.zeros(1, heads, 33, dtype=LSE_DTYPE.get(dtype, torch.float32))
+    _, _, leaves = options_cases.leaves_of(tensors, options, torch.float64)
+    wide = {**options, **{n: x for n, x in leaves.items() if n == "sinks"}}
+    out = dense_sparse(*(leaves[n] for n in ("query", "key", "value")), **wide)
+    exact = torch.autograd.grad(out, list(leaves.values()), out_grad.double())
+    plain, roundings = plain_sparse(tensors, options, (out_grad, lse_grad), ULPS)
+    for name, value, in_plain, rounding in zip(leaves, exact, plain[2:], roundings[2:], strict=True):
+        stored = torch.float64 if name == "sinks" else dtype
+        got = build.tensor(found[f"grad_{name}"], stored, value.shape).to(dtype)
+        assert_close_to_reference(got, in_plain, value, GRADIENT_FACTOR, name, rounding)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

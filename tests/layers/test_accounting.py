@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnjourney import KVCache, account, gated_linear_attention, nn
+from attnjourney import KVCache, PagedKVCache, PagedLatentCache, account, gated_linear_attention, nn
 
 RANKS = dict(kv_lora_rank=10, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
 LAYERS = {
@@ -34,6 +34,25 @@ def test_a_layer(name):
 def test_cache(name, numbers):
     for dtype in (torch.bfloat16, torch.float32):
         assert account(LAYERS[name](), 5, dtype=dtype).cache_bytes_per_token == numbers * dtype.itemsize
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.int8), ids=str)
+@pytest.mark.parametrize("name", ("gqa", "mla"))
+def test_bytes_of_sequences_that_begin_alike(name, dtype):
+    """Beside the blocks that three sequences of 24 tokens hold, the first 16 in common."""
+    sizes = dict(block_size=8, dtype=dtype)
+    cache = PagedLatentCache(3, 24, 10, 4, **sizes) if name == "mla" else PagedKVCache(3, 2, 24, 6, **sizes)
+    width = {"mla": (14,), "gqa": (6, 6)}[name]
+    new = [torch.zeros(3, *([2] if name == "gqa" else []), 16, n, dtype=torch.bfloat16) for n in width]
+    cache.append(*new, torch.tensor([16, 0, 0]))
+    cache.fork(0, [1, 2])
+    cache.append(*(x[..., :8, :] for x in new))
+    counted = account(LAYERS[name](), 24, 3, dtype)
+    assert cache.held_nbytes == counted.cache_bytes(shared_prefix=16) < counted.cache_bytes()
+    cache.free([1, 2])
+    assert cache.held_nbytes == account(LAYERS[name](), 24, 1, dtype).cache_bytes()
+    with pytest.raises(ValueError, match="shared_prefix: expected a number from 0 to 24 \\(seq_len\\), got 25"):
+        counted.cache_bytes(25)
 
 
 def test_decoding_is_the_forward_of_one_token_beside_the_cache():

@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,8 @@ SELECTION = [
     "linear/test_gated_linear_attention.py::test_a_nan_shows_in_the_rows_that_see_it_and_in_no_other",
     "attention/test_block_mask.py::test_values_and_gradients",
     "attention/test_block_mask.py::test_what_is_hidden_does_not_leak",
+    "attention/test_attention_fp8.py::test_values",
+    "attention/test_attention_fp8.py::test_a_nan_shows_in_the_rows_that_see_it_and_in_no_other",
 ]
 # values of options, derivatives, decoding and linear attention: tests/kernels calls the tables of this machine for them
 IN_KERNELS = [
@@ -165,7 +168,52 @@ def test_the_kernel_of_a_matrix_unit_on_a_twin_of_it():
 @pytest.mark.parametrize("name", ("amx", "MATRIX"))
 def test_an_unknown_tuning_is_refused(name):
     result = run("-c", "import attnjourney; attnjourney.cpu_info()", ATTNJOURNEY_TUNING=name)
-    assert result.returncode != 0 and f"ATTNJOURNEY_TUNING: expected 'matrix', got '{name}'" in result.stderr
+    expected = f"ATTNJOURNEY_TUNING: expected 'generic', 'intel' or 'matrix', got '{name}'"
+    assert result.returncode != 0 and expected in result.stderr
+
+
+# prints the tuning, and how many keys the forward takes at a time at two head dimensions
+BLOCKS = """
+import attnjourney, json, torch
+info = attnjourney.cpu_info()
+plans = [attnjourney.explain(*(torch.zeros(1, 1, 512, dim),) * 3) for dim in (32, 64)]
+print(json.dumps([info["tuning"], *((p["tuning"], p["forward"]["key_block"]) for p in plans)]))
+"""
+
+
+def blocks_of(**environment):
+    result = run("-c", BLOCKS, **environment)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.mark.skipif("avx512" not in HERE_RUNS, reason="long key blocks are those of AVX-512")
+@pytest.mark.parametrize("name, keys", [("generic", 144), ("intel", 288)])
+def test_a_tuning_chooses_the_key_blocks(name, keys):
+    info, (of_small, small), (of_large, large) = blocks_of(ATTNJOURNEY_TUNING=name, ATTNJOURNEY_ISA="avx512")
+    assert (info["name"], info["forced"], of_small, of_large) == (name, name, name, name)
+    assert (small, large) == (144, keys)
+
+
+@pytest.mark.skipif(not FLAGS, reason="no /proc/cpuinfo with x86 flags")
+def test_the_tuning_is_that_of_the_vendor():
+    info = blocks_of(ATTNJOURNEY_TUNING="")[0]
+    vendor = {"GenuineIntel": "intel", "AuthenticAMD": "amd"}
+    given = re.search(r"^vendor_id\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    assert info["vendor"] == vendor.get(given[1] if given else "", info["vendor"])
+    assert info["name"] == ("intel" if info["vendor"] == "intel" else "generic") and info["forced"] == ""
+    for level, kind in ((0, "l1"), (2, "l2")):  # of index0, index1 one is of instructions
+        cache = Path(f"/sys/devices/system/cpu/cpu0/cache/index{level}")
+        if info[f"{kind}_bytes"] and cache.exists():
+            assert f"{info[f'{kind}_bytes'] // 1024}K" == (cache / "size").read_text().strip()
+            assert f"{info[f'{kind}_ways']}" == (cache / "ways_of_associativity").read_text().strip()
+
+
+@pytest.mark.parametrize("name", ("generic", "intel"))
+def test_values_with_the_tuning(name):
+    isa = next(isa for isa in HERE_RUNS if isa not in ("amx", "avx512_bf16"))  # which take most of it themselves
+    selection = ["attention/test_attention_forward.py::test_longer_than_a_tile"]
+    run_selection(selection, ATTNJOURNEY_TUNING=name, ATTNJOURNEY_ISA=isa)
 
 
 @pytest.mark.skipif(not FLAGS, reason="no /proc/cpuinfo with x86 flags")

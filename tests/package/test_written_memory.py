@@ -102,7 +102,8 @@ def test_numbers_that_no_size_bounds(name):
             except ValueError as error:
                 assert argument.name in str(error) or "head dimensions" in str(error)
                 continue
-            most = {"block_size": 2**40, "prefix_length": 2**63, "need": 2**63}.get(argument.name, 0)
+            sizes = {"block_size": 2**40, "query_block_size": 2**40, "prefix_length": 2**63, "need": 2**63}
+            most = sizes.get(argument.name, 0)
             fits = argument.name == "need" or 0 < number <= most
             assert fits, f"{argument.name}={number} was accepted"
 

@@ -156,6 +156,30 @@ def paged_attention(m):
     return {**call, **caches, "cu_seqlens_k": ends.to(call["cu_seqlens_q"].dtype), "block_table": table}
 
 
+def attention_fp8(m):
+    batch, heads, group, dim, v_dim = m.pick(0, 1, 2), m.pick(1, 2), m.pick(1, 3), m.pick(1, 8, 17), m.pick(1, 12)
+    q_len, kv_len = m.pick(1, 9, 140), m.length()
+    shapes = {"query": (heads * group, q_len, dim), "key": (heads, kv_len, dim), "value": (heads, kv_len, v_dim)}
+    call, scales = {}, {}
+    for name, shape in shapes.items():
+        x = m.normal(batch, *shape, dtype=torch.float32)
+        call[name], scales[f"{name}_scale"] = attnjourney.quantize_fp8(x, m.pick("block", "head", "tensor"))
+    return {
+        **call,
+        **scales,
+        "is_causal": m.pick(False, True),
+        "scale": m.pick(None, 0.5, -0.3),
+        "enable_gqa": True,
+        "causal_alignment": m.pick(0, 1),
+        "window_size": m.window(),
+        "prefix_length": m.pick(0, 3),
+        "key_lengths": m.pick(None, m.whole(0, kv_len, batch)),
+        "softcap": m.pick(0.0, 2.0),
+        "sinks": m.pick(None, m.normal(heads * group, dtype=torch.float32)),
+        "out_dtype": m.pick(0, 1, 2),
+    }
+
+
 def in_bytes(m, call, caches):
     """The call, its caches ({name: name of its scale}) sometimes of bytes."""
     call |= dict.fromkeys(caches.values())
@@ -325,6 +349,58 @@ def gated_linear_attention(m):
     }
 
 
+def sparse_attention(m):
+    batch, group, kv_heads, rows, keys = m.pick(0, 1, 2), m.pick(1, 4, 20), m.pick(1, 2), m.length(), m.length()
+    dim, v_dim, block, k = m.pick(1, 8, 17), m.pick(1, 12, 40), m.pick(1, 1, 3, 50), m.pick(0, 1, 7, 40)
+    shape = m.pick((batch, -(-rows // block), k), (batch, kv_heads, -(-rows // block), k))
+    heads = kv_heads * group
+    return {
+        "query": m.normal(batch, heads, rows, dim),
+        "key": m.normal(batch, kv_heads, keys, dim),
+        "value": m.normal(batch, kv_heads, keys, v_dim),
+        "indices": m.whole(-2, keys - 1, *shape, dtype=m.pick(torch.int32, torch.int64)),
+        "scale": m.pick(None, 0.5, -0.3),
+        "enable_gqa": True,
+        "is_causal": m.pick(False, True),
+        "causal_alignment": m.pick(0, 1),
+        "key_lengths": m.pick(None, m.whole(0, keys, batch)),
+        "softcap": m.pick(0.0, 1.5),
+        "sinks": m.pick(None, m.normal(heads), m.normal(batch, heads, dtype=m.sum_dtype)),
+        "query_block_size": block,
+    }
+
+
+def lightning_indexer(m):
+    batch, heads, rows, keys, dim = m.pick(0, 1, 2), m.pick(1, 3, 9), m.length(), m.length(), m.pick(1, 8, 17)
+    return {
+        "query": m.normal(batch, heads, rows, dim),
+        "key": m.normal(batch, keys, dim),
+        "weights": m.normal(batch, heads, rows, dtype=m.pick(m.dtype, m.sum_dtype)),
+        "topk": m.pick(1, 5, 40),
+        "is_causal": m.pick(False, True),
+        "causal_alignment": m.pick(0, 1),
+        "key_lengths": m.pick(None, m.whole(0, keys, batch)),
+        "scale": m.pick(1.0, -0.5),
+    }
+
+
+def lightning_indexer_loss(m):
+    index = lightning_indexer(m)
+    batch, _, rows, _ = index["query"].shape
+    keys, dim, kv_heads, group = index["key"].shape[1], m.pick(1, 8, 17), m.pick(1, 2), m.pick(1, 4)
+    return {
+        "index_query": index["query"],
+        "index_key": index["key"],
+        "weights": index["weights"],
+        "query": m.normal(batch, kv_heads * group, rows, dim),
+        "key": m.normal(batch, kv_heads, keys, dim),
+        "indices": m.whole(-2, keys - 1, batch, rows, m.pick(0, 1, 7), dtype=m.pick(torch.int32, torch.int64)),
+        "index_scale": m.pick(1.0, -0.5),
+        "scale": m.pick(None, 0.3),
+        "enable_gqa": True,
+    }
+
+
 def _angles(m, batch, seq, half):
     shape = m.pick((seq, half), (batch, seq, half))
     return {name: m.normal(*shape, dtype=m.pick(torch.float32, m.dtype)) for name in ("cos", "sin")}
@@ -417,6 +493,7 @@ def mla(m):
 
 INPUTS = {
     "attention": attention,
+    "attention_fp8": attention_fp8,
     "varlen_attention": varlen_attention,
     "paged_attention": paged_attention,
     "block_attention": block_attention,
@@ -433,6 +510,9 @@ INPUTS = {
     "paged_cache_reorder": paged_cache_reorder,
     "linear_attention": linear_attention,
     "gated_linear_attention": gated_linear_attention,
+    "lightning_indexer": lightning_indexer,
+    "lightning_indexer_loss": lightning_indexer_loss,
+    "sparse_attention": sparse_attention,
     "rope": rope,
     "rope_": rope,
     "mha": mha,
@@ -465,7 +545,8 @@ def call_of(name, seed, dtype=None):
         outputs = dict(zip((r.name for r in forward._schema.returns), forward(**inputs)))
         known |= outputs
         known |= {f"grad_{n}": m.pick(_like(m, x), _like(m, x), None) for n, x in outputs.items()}
-        known["grad_out"] = _like(m, outputs["out"])
+        first = next(iter(outputs))  # whose gradient may not be missing
+        known[f"grad_{first}"] = _like(m, outputs[first])
         tangents = {f"{n}_tangent": _like(m, x) for n, x in known.items() if isinstance(x, torch.Tensor)}
         optional = ("out_tangent", "lse_tangent")  # those that may not be missing
         known |= {n: x if n in optional else m.pick(x, x, None) for n, x in tangents.items()}

@@ -24,7 +24,7 @@ FAMILIES = tuple(OPERATORS)
 TWICE = tuple(name for name in FAMILIES if name != "linear_attention")  # which is differentiated once
 CACHES = ("kv_cache_append", "kv_cache_truncate", "kv_cache_reorder")
 CACHES += ("paged_cache_append", "paged_cache_truncate", "paged_cache_reorder")
-INFERENCE = ("decode", "mla_decode", "paged_attention", *CACHES)
+INFERENCE = ("attention_fp8", "decode", "mla_decode", "paged_attention", *CACHES)
 
 
 class Problem:

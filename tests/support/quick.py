@@ -23,6 +23,11 @@ QUICK: dict[str, dict[str, int | None]] = {
     "attention/test_derivatives.py": {"test_values": 8, "test_values_at_lengths": 2, "test_gradcheck": 4},
     "attention/test_derivative_transforms.py": {"test_equals_the_reference": 9, "test_varlen": None},
     "attention/test_block_mask_object.py": {"test_both_ways_give_the_same_mask": 2, "test_autocast": None},
+    "attention/test_attention_fp8.py": {
+        "test_values": 6,
+        "test_bad_input": 4,
+        "test_error_on_numbers_with_outliers": None,
+    },
     "attention/test_autograd.py": {"test_gradcheck_shapes": 3, "test_gradcheck_lse": None},
     "attention/test_nodes.py": {"test_the_library_is_built_and_used": None, "test_both_devices_have_them": None},
     "attention/test_torch_func.py": {"test_vmap_and_per_sample_gradients_equal_a_loop": 4},
@@ -50,6 +55,11 @@ QUICK: dict[str, dict[str, int | None]] = {
         "test_latent_cache": None,
         "test_bad_input_leaves_the_cache_as_it_was": None,
     },
+    "cache/test_prefix_sharing.py": {
+        "test_a_shared_block_is_copied_and_only_that": None,
+        "test_packed_tokens_and_rows": 1,
+    },
+    "cache/test_shared_prefix.py": {"test_values": 12, "test_latents": 4},
     "cache/test_paged_cache.py": {"test_a_rollback_gives_back_what_it_does_not_need": 3},
     "cache/test_cached_layers.py": {"test_prefill_then_decode_equals_one_full_pass": None},
     "layers/test_mha.py": {"test_values_and_gradients_beside_torch": 12, "test_true_is_blocked": None},
@@ -70,6 +80,11 @@ QUICK: dict[str, dict[str, int | None]] = {
         "test_a_nan_shows_in_the_rows_that_see_it_and_in_no_other": 2,
     },
     "linear/test_infini_attention.py": {"test_values_and_gradients": 4, "test_module_streams_and_trains": 1},
+    "sparse/test_sparse_attention.py": {
+        "test_values_and_gradients": 12,
+        "test_the_mean_of_large_values_is_finite": 1,
+    },
+    "sparse/test_lightning_indexer.py": {"test_the_keys_chosen": 6, "test_loss_and_gradients": 6},
     "emulator/test_faults.py": {"test_faults_find_their_places": None, "test_markers_are_used": None},
     "seeing/test_trace.py": {"test_every_option": 6},
     "seeing/test_trace_modules.py": {"test_stages_lead_to_the_result": 4},
@@ -83,7 +98,16 @@ QUICK: dict[str, dict[str, int | None]] = {
 
 # the main operators, whose every dtype and every option some quick test must call
 MAIN = ("attention", "varlen_attention", "paged_attention", "block_attention", "decode", "mla_decode")
-LAYERS = ("gated_linear_attention", "gpt_attention", "gqa", "linear_attention", "mha", "mla", "rope")
+LAYERS = (
+    "gated_linear_attention",
+    "gpt_attention",
+    "gqa",
+    "linear_attention",
+    "mha",
+    "mla",
+    "rope",
+    "sparse_attention",
+)
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 # what no call on a CPU reaches: the CUDA library alone asks for it
 UNREACHED = {"_deterministic_algorithms"}
@@ -117,6 +141,7 @@ def _classes() -> list[type]:
     import attnjourney
 
     caches = [attnjourney.KVCache, attnjourney.LatentCache, attnjourney.PagedKVCache, attnjourney.WindowCache]
+    caches += [attnjourney.PagedLatentCache]
     public = [x for name, x in vars(attnjourney.nn).items() if not name.startswith("_") and isinstance(x, type)]
     return caches + [x for x in public if issubclass(x, torch.nn.Module)]
 

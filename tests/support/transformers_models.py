@@ -3,6 +3,8 @@
 import torch
 import transformers as T
 
+from attnjourney.reference import quantize
+
 VOCABULARY = 64
 BASE = dict(
     vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -144,3 +146,23 @@ def inputs_of(name, padding=None, dtype=torch.float32, batch=3, length=14):
 
 def logits_of(output):
     return output.logits if "logits" in output else output.logits_per_image
+
+
+class RoundedLayer(T.cache_utils.DynamicLayer):
+    """Keys and values, or latents and rotary keys, as the numbers that they are as bytes, for attention of others."""
+
+    def __init__(self, dtype, latents):
+        super().__init__()
+        self.bytes, self.latents = dtype, latents
+
+    def update(self, keys, values, *args, **kwargs):
+        rows = [torch.cat([keys, values], -1)] if self.latents else [keys, values]
+        rows = [(x.float() * scale[..., None]).to(keys.dtype) for x, scale in (quantize(x, self.bytes) for x in rows)]
+        return super().update(*(rows[0].split([keys.shape[-1], values.shape[-1]], -1) if self.latents else rows))
+
+
+def rounded_cache(model, dtype):
+    made = T.DynamicCache(config=model.config)
+    latents = hasattr(model.config, "kv_lora_rank")
+    made.layers = [RoundedLayer(dtype, latents) for _ in range(model.config.num_hidden_layers)]
+    return made

@@ -22,9 +22,14 @@ from .layers import WindowLayer as WindowLayer
 from .masks import MaskDescription as MaskDescription
 from .masks import mask
 from .models import use as use
+from .packed import PackedCache as PackedCache
+from .packed import packed_cache as packed_cache
 from .pages import PagedLayer as PagedLayer
 
-__all__ = ["NAME", "KVLayer", "LatentLayer", "MaskDescription", "PagedLayer", "WindowLayer", "cache", "calls", "use"]
+__all__ = [
+    "NAME", "KVLayer", "LatentLayer", "MaskDescription", "PackedCache", "PagedLayer", "WindowLayer", "cache", "calls",
+    "packed_cache", "use",
+]  # fmt: skip
 
 # both, always: without a mask function of its own a name gets no mask at all, and padding would be seen
 AttentionInterface.register(NAME, forward)

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...ops import attention, attention_weights, decode, mla_decode, varlen_attention
-from .masks import MaskDescription
-from .pages import PagedTensor
+from ...ops import attention, attention_weights, decode, mla_decode, sparse_attention, varlen_attention
+from .held import HeldTensor
+from .masks import MaskDescription, Pattern
+from .packed import PackedKeys
 
 try:
     from transformers.utils.output_capturing import _active_collector
@@ -26,12 +27,19 @@ def forward(
     scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None,
     s_aux: Tensor | None = None, sinks: Tensor | None = None, position_bias: Tensor | None = None,
     sliding_window: int | None = None, cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None,
-    output_attentions: bool = False, **_: Any,
+    output_attentions: bool = False, indices: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """query (B, Hq, rows, E), key and value (B, Hk, keys, ...) -> (B, rows, Hq, Ev), and weights where wanted."""
+    if indices is not None:
+        return _sparse(module, query, key, value, attention_mask, indices, dropout, scaling, output_attentions), None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     s_aux = sinks if s_aux is None else s_aux
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": _sinks(s_aux, query)}
+    if isinstance(key, PackedKeys):
+        if dropout or position_bias is not None or _weights_wanted(output_attentions):
+            raise ValueError("past_key_values: expected no packed_cache beside dropout, biases and output_attentions")
+        calls["attend_packed"] += 1
+        return key.attend(query, attention_mask, causal, sliding_window, options), None
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None and query.shape[0] == 1 and attention_mask is None:
         left = -1 if sliding_window is None else sliding_window - 1
         options["window_size"] = (left, -1 if causal else left)
@@ -61,9 +69,9 @@ def forward(
     if position_bias is not None:
         attention_mask = _with_bias(attention_mask, position_bias, query.dtype)
 
-    if isinstance(key, PagedTensor) and isinstance(value, PagedTensor):
+    if isinstance(key, HeldTensor) and isinstance(value, HeldTensor):
         if lengths is None and not (dropout or _weights_wanted(output_attentions)):
-            return _over_pages(query, key, attention_mask, causal, options), None
+            return _over_held(query, key, attention_mask, causal, options), None
         key, value = key.numbers(), value.numbers()
 
     if _weights_wanted(output_attentions):
@@ -78,6 +86,42 @@ def forward(
         causal_alignment=alignment, **options,
     )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
+
+
+def _sparse(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, indices: Tensor,
+    dropout: float, scaling: float | None, output_attentions: bool,
+) -> Tensor:  # fmt: skip
+    """Rows of which each sees the keys that its indices (B, rows, k) name, less those that the mask hides."""
+    if dropout or _weights_wanted(output_attentions):
+        what = "dropout: expected 0" if dropout else "output_attentions: expected False"
+        raise ValueError(f"{what} beside the indices of sparse attention")
+    options: dict[str, Any] = {"scale": scaling}
+    if isinstance(attention_mask, MaskDescription) and attention_mask.pattern == Pattern(True):
+        options |= dict(is_causal=True, causal_alignment="bottom_right", key_lengths=attention_mask.lengths)
+        padding = attention_mask.padding
+        seen = None if padding is None else padding[:, None]
+    else:
+        seen = None if attention_mask is None else attention_mask[:, 0]
+    if seen is not None and seen.dtype != torch.bool:
+        raise TypeError(f"attention_mask: expected dtype torch.bool beside indices, got {seen.dtype}")
+    if seen is not None:
+        named = seen.expand(*indices.shape[:2], -1).gather(2, indices.long().clamp(min=0))
+        indices = indices.masked_fill(~named, -1)
+    latents = getattr(key, "attnjourney_latents", None)
+    if latents is not None:
+        calls["sparse_latents"] += 1
+        lengths = options.pop("key_lengths", None)
+        if lengths is None:
+            lengths = torch.full((query.shape[0],), key.shape[2], device=query.device)
+        out = mla_decode(
+            query, latents, lengths, module.kv_b_proj.weight, indices=indices, scale=scaling,
+            is_causal=options.get("is_causal", False),
+        )  # fmt: skip
+    else:
+        calls["sparse_attention"] += 1
+        out = sparse_attention(query, key, value, indices, enable_gqa=True, **options)
+    return out.transpose(1, 2).contiguous()
 
 
 def _packed(
@@ -102,28 +146,28 @@ def _offsets(sequence: Tensor, batch: int, rows: int) -> Tensor:
 
 
 def _absorbed(
-    module: Any, query: Tensor, latents: Tensor, keys: int, lengths: Tensor | None, causal: bool,
+    module: Any, query: Tensor, latents: tuple[Tensor, Tensor | None], keys: int, lengths: Tensor | None, causal: bool,
     attention_mask: Tensor | None, options: dict[str, Any],
 ) -> Tensor:  # fmt: skip
-    """Attention over latents (B, capacity, rank + rope) of which the first `keys` are there."""
+    """Attention over latents (B, capacity, rank + rope), with scales of bytes, of which the first `keys` are there."""
     calls["mla_decode"] += 1
     lengths = torch.full((query.shape[0],), keys, device=query.device) if lengths is None else lengths
     out = mla_decode(
-        query, latents, lengths, module.kv_b_proj.weight, is_causal=causal,
+        query, latents[0], lengths, module.kv_b_proj.weight, latent_scale=latents[1], is_causal=causal,
         attn_mask=_key_mask(attention_mask, keys), **options,
     )  # fmt: skip
     return out.transpose(1, 2).contiguous()
 
 
-def _over_pages(
-    query: Tensor, key: PagedTensor, attention_mask: Tensor | None, causal: bool, options: dict[str, Any]
+def _over_held(
+    query: Tensor, key: HeldTensor, attention_mask: Tensor | None, causal: bool, options: dict[str, Any]
 ) -> Tensor:
-    """Attention of the last rows over the pages of a cache."""
+    """Attention of the last rows over the pages or bytes of a cache."""
     calls["decode"] += 1
     cache = key.cache
     out = decode(
-        query, cache.key, cache.value, cache.lengths, block_table=cache.block_table, is_causal=causal,
-        attn_mask=_key_mask(attention_mask, key.shape[2]), **options,
+        query, cache.key, cache.value, cache.lengths, is_causal=causal,
+        attn_mask=_key_mask(attention_mask, key.shape[2]), **cache._place(), **cache._scales(), **options,
     )  # fmt: skip
     return out.transpose(1, 2).contiguous()
 

@@ -10,8 +10,11 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ...nn.cache import Cache as OwnCache
 from ...nn.cache import KVCache, LatentCache
+from ...nn.cache_paged import PagedKVCache
+from .held import HeldTensor
 
 ROOM = 64  # tokens that the first cache of a layer has room for, at least
+PARTS = ("key", "value", "key_scale", "value_scale")  # of a cache; None where it has no such
 
 
 class GrowingLayer(DynamicLayer):
@@ -20,6 +23,11 @@ class GrowingLayer(DynamicLayer):
 
     cache: OwnCache | None = None
     length = 0
+
+    def __init__(self, dtype: torch.dtype | None = None, **options: Any):
+        """dtype: of a cache of bytes; None: that of keys and values."""
+        super().__init__(**options)
+        self.bytes = dtype
 
     def _make(self, keys: Tensor, values: Tensor, capacity: int) -> Any:
         raise NotImplementedError
@@ -33,6 +41,7 @@ class GrowingLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        self.numbers = key_states.dtype
         end = self.length + key_states.shape[-2]
         if self.cache is None or end > self.cache.capacity:
             capacity = max(ROOM, 1 << (end - 1).bit_length())
@@ -45,11 +54,15 @@ class GrowingLayer(DynamicLayer):
     def _move(self, new: OwnCache) -> None:
         """What is held goes into the new cache."""
         if self.cache is not None:
-            new.key[:, :, : self.length] = self.cache.key[:, :, : self.length]
-            if new.value is not None and self.cache.value is not None:
-                new.value[:, :, : self.length] = self.cache.value[:, :, : self.length]
+            for name in PARTS:
+                if (held := getattr(self.cache, name, None)) is not None:
+                    getattr(new, name)[:, :, : self.length] = held[:, :, : self.length]
             new.lengths.fill_(self.length)
         self.cache = new
+
+    def _held(self, cache: KVCache | PagedKVCache) -> tuple[Tensor, Tensor]:
+        key, value = (HeldTensor(cache, self.length, is_value, self.numbers) for is_value in (False, True))
+        return key, value
 
     def get_seq_length(self) -> int:
         return self.length
@@ -80,8 +93,8 @@ class GrowingLayer(DynamicLayer):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.cache is not None:
-            for name in ("key", "value", "lengths"):
-                held = getattr(self.cache, name)
+            for name in (*PARTS, "lengths"):
+                held = getattr(self.cache, name, None)
                 setattr(self.cache, name, None if held is None else held[indices])
             self.keys, self.values = self._views()
 
@@ -93,7 +106,8 @@ class KVLayer(GrowingLayer):
 
     def _make(self, keys: Tensor, values: Tensor, capacity: int) -> KVCache:
         batch, heads, _, dim = keys.shape
-        return KVCache(batch, heads, capacity, dim, values.shape[3], dtype=keys.dtype, device=keys.device)
+        dtype = self.bytes or keys.dtype
+        return KVCache(batch, heads, capacity, dim, values.shape[3], dtype=dtype, device=keys.device)
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
         assert self.cache is not None
@@ -101,6 +115,8 @@ class KVLayer(GrowingLayer):
 
     def _views(self) -> tuple[Tensor, Tensor]:
         assert self.cache is not None
+        if self.bytes is not None:
+            return self._held(self.cache)
         return self.cache.key[:, :, : self.length], self.cache.value[:, :, : self.length]
 
 
@@ -113,8 +129,9 @@ class LatentLayer(GrowingLayer):
 
     def _make(self, keys: Tensor, values: Tensor, capacity: int) -> LatentCache:
         return LatentCache(
-            keys.shape[0], capacity, keys.shape[3], values.shape[3], dtype=keys.dtype, device=keys.device
-        )
+            keys.shape[0], capacity, keys.shape[3], values.shape[3], dtype=self.bytes or keys.dtype,
+            device=keys.device,
+        )  # fmt: skip
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
         assert self.cache is not None
@@ -124,8 +141,53 @@ class LatentLayer(GrowingLayer):
         assert self.cache is not None
         held, rank = self.cache.key[:, :, : self.length], self.cache.kv_lora_rank
         latent, rotary = held[..., :rank], held[..., rank:]
-        latent.attnjourney_latents = self.cache.latent  # type: ignore[attr-defined]
+        latent.attnjourney_latents = self.cache.latent, self.cache.latent_scale  # type: ignore[attr-defined]
         return latent, rotary
+
+
+class Indexed:
+    """Beside a GrowingLayer: the keys of an indexer (B, N, index_head_dim), of which each row chooses its tokens."""
+
+    indexer: Tensor | None = None  # (B, capacity, index_head_dim)
+    indexed = 0
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        batch, new, dim = indexer_key_states.shape
+        end = self.indexed + new
+        if self.indexer is None or end > self.indexer.shape[1]:
+            room = indexer_key_states.new_empty(batch, max(ROOM, 1 << (end - 1).bit_length()), dim)
+            if self.indexer is not None:
+                room[:, : self.indexed] = self.indexer[:, : self.indexed]
+            self.indexer = room
+        self.indexer[:, self.indexed : end] = indexer_key_states
+        self.indexed = end
+        return self.indexer[:, :end]
+
+    def reset(self) -> None:
+        self.indexer, self.indexed = None, 0
+        super().reset()  # type: ignore[misc]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)  # type: ignore[misc]
+        self.indexed = max(0, self.indexed + tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)  # type: ignore[misc]
+        if self.indexer is not None:
+            self.indexer = self.indexer[beam_idx.to(self.indexer.device)]
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)  # type: ignore[misc]
+        if self.indexer is not None:
+            self.indexer = self.indexer[indices]
+
+
+class IndexedKVLayer(Indexed, KVLayer):
+    """A KVLayer of a model whose rows choose their keys (DeepSeek-V3.2)."""
+
+
+class IndexedLatentLayer(Indexed, LatentLayer):
+    """A LatentLayer of such a model: attention reads the latents of the tokens chosen, no key is made."""
 
 
 class WindowLayer(DynamicSlidingWindowLayer):

@@ -54,6 +54,17 @@ class MaskDescription(torch.Tensor):
         args, kwargs = tree_map_only(cls, lambda mask: mask.numbers(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
+    def __getitem__(self, index: Any) -> Tensor:
+        """Models with an indexer hand it mask[:, 0, :, :]: a description without the dimension of heads."""
+        whole, plain = slice(None), isinstance(index, tuple) and all(isinstance(i, (int, slice)) for i in index)
+        if plain and self.dim() == 4 and index == (whole, 0, whole, whole):
+            shape = (self.shape[0], *self.shape[2:])
+            numbers = self.numbers
+            return MaskDescription(
+                shape, self.device, self.pattern, self.padding, self.lengths, lambda: numbers()[:, 0]
+            )
+        return self.numbers()[index]
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"MaskDescription({tuple(self.shape)}, {self.pattern})"
 

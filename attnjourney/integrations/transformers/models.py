@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .attention import NAME
+from .indexers import choose_by_our_indexer
 
 
 def use(model: PreTrainedModel) -> PreTrainedModel:
@@ -35,6 +36,7 @@ def use(model: PreTrainedModel) -> PreTrainedModel:
             _leave_latents_of_our_cache(part)
         if _makes_a_relative_bias(part):
             _make_the_bias_of_its_diagonals(part)
+        choose_by_our_indexer(part)
     return model
 
 

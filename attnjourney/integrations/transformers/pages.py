@@ -1,4 +1,4 @@
-"""Pages of an attnjourney.PagedKVCache behind transformers: a layer, and keys and values that nobody gathers."""
+"""Pages of an attnjourney.PagedKVCache behind transformers."""
 
 from __future__ import annotations
 
@@ -6,49 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from ...nn.cache_paged import PagedKVCache
-from .layers import GrowingLayer
+from .layers import PARTS, GrowingLayer
 
 BLOCK = 64  # tokens of a page
-
-
-class PagedTensor(torch.Tensor):
-    """Keys or values (B, heads, tokens, dim) that lie in pages: attention of this package reads them there
-    (attnjourney.decode with a block table). Any operation on it gets the numbers, gathered.
-
-    Attributes:
-        cache: PagedKVCache, all of whose sequences have as many tokens. is_value: whether it is its value.
-    """
-
-    cache: PagedKVCache
-    is_value: bool
-
-    @staticmethod
-    def __new__(cls, cache: PagedKVCache, tokens: int, is_value: bool) -> PagedTensor:
-        pool = cache.value if is_value else cache.key
-        shape = (cache.block_table.shape[0], pool.shape[1], tokens, pool.shape[3])
-        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=pool.dtype, device=pool.device)
-        self.cache, self.is_value = cache, is_value
-        return self
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
-        args, kwargs = tree_map_only(cls, lambda paged: paged.numbers(), (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-    def numbers(self) -> Tensor:
-        """(B, heads, tokens, dim), gathered."""
-        cache, tokens = self.cache, self.shape[2]
-        pool, used = cache.value if self.is_value else cache.key, -(-tokens // cache.block_size)
-        blocks = pool[cache.block_table[:, :used].long()]  # (B, used, heads, block, dim)
-        return blocks.transpose(1, 2).flatten(2, 3)[:, :, :tokens]
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"PagedTensor({tuple(self.shape)}, {self.cache})"
 
 
 class PagedLayer(GrowingLayer):
@@ -57,8 +19,8 @@ class PagedLayer(GrowingLayer):
 
     cache: PagedKVCache | None = None
 
-    def __init__(self, block_size: int = BLOCK, **options: Any):
-        super().__init__(**options)
+    def __init__(self, block_size: int = BLOCK, dtype: torch.dtype | None = None, **options: Any):
+        super().__init__(dtype, **options)
         self.block_size = block_size
 
     def _make(self, keys: Tensor, values: Tensor, capacity: int) -> PagedKVCache:
@@ -66,7 +28,7 @@ class PagedLayer(GrowingLayer):
         blocks = max(batch * -(-capacity // self.block_size), 0 if self.cache is None else len(self.cache.key))
         return PagedKVCache(
             batch, heads, capacity, dim, values.shape[3], block_size=self.block_size, num_blocks=blocks,
-            dtype=keys.dtype, device=keys.device,
+            dtype=self.bytes or keys.dtype, device=keys.device,
         )  # fmt: skip
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
@@ -75,14 +37,16 @@ class PagedLayer(GrowingLayer):
 
     def _views(self) -> tuple[Tensor, Tensor]:
         assert self.cache is not None
-        return PagedTensor(self.cache, self.length, False), PagedTensor(self.cache, self.length, True)
+        return self._held(self.cache)
 
     def _move(self, new: Any) -> None:
         """Blocks keep their numbers: the pool grows behind them, and so does the table."""
         old = self.cache
         if old is not None:
             blocks, (batch, columns) = old.key.shape[0], old.block_table.shape
-            new.key[:blocks], new.value[:blocks] = old.key, old.value
+            for name in PARTS:
+                if (held := getattr(old, name)) is not None:
+                    getattr(new, name)[:blocks] = held
             new.block_refs[:blocks] = old.block_refs
             new.block_table[:batch, :columns] = old.block_table
             new.lengths[:batch] = old.lengths
@@ -95,9 +59,9 @@ class PagedLayer(GrowingLayer):
         table, lengths = self.cache.block_table[indices], self.cache.lengths[indices]
         missing = len(indices) * table.shape[1] - self.cache.key.shape[0]
         if missing > 0:  # as many as there are if all sequences part
-            pools = (self.cache.key, self.cache.value)
-            key, value = (torch.cat([x, x.new_empty(missing, *x.shape[1:])]) for x in pools)
-            self.cache.key, self.cache.value = key, value
+            for name in PARTS:
+                if (held := getattr(self.cache, name)) is not None:
+                    setattr(self.cache, name, torch.cat([held, held.new_empty(missing, *held.shape[1:])]))
         refs = torch.bincount(table[table >= 0].long(), minlength=self.cache.key.shape[0])
         self.cache.block_table, self.cache.lengths = table, lengths
         self.cache.block_refs = refs.to(torch.int32)

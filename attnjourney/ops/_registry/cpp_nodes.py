@@ -37,7 +37,7 @@ def add(op: Operator, also: Sequence[str]) -> bool:
     if op.composite is not None:
         _define_again(op, f"{name}_again")
         lines.append(f"again_name attnjourney_node::{name}_again")
-        numbers["again"] = [pool.index(x) for x in ["need", f"grad_{op.differentiable[0]}", *names]]
+        numbers["again"] = [pool.index(x) for x in ["need", *(f"grad_{o}" for o in op.differentiable), *names]]
     lines += [f"{key} {' '.join(map(str, found))}" for key, found in numbers.items()]
     return _node.add(name, "\n".join(lines))
 
@@ -50,11 +50,13 @@ def add_inference(name: str, written: Sequence[int]) -> None:
 def _define_again(op: Operator, name: str) -> None:
     """The backward in differentiable functions, which a node in C++ calls when it will be differentiated again."""
     arguments = str(op.forward.operator._schema).partition("(")[2].rpartition(") -> ")[0]
-    _AGAIN.define(f"{name}(int need, Tensor grad, {arguments}) -> Tensor?[]")
+    grads = "".join(f"Tensor? grad_{output}, " for output in op.differentiable)
+    count = len(op.differentiable)
+    _AGAIN.define(f"{name}(int need, {grads}{arguments}) -> Tensor?[]")
 
-    def backward(need, grad, *args, **kwargs):
+    def backward(need, *args, **kwargs):
         wanted = [index for bit, index in enumerate(op.gradients) if need >> bit & 1]
-        found = through_composite(op, op.forward.named(args, kwargs), grad, wanted)
+        found = through_composite(op, op.forward.named(args[count:], kwargs), args[:count], wanted)
         return [found[index] for index in op.gradients]
 
     _AGAIN.impl(name, backward, "CompositeImplicitAutograd")

@@ -5,7 +5,7 @@ _derivatives.py has those of its derivatives.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ def eager_node(op: Operator, derivatives: Derivatives, all_outputs: bool) -> Cal
             grads = grads_of(grads) if all_outputs else (*grads, *missing)
             higher = grad_enabled() or forward_ad._current_level >= 0  # will be differentiated again
             if higher and op.composite is not None:
-                return through_composite(op, op.named(ctx), grads[0], [i for i, need in enumerate(needs) if need])
+                return through_composite(op, op.named(ctx), grads, [i for i, need in enumerate(needs) if need])
             flat = op.backward_arguments(ctx, grads, needs)
             if flat is None:
                 return (None,) * len(needs)
@@ -118,22 +118,26 @@ def _jvp(op: Operator, derivatives: Derivatives, ctx: Any, tangents: tuple) -> t
     return tuple(changes.get(o) for o in op.forward.outputs)
 
 
-def through_composite(op: Operator, values: dict[str, Any], grad: Any, wanted: list[int]) -> tuple:
+def through_composite(op: Operator, values: dict[str, Any], grads: Sequence, wanted: list[int]) -> tuple:
     """The gradients of an operator without op_jvp as differentiable functions of its inputs, `values`: the backward of
-    its composite, run again. Its memory is that of the operators it is composed of. One or None for each input."""
+    its composite, run again. Its memory is that of the operators it is composed of. `grads`: of the differentiable
+    results, None where there is none. One or None for each input."""
     result: list[torch.Tensor | None] = [None] * len(op.forward.names)
-    if grad is None:
+    given = [(output, g) for output, g in zip(op.differentiable, grads) if g is not None]
+    if not given:
         return tuple(result)
     again = grad_enabled()
     named = {name: values[name] for name in op.forward.names}
-    with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
+    with torch.enable_grad(), torch.autocast(given[0][1].device.type, enabled=False):
         for i in wanted:  # a view each: an input that is there twice gets its two gradients apart
             name = op.forward.names[i]
             named[name] = named[name].view_as(named[name])
         assert op.composite is not None
-        out = op.composite(**named)
+        results = op.composite(**named)
+        all_results = results if isinstance(results, tuple) else (results,)
+        out = [all_results[op.forward.outputs.index(output)] for output, _ in given]
         inputs = [named[op.forward.names[i]] for i in wanted]
-        found = torch.autograd.grad(out, inputs, grad, create_graph=again, allow_unused=True)
+        found = torch.autograd.grad(out, inputs, [g for _, g in given], create_graph=again, allow_unused=True)
     for i, g in zip(wanted, found):
         result[i] = g
     return tuple(result)

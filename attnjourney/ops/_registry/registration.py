@@ -71,6 +71,11 @@ def needs_node(args: tuple, kwargs: dict) -> bool:
     return (grad_enabled() and any_requires_grad(*args, *kwargs.values())) or forward_ad._current_level >= 0
 
 
+def first(results: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """What an operator returns of the results of its composite."""
+    return results[0] if isinstance(results, tuple) else results
+
+
 def _caster(op: Operator, names: Sequence[str]) -> Callable[[str, tuple, dict], tuple[tuple, dict]]:
     """Casts the named inputs to autocast's dtype as torch's own lower-precision operators do: never float64."""
     cast_names = frozenset(names)
@@ -105,7 +110,7 @@ def register(
     repeats: Sequence[tuple[int, int]] = (),
     also: Sequence[str] = (),
     fake_backward: Callable[..., tuple] | None = None,
-    composite: Callable[..., Tensor] | None = None,
+    composite: Callable[..., Tensor | tuple[Tensor, ...]] | None = None,
     vmap: tuple[Callable, ...] | None = None,
     autocast: Sequence[str] = (),
     flops: Callable[..., tuple[int, ...]] | None = None,
@@ -121,7 +126,8 @@ def register(
             Their kernels are the caller's; here they get nodes in C++.
         fake_backward: the same for op_backward. Default: each gradient is like its input, which op_backward must take.
         composite: `op` in terms of differentiable torch functions; serves torch.func, forward-mode AD and double
-            backward. Takes the arguments of `op_forward`.
+            backward. Takes the arguments of `op_forward`; returns what `op` does, or all that op_forward returns: where
+            several of its results have gradients.
         vmap: instead of composite, the batching rules of op_forward, op_backward and, where there are any, op_jvp and
             op_backward_jvp: `rule(info, in_dims, *arguments)` as in torch.autograd.Function.vmap, arguments flat in
             schema order; its None stands for one call a sample.
@@ -160,7 +166,7 @@ def _register_kernels(op: Operator, name: str, derivatives: Derivatives, also: S
         try:
             if (grads_on() and requires_grad(*args, *kwargs.values())) or forward_ad._current_level >= 0:
                 if composite is not None and forward_ad._current_level >= 0:
-                    return composite(**op.public.named(args, kwargs))
+                    return first(composite(**op.public.named(args, kwargs)))
                 return apply_public(*op.flat(args, kwargs))
             if prepare is not None:
                 args = prepare(*args)
@@ -217,13 +223,16 @@ def _register_functorch(
     def public(*args, **kwargs):
         args, kwargs = cast_inputs(args, kwargs)
         if composite is not None:
-            return composite(**op.public.named(args, kwargs))
+            return first(composite(**op.public.named(args, kwargs)))
         return transformed.apply(*op.flat(args, kwargs))[0]
 
     def forward(*args, **kwargs):
-        if transformed is None:
-            raise NotImplementedError(f"{op.name}_forward does not support torch.func: call {op.name}")
         args, kwargs = cast_inputs(args, kwargs)
+        if composite is not None:
+            results = composite(**op.forward.named(args, kwargs))
+            if isinstance(results, tuple):
+                return results
+            raise NotImplementedError(f"{op.name}_forward does not support torch.func: call {op.name}")
         return transformed.apply(*op.forward.flat(args, kwargs))
 
     def derivative(signature, node):

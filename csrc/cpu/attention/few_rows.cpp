@@ -11,7 +11,7 @@ namespace attnjourney {
 std::vector<int64_t> few_row_items(const AttentionCall& c, const Sequences& sequences) {
   const int64_t most = decode_kernels(c.dtype).few_rows;
   std::vector<int64_t> items;
-  if (c.args.options.dropout_p != 0 || c.params.mask == MaskKind::blocks) return items;
+  if (c.args.options.dropout_p != 0 || c.params.mask == MaskKind::blocks || c.args.fp8) return items;
   if (sequences.uniform()) {
     if (c.params.q_len == 0 || c.params.q_len > most) return items;
     items.resize(static_cast<size_t>(c.batch));

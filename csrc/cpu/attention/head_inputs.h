@@ -31,6 +31,11 @@ class HeadInputs {
       pages_ = static_cast<const int32_t*>(block_table->const_data_ptr());
       most_pages_ = block_table->size(1);
     }
+    if (const auto& fp8 = call.args.fp8) {
+      query_scale_.emplace(call, call.query_scale_map, fp8->query);
+      key_scale_.emplace(call, call.key_scale_map, fp8->key);
+      value_scale_.emplace(call, call.value_scale_map, fp8->value);
+    }
     (void)blocks;                                                                    // blocks_
     (void)key_lengths, (void)query_lengths, (void)cu_seqlens_q, (void)cu_seqlens_k;  // Sequences
     // AttentionParams
@@ -51,6 +56,11 @@ class HeadInputs {
     h.mask = mask_ ? mask_->at(batch, head) : blocks_.at(batch, head);
     if (!sinks_.empty()) h.sink = sinks_[index];
     if (!slopes_.empty()) h.slope = slopes_[index];
+    if (query_scale_) {
+      h.query_scale = static_cast<const float*>(query_scale_->at(batch, head));
+      h.key_scale = static_cast<const float*>(key_scale_->at(batch, head));
+      h.value_scale = static_cast<const float*>(value_scale_->at(batch, head));
+    }
     h.out = out_.at(batch, head, q_begin);
     h.lse = lse_at(call_, lse_, batch, head, q_begin);
     h.stats = lse_at(call_, stats_, batch, head, q_begin, 2);
@@ -70,7 +80,7 @@ class HeadInputs {
   const Sequences& sequences_;
   const HeadMap out_map_;
   const HeadWalk query_, key_, value_, out_;
-  std::optional<HeadWalk> mask_;
+  std::optional<HeadWalk> mask_, query_scale_, key_scale_, value_scale_;
   char *lse_, *stats_;
   const BlockLists blocks_;
   std::vector<double> sinks_, slopes_;  // [batch * q_heads], or empty

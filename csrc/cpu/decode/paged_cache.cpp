@@ -1,5 +1,5 @@
 // CPU entry of the paged cache. Sequences share blocks after a reorder (beam search); a shared block is copied when one
-// of its holders writes into it. Everything is planned on copies of the table and of the counts, then carried out.
+// of its holders writes into it. An error leaves everything as it was.
 #include <limits>
 
 #include "cache_rows.h"
@@ -10,52 +10,70 @@ namespace {
 
 int64_t blocks_for(int64_t tokens, int64_t block_size) { return tokens / block_size + (tokens % block_size != 0); }
 
+// What is changed is written at once and taken back unless it is kept: a step touches the few entries that it changes,
+// not the table and the counts of a pool of any size.
 class Blocks {
  public:
   explicit Blocks(const PagedTables& tables)
-      : table_(tables.block_table), refs_(tables.block_refs), width_(table_.size(1)), count_(refs_.size(0)) {
-    const int32_t* const t = static_cast<const int32_t*>(table_.const_data_ptr());
-    const int32_t* const r = static_cast<const int32_t*>(refs_.const_data_ptr());
-    blocks_.assign(t, t + table_.size(0) * width_);
-    holders_.assign(r, r + count_);
+      : blocks_(static_cast<int32_t*>(tables.block_table.mutable_data_ptr())),
+        holders_(static_cast<int32_t*>(tables.block_refs.mutable_data_ptr())),
+        width_(tables.block_table.size(1)),
+        count_(tables.block_refs.size(0)) {}
+  Blocks(const Blocks&) = delete;
+  Blocks& operator=(const Blocks&) = delete;
+  ~Blocks() {
+    for (auto change = changes_.rbegin(); change != changes_.rend(); ++change) *change->first = change->second;
   }
+  int64_t width() const { return width_; }
+  int32_t entry(int64_t row, int64_t j) const { return blocks_[row * width_ + j]; }
+  int32_t holders(int32_t block) const { return holders_[block]; }
   // the block that holds entry j of a row, which must be one in use
   int32_t held(int64_t row, int64_t j) const {
-    const int32_t block = blocks_[static_cast<size_t>(row * width_ + j)];
+    const int32_t block = entry(row, j);
     check_value(block >= 0 && block < count_, "block_table: expected blocks from 0 to ", count_ - 1, ", got ", block,
                 " at (", row, ", ", j, ")");
-    check_value(holders_[static_cast<size_t>(block)] > 0, "block_refs: expected at least 1 for block ", block,
-                ", which block_table holds, got ", holders_[static_cast<size_t>(block)]);
+    check_value(holders(block) > 0, "block_refs: expected at least 1 for block ", block,
+                ", which block_table holds, got ", holders(block));
     return block;
   }
-  int32_t& entry(int64_t row, int64_t j) { return blocks_[static_cast<size_t>(row * width_ + j)]; }
-  int32_t& holders(int32_t block) { return holders_[static_cast<size_t>(block)]; }
-  int64_t width() const { return width_; }
+  void set_entry(int64_t row, int64_t j, int32_t block) { set(blocks_ + row * width_ + j, block); }
   void hold(int32_t block) {
     check_value(holders(block) < std::numeric_limits<int32_t>::max(),
                 "block_refs: expected fewer than 2^31 - 1 for block ", block,
                 ", which one more sequence is to hold, got ", holders(block));
-    holders(block)++;
+    set(holders_ + block, holders(block) + 1);
   }
+  void let_go(int32_t block) { set(holders_ + block, holders(block) - 1); }
+  // the lowest free one; -1 where there is none, which check_taken says
   int32_t take() {
-    while (next_free_ < count_ && holders_[static_cast<size_t>(next_free_)] > 0) next_free_++;
-    check_value(next_free_ < count_, "key: the cache overflows: all of its ", count_, " blocks are in use");
-    holders_[static_cast<size_t>(next_free_)] = 1;
+    taken_++;
+    while (next_free_ < count_ && holders_[next_free_] > 0) next_free_++;
+    if (next_free_ == count_) {
+      missing_++;
+      return -1;
+    }
+    set(holders_ + next_free_, 1);
     return static_cast<int32_t>(next_free_);
   }
+  void check_taken() const {
+    check_value(missing_ == 0, "key: the cache overflows: expected at most ", taken_ - missing_,
+                " new blocks, as many as are free of its ", count_, ", got ", taken_);
+  }
   void release(int64_t row, int64_t j) {
-    holders(held(row, j))--;
-    entry(row, j) = -1;
+    let_go(held(row, j));
+    set_entry(row, j, -1);
   }
-  void commit() const {
-    std::copy(blocks_.begin(), blocks_.end(), static_cast<int32_t*>(table_.mutable_data_ptr()));
-    std::copy(holders_.begin(), holders_.end(), static_cast<int32_t*>(refs_.mutable_data_ptr()));
-  }
+  void keep() { changes_.clear(); }
 
  private:
-  Tensor table_, refs_;
-  int64_t width_, count_, next_free_ = 0;
-  std::vector<int32_t> blocks_, holders_;
+  void set(int32_t* at, int32_t value) {
+    changes_.emplace_back(at, *at);
+    *at = value;
+  }
+  int32_t* const blocks_;   // (batch, width_)
+  int32_t* const holders_;  // (count_,)
+  int64_t width_, count_, next_free_ = 0, taken_ = 0, missing_ = 0;
+  std::vector<std::pair<int32_t*, int32_t>> changes_;
 };
 
 }  // namespace
@@ -82,14 +100,15 @@ void cpu_paged_append(const AppendInputs& in, const PagedTables& tables) {
       const int64_t j = have[b] / size;
       const int32_t shared = blocks.held(b, j);
       if (blocks.holders(shared) > 1) {
-        blocks.holders(shared)--;
-        blocks.entry(b, j) = blocks.take();
+        blocks.let_go(shared);
+        blocks.set_entry(b, j, blocks.take());
         copies.push_back({shared, blocks.entry(b, j), have[b] % size});
       }
     }
     for (int64_t j = blocks_for(have[b], size); j < blocks_for(have[b] + count, size); j++)
-      blocks.entry(b, j) = blocks.take();
+      blocks.set_entry(b, j, blocks.take());
   }
+  blocks.check_taken();
 
   const auto write = [&](const Tensor& cache, const OptionalTensor& scale, const Tensor& tokens) {
     const TokenWriter writer(cache, scale, tokens);
@@ -108,8 +127,8 @@ void cpu_paged_append(const AppendInputs& in, const PagedTables& tables) {
     });
   };
   write(key_cache, key_scale, key);
-  write(*value_cache, value_scale, *value);
-  blocks.commit();
+  if (value) write(*value_cache, value_scale, *value);
+  blocks.keep();
   for (int64_t b = 0; b < batch; b++) have[b] += fresh[static_cast<size_t>(b)];
 }
 
@@ -122,7 +141,7 @@ void cpu_paged_truncate(const PagedTables& tables, const Tensor& new_lengths, in
     check_length("lengths", b, have[b], block_size * blocks.width(), "the cache's capacity");
     for (int64_t j = blocks_for(wanted[b], block_size); j < blocks_for(have[b], block_size); j++) blocks.release(b, j);
   }
-  blocks.commit();
+  blocks.keep();
   std::copy(wanted, wanted + lengths.size(0), have);
 }
 
@@ -143,10 +162,10 @@ void cpu_paged_reorder(const PagedTables& tables, const Tensor& batch_index) {
       if (block >= 0) come.push_back(blocks.held(index[b], j));
     }
   for (int64_t b = 0; b < batch; b++)
-    for (int64_t j = 0; j < width; j++) blocks.entry(b, j) = old[static_cast<size_t>(index[b] * width + j)];
+    for (int64_t j = 0; j < width; j++) blocks.set_entry(b, j, old[static_cast<size_t>(index[b] * width + j)]);
   for (const int32_t block : come) blocks.hold(block);
-  for (const int32_t block : gone) blocks.holders(block)--;
-  blocks.commit();
+  for (const int32_t block : gone) blocks.let_go(block);
+  blocks.keep();
   for (int64_t b = 0; b < batch; b++) have[b] = before[static_cast<size_t>(index[b])];
 }
 

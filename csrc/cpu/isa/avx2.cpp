@@ -5,5 +5,5 @@
 #include "cpu/kernels/table.h"
 
 namespace attnjourney {
-constinit const KernelTable avx2_kernels = make_table("avx2", avx2_gated);
+constinit const KernelTable avx2_kernels = make_table("avx2", avx2_gated, avx2_sparse);
 }

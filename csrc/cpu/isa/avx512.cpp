@@ -5,5 +5,5 @@
 #include "cpu/kernels/table.h"
 
 namespace attnjourney {
-constinit const KernelTable avx512_kernels = make_table("avx512", avx512_gated);
+constinit const KernelTable avx512_kernels = make_table("avx512", avx512_gated, avx512_sparse);
 }

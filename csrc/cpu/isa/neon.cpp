@@ -6,5 +6,5 @@
 #include "cpu/kernels/table.h"
 
 namespace attnjourney {
-constinit const KernelTable neon_kernels = make_table("neon", neon_gated);
+constinit const KernelTable neon_kernels = make_table("neon", neon_gated, neon_sparse);
 }

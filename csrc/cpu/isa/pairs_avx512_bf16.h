@@ -13,7 +13,8 @@ struct Pairs {
 ATTN_INLINE Pairs load_pairs(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
 ATTN_INLINE void store_pairs(uint32_t* p, Pairs a) { _mm512_storeu_si512(p, a.v); }
 // two neighbours in memory, at any 2-byte boundary
-ATTN_INLINE Pairs broadcast_pair(const void* p) {
+using PairForAll = Pairs;
+ATTN_INLINE PairForAll broadcast_pair(const void* p) {
   int32_t x;
   memcpy(&x, p, 4);
   return {_mm512_set1_epi32(x)};
@@ -22,12 +23,15 @@ ATTN_INLINE Pairs broadcast_pair(const void* p) {
 ATTN_INLINE Vf dot_pairs(Vf sum, Pairs a, Pairs b) {
   return {_mm512_dpbf16_ps(sum.v, reinterpret_cast<__m512bh>(a.v), reinterpret_cast<__m512bh>(b.v))};
 }
-// rounded to nearest even
-ATTN_INLINE Pairs round_pairs(Vf low, Vf high) {
-  const __m512i side_by_side = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high.v, low.v));
+// numbers i and i + 16 of 32 side by side
+ATTN_INLINE Pairs halves_side_by_side(Pairs a) {
   const __m512i zipped = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  return {_mm512_permutexvar_epi16(zipped, side_by_side)};
+  return {_mm512_permutexvar_epi16(zipped, a.v)};
+}
+// rounded to nearest even
+ATTN_INLINE Pairs round_pairs(Vf low, Vf high) {
+  return halves_side_by_side({reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high.v, low.v))});
 }
 // 32 numbers in a row, rounded to nearest even
 ATTN_INLINE Pairs round_neighbours(Vf first, Vf second) {
@@ -94,7 +98,20 @@ ATTN_INLINE Pairs join_upper(Vf low, Vf high) {
   const __m512i upper = _mm512_set1_epi32(int(0xffff0000)), shifted = _mm512_srli_epi32(_mm512_castps_si512(low.v), 16);
   return {_mm512_ternarylogic_epi32(shifted, _mm512_castps_si512(high.v), upper, 0xf8)};  // a | (b & c)
 }
+// the lower halves
+ATTN_INLINE Pairs join_lower(Pairs low, Pairs high) {
+  const __m512i lower = _mm512_set1_epi32(0xffff), shifted = _mm512_slli_epi32(high.v, 16);
+  return {_mm512_ternarylogic_epi32(shifted, low.v, lower, 0xf8)};
+}
 ATTN_INLINE Vf as_numbers(Pairs a) { return {_mm512_castsi512_ps(a.v)}; }  // its bits
+// a[0], b[0], a[1], b[1] .. in a, then in b
+ATTN_INLINE void interleave(Vf& a, Vf& b) {
+  const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+  const __m512 low = a.v, high = b.v;
+  a.v = _mm512_permutex2var_ps(low, first, high);
+  b.v = _mm512_permutex2var_ps(low, second, high);
+}
 ATTN_INLINE void store_upper(bf16* p, Vf x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                       _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(x.v), 16)));

@@ -15,11 +15,18 @@ ATTN_INLINE uint16x8_t numbers_of(Pairs a) { return vreinterpretq_u16_u32(a.v); 
 ATTN_INLINE Pairs pairs_of(uint16x8_t numbers) { return {vreinterpretq_u32_u16(numbers)}; }
 ATTN_INLINE Pairs load_pairs(const uint32_t* p) { return {from_memory<uint32x4_t>(p)}; }
 ATTN_INLINE void store_pairs(uint32_t* p, Pairs a) { to_memory(p, a.v); }
+// The same pair for all lanes: products take it as an element of a register, and no pipe of theirs copies it.
+struct PairForAll {
+  bfloat16x4_t v;
+};
 // two neighbours in memory, at any 2-byte boundary
-ATTN_INLINE Pairs broadcast_pair(const void* p) { return {vdupq_n_u32(from_memory<uint32_t>(p))}; }
+ATTN_INLINE PairForAll broadcast_pair(const void* p) { return {vcreate_bf16(from_memory<uint32_t>(p))}; }
 // sum + a.low * b.low + a.high * b.high
 ATTN_INLINE Vf dot_pairs(Vf sum, Pairs a, Pairs b) {
   return {vbfdotq_f32(sum.v, vreinterpretq_bf16_u32(a.v), vreinterpretq_bf16_u32(b.v))};
+}
+ATTN_INLINE Vf dot_pairs(Vf sum, PairForAll a, Pairs b) {
+  return {vbfdotq_lane_f32(sum.v, vreinterpretq_bf16_u32(b.v), a.v, 0)};
 }
 // 8 numbers in a row, rounded to nearest even
 ATTN_INLINE Pairs round_neighbours(Vf first, Vf second) {

@@ -71,7 +71,7 @@ struct RowPairProducts {
       Pairs x, y;
       zip_rows(row(k), k + 1 < n ? row(k + 1) : Pairs{}, x, y);
       ATTN_UNROLL for (int r = 0; r < rows; r++) {
-        const Pairs weight = broadcast_pair(w + r);
+        const PairForAll weight = broadcast_pair(w + r);
         some[r] = dot_pairs(some[r], weight, x);
         others[r] = dot_pairs(others[r], weight, y);
       }

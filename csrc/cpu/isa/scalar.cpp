@@ -5,5 +5,5 @@
 #include "cpu/kernels/table.h"
 
 namespace attnjourney {
-constinit const KernelTable scalar_kernels = make_table("scalar", scalar_gated);
+constinit const KernelTable scalar_kernels = make_table("scalar", scalar_gated, scalar_sparse);
 }

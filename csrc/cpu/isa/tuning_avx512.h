@@ -8,8 +8,10 @@ namespace {
 // 32 registers: 8 x 3 accumulators, 3 vectors of B, broadcasts. Measured on Zen 5: 12x2 and 6x4 within 3 % below.
 struct Tuning {
   static constexpr int rows = 8, vectors = 3;
+  static constexpr int wide_rows = 6, wide_vectors = 4;
   static constexpr int forward_panels = 1, forward_keys = 144, forward_tiles = 8;  // 48 queries
-  static constexpr int pairs_forward_keys = 256;                                   // 16-bit operands
+  static constexpr int long_forward_keys = 2 * forward_keys;
+  static constexpr int pairs_forward_keys = 256;  // 16-bit operands
   static constexpr int pairs_jvp_keys = 128;
   static constexpr int backward_panels = 2, backward_keys = 144, backward_max_tiles = 64;  // 96 queries
   static constexpr int64_t matrix_backward_keys = 128;                                     // by pairs

@@ -22,8 +22,8 @@ constexpr AttentionKernels attention_kernels() {
   using B = Backward<Real>;
   return {
       .forward_tile = F::tile,
-      .forward_key_block = F::key_block,
       .forward_tiles = F::tiles,
+      .forward_key_block = F::key_block,
       .backward_tile = B::tile,
       .backward_key_block = B::key_block,
       .forward_space = F::space,
@@ -47,6 +47,18 @@ constexpr AttentionKernels attention_kernels() {
   };
 }
 
+// numbers in e4m3, the output in T
+template <class T>
+constexpr AttentionKernels fp8_kernels() {
+  using F = Forward<T, PlainProducts<e4m3>, e4m3>;
+  AttentionKernels kernels{};
+  kernels.forward_tile = F::tile, kernels.forward_key_block = F::key_block, kernels.forward_tiles = F::tiles;
+  kernels.forward_space = F::space;
+  kernels.forward = [](const AttentionParams& params, const HeadPointers& head, int64_t first, int64_t count,
+                       void* space) { F::run(params, head, first, count, space); };
+  return kernels;
+}
+
 template <class T, class Stored = T>
 constexpr DecodeKernels decode_kernels() {
   using D = Decode<T, NoPairs, Stored>;
@@ -65,16 +77,18 @@ constexpr QuantizedKernels quantized_kernels() {
   return {.decode = decode_kernels<T, Stored>(), .quantize = Rows::quantize, .dequantize = Rows::dequantize};
 }
 
-constexpr KernelTable make_table(const char* isa, const GatedTable& gated) {
+constexpr KernelTable make_table(const char* isa, const GatedTable& gated, const SparseTable& sparse) {
   return {
       isa,
       {attention_kernels<double>(), attention_kernels<float>(), attention_kernels<bf16>(), attention_kernels<f16>()},
+      {fp8_kernels<float>(), fp8_kernels<bf16>(), fp8_kernels<f16>()},
       {decode_kernels<double>(), decode_kernels<float>(), decode_kernels<bf16>(), decode_kernels<f16>()},
       {{quantized_kernels<float, i8>(), quantized_kernels<float, e4m3>()},
        {quantized_kernels<bf16, i8>(), quantized_kernels<bf16, e4m3>()},
        {quantized_kernels<f16, i8>(), quantized_kernels<f16, e4m3>()}},
       {linear_kernels<double>(), linear_kernels<float>(), linear_kernels<bf16>(), linear_kernels<f16>()},
-      &gated};
+      &gated,
+      &sparse};
 }
 
 }  // namespace

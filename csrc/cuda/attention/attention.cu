@@ -26,7 +26,7 @@ AttentionCase case_of(const AttentionCall& c, bool full) {
 
 template <class Real>
 void forward_in(const AttentionCall& c, const AttentionResults& results) {
-  const auto& [query, key, value, options] = c.args;
+  const auto& [query, key, value, options, fp8] = c.args;
   Tensor out = results.out, lse = results.lse, stats = results.stats;
   if (c.batch * c.q_heads * c.params.q_len == 0 || (c.params.kv_len == 0 && !options.sinks)) {  // no row sees any key
     torch::stable::zero_(out);
@@ -60,7 +60,7 @@ void forward_in(const AttentionCall& c, const AttentionResults& results) {
 
 template <class Real>
 void backward_in(const AttentionCall& c, const AttentionSaved& saved, const AttentionGradients& gradients) {
-  const auto& [query, key, value, options] = c.args;
+  const auto& [query, key, value, options, fp8] = c.args;
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
   const Device device = current_device(query);
   const cudaStream_t stream = current_stream(device.index);
@@ -139,6 +139,8 @@ void backward_in(const AttentionCall& c, const AttentionSaved& saved, const Atte
 
 void cuda_attention_forward(AttentionCall& c, const AttentionResults& results) {
   check_served(c, most_head_dim(c));
+  check_runtime(!c.args.fp8, "query: expected a tensor on the CPU for dtype torch.float8_e4m3fn, got one on CUDA: ",
+                "attention takes what the numbers stand for in bfloat16 or float16");
   if (c.args.options.block_table)
     return (c.lse_dtype == ScalarType::Double ? paged_forward<double> : paged_forward<float>)(c, results);
   (c.lse_dtype == ScalarType::Double ? forward_in<double> : forward_in<float>)(c, results);

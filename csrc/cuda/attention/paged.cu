@@ -15,11 +15,11 @@
 namespace attnjourney {
 namespace {
 
-// Rows of a sequence that are decoding's: see few_rows in decode/decode.cu.
+// Rows of a sequence that are decoding's: see kFewRows in decode/decode_tiling.h.
 int few_rows_of(const AttentionCall& c) { return static_cast<int>(std::max<int64_t>(16, 128 / c.params.group)); }
 
 PagedKeys pages_of(const AttentionCall& c, bool chunked) {
-  const auto& [query, key, value, options] = c.args;
+  const auto& [query, key, value, options, fp8] = c.args;
   const Tensor& table = *options.block_table;
   return {.table = static_cast<const int*>(table.data_ptr()),
           .blocks = static_cast<int>(key.size(0)),
@@ -95,7 +95,7 @@ bool in_chunks_of_16_bytes(const Tensor& t) {
 
 template <class Real>
 void paged_forward(const AttentionCall& c, const AttentionResults& results) {
-  const auto& [query, key, value, options] = c.args;
+  const auto& [query, key, value, options, fp8] = c.args;
   Tensor out = results.out, lse = results.lse;
   if (c.batch * c.q_heads * c.params.q_len == 0 || (c.params.kv_len == 0 && !options.sinks)) {  // no row sees any key
     torch::stable::zero_(out);

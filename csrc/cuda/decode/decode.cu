@@ -7,10 +7,6 @@
 namespace attnjourney {
 namespace {
 
-// Rows of one key head from which attention's kernels, which read keys once for 64 rows of a head, are the better ones:
-// until then, keys are split.
-constexpr int64_t few_rows = 128;
-
 CacheStrides strides_of(const Tensor& t) { return {stride_of(t, 0), stride_of(t, 1), stride_of(t, 2)}; }
 
 void describe_mask(DecodeTask& p, const DecodeCall& c, const Tensor& mask) {
@@ -76,6 +72,7 @@ void decode_split(const CudaDecode& kernel, bool chunked, const DecodeCall& c, c
                   const Tensor& given, const Tensor& out, const Tensor& lse) {
   const Tensor query = chunked && !in_chunks(given) ? torch::stable::clone(aten::contiguous(given)) : given;
   const Device device = current_device(query);
+  const cudaStream_t stream = current_stream(device.index);
   p.query = query.data_ptr(), p.out = out.data_ptr(), p.lse = lse.data_ptr();
   p.q_batch = stride_of(query, 0), p.q_head = stride_of(query, 1), p.q_row = stride_of(query, 2);
   OptionalTensor sinks, slopes;  // copies live as long as this
@@ -101,7 +98,10 @@ void decode_split(const CudaDecode& kernel, bool chunked, const DecodeCall& c, c
     p.part_stats = parts->data_ptr();
     p.part_out = static_cast<char*>(p.part_stats) + rows * 2 * lse.element_size();
   }
-  kernel.launch(p, chunked, current_stream(device.index));
+  OptionalTensor zeros;
+  if (last_blocks_join(units, p.rows, p.splits, c.v_head_dim, tiling))
+    p.arrivals = stream_zeros(query, device.index, stream, kTileCounters, static_cast<int>(units), zeros);
+  kernel.launch(p, chunked, stream);
 }
 
 void cuda_decode(const DecodeCall& c, const DecodeInputs& in, const Tensor& out, const Tensor& lse) {
@@ -110,9 +110,15 @@ void cuda_decode(const DecodeCall& c, const DecodeInputs& in, const Tensor& out,
   if (c.batch * c.q_heads * c.q_len == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(in.query.get_device_index());
   const Tensor query = aten::rows_contiguous(in.query);
+  const DecodeTask cache = describe_cache(c, in);
+  const auto split = [&] {  // what this call's keys are, where its rows are many
+    const int64_t keys = c.keys(std::min<int64_t>(c.capacity, cache.longest)).most(c.q_len);
+    return query.element_size() == 2 && in_chunks(in.key) && in_chunks(in.value) &&
+           many_rows_are_split(c.batch * c.kv_heads, c.group, c.q_len, keys, current_device(query));
+  };
   // a ring's mask has columns for keys that are gone
-  const bool tiled = c.group * c.q_len > few_rows && c.q_len > 16 && !(c.ring && in.options.attn_mask);
-  (tiled ? cuda_decode_tiled : decode_few)(c, in, describe_cache(c, in), query, out, lse);
+  const bool tiled = c.group * c.q_len > kFewRows && c.q_len > 16 && !(c.ring && in.options.attn_mask) && !split();
+  (tiled ? cuda_decode_tiled : decode_few)(c, in, cache, query, out, lse);
 }
 
 }  // namespace attnjourney

@@ -12,7 +12,28 @@ struct DecodeTiling {
   int rows, keys;             // of a tile
   int smem_bytes, blocks;     // blocks of a multiprocessor, as far as registers go
   int keys_of_rounds = 1024;  // that a block has at least where there are more blocks than run at once
+  bool joins = false;         // can its last block join the parts of a unit?
 };
+
+// Does it, in place of a kernel that is launched for it? 128 KB of parts are read by one block in the time of a launch.
+inline bool last_blocks_join(int64_t units, int64_t rows, int splits, int64_t v_head_dim, const DecodeTiling& tiling) {
+  const int64_t bytes = std::min<int64_t>(rows, tiling.rows) * splits * v_head_dim * 4;
+  return tiling.joins && splits > 1 && units <= kMostArrivals && bytes <= (128 << 10);
+}
+
+// Rows of one key head from which attention's kernels, which read keys once for 64 rows of a head or more, are the
+// better ones: until then, keys are split.
+constexpr int64_t kFewRows = 128;
+
+// Are 16-bit numbers split, too, though rows are many? A block of attention's kernels goes through all keys with 128
+// rows of a head (64 but on Hopper), some 20 clocks a key; decoding's multiprocessors share keys out and take some 38
+// for 64 rows, of all heads of a group. So it is where blocks are few, or where a head's rows fill little of them.
+inline bool many_rows_are_split(int64_t pairs, int64_t group, int64_t q_len, int64_t keys, const Device& device) {
+  const auto up = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int64_t blocks = pairs * group * up(q_len, device.capability == 90 ? 128 : 64);
+  const int64_t units = pairs * up(group * q_len, 64), multiprocessors = device.multiprocessors;
+  return keys >= 1024 && 2 * units < multiprocessors * up(blocks, multiprocessors);
+}
 
 // Blocks that share a sequence's keys, from the capacity: lengths are not known here. Enough to fill the GPU, with at
 // least 128 keys each; or four rounds of blocks, for lengths that differ, with as many as the kernel says.

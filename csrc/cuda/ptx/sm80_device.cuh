@@ -101,6 +101,18 @@ __device__ __forceinline__ float2 unpack2(uint32_t v) {
   else
     return __half22float2(*reinterpret_cast<const __half2*>(&v));
 }
+// a b + c for two numbers of T, each rounded once
+template <class T>
+__device__ __forceinline__ uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t r;
+  if constexpr (is_bf16<T>)
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  else
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
+// The four bytes whose numbers the selector's digits are, the lowest first; from 4 on: 0.
+__device__ __forceinline__ uint32_t byte_permute(uint32_t v, uint32_t selector) { return __byte_perm(v, 0, selector); }
 
 // ---- threads of a warp, a block, a grid ----
 
@@ -116,6 +128,7 @@ __device__ __forceinline__ bool any(bool b) { return __any_sync(0xffffffffu, b);
 // one bit for each lane
 __device__ __forceinline__ uint32_t ballot(bool b) { return __ballot_sync(0xffffffffu, b); }
 __device__ __forceinline__ int first_bit(uint32_t v) { return __ffs(v) - 1; }  // v is not 0
+__device__ __forceinline__ int count_bits(uint32_t v) { return __popc(v); }
 __device__ __forceinline__ void bar_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -124,6 +137,7 @@ __device__ __forceinline__ void bar_arrive(int id, int threads) {
 }
 __device__ __forceinline__ void reduce_add(float* p, float v) { atomicAdd(p, v); }
 __device__ __forceinline__ uint32_t atomic_add(uint32_t* p, uint32_t v) { return atomicAdd(p, v); }
+__device__ __forceinline__ uint32_t atomic_or(uint32_t* p, uint32_t v) { return atomicOr(p, v); }
 __device__ __forceinline__ void thread_fence() { __threadfence(); }
 // Waits until *p == turn (one thread, a barrier follows); passes the turn on (after a barrier).
 __device__ __forceinline__ void turn_wait(const int* p, int turn) {

@@ -138,16 +138,23 @@ struct Scalars {
     out[1024 + t] = ptx::reciprocal(in[t] * in[t] + 1.f);
     out[1152 + t] = static_cast<float>(ptx::shfl(static_cast<uint32_t>(t), (t % 32 & ~3) | 2));
     out[1280 + t] = static_cast<float>(ptx::first_bit(ptx::ballot(t % 32 == 5 + t / 32 || t % 32 > 20)));
+    // number t of e4m3, the first ones of which are subnormal in T too; t - 128
+    const float2 b = ptx::unpack2<Bf16>(ptx::fma2<Bf16>(0x43000000u | t << 16 | t << 4, 0x3f807b80u, 0xc3808000u));
+    const float2 h = ptx::unpack2<Half>(ptx::fma2<Half>(0x64000000u | t << 16 | t << 7, 0x3c005c00u, 0xe4808000u));
+    out[1408 + t] = b.x, out[1536 + t] = h.x, out[1664 + t] = b.y, out[1792 + t] = h.y;
+    out[1920 + t] = static_cast<float>(ptx::byte_permute(0x03020100u + t, 0x4243u));
   }
 };
 
 struct Additions {
-  float* out;  // [0] sum, [4..8) vector sum, [8] of the last to come
-  uint32_t* counter;
+  float* out;         // [0] sum, [4..8) vector sum, [8] of the last to come, [9] of the one that sets the last bit
+  uint32_t* counter;  // and bits
   __device__ void operator()() const {
     ptx::reduce_add(out, 1.f);
     ptx::reduce_add_v4(out + 4, 1.f, 2.f, 3.f, 4.f);
     if (ptx::atomic_add(counter, 2) == 254) out[8] = 1.f;
+    const uint32_t bit = 1u << threadIdx.x % 32, before = ptx::atomic_or(counter + 1, bit);
+    if (ptx::count_bits(before) == 31 && !(before & bit)) out[9] = 1.f;
   }
 };
 
@@ -313,7 +320,7 @@ struct Program {
   }
 
   static void sm80() {
-    Buffer<float> in(iota(512), "in"), out(std::vector<float>(1408, -1.f), "out");
+    Buffer<float> in(iota(512), "in"), out(std::vector<float>(2048, -1.f), "out");
     Host::launch(2048, CopyAsync{in.data, out.data});
     std::vector<float> want;
     for (int i = 0; i < 512; i++) want.push_back(i / 4 % 2 ? 0.f : static_cast<float>(i));
@@ -341,7 +348,7 @@ struct Program {
     x[0] = 1.00390625f, x[1] = 1.01171875f, x[2] = 1.00048828125f, x[3] = 65520.f;  // ties; the end of fp16
     Buffer<float> numbers(x, "numbers");
     Host::launch(0, Scalars{numbers.data, out.data});
-    std::vector<float> power, logarithm, pairs, shuffled, first, found, inverse, third, lowest;
+    std::vector<float> power, logarithm, pairs, shuffled, first, found, inverse, third, lowest, bytes, whole, moved;
     for (int i = 0; i < 128; i++) {
       power.push_back(static_cast<float>(std::exp2(static_cast<double>(x[static_cast<size_t>(i)]))));
       logarithm.push_back(static_cast<float>(std::log2(
@@ -354,6 +361,10 @@ struct Program {
       inverse.push_back(1.f / (number * number + 1.f));
       third.push_back(static_cast<float>(i / 4 * 4 + 2));
       lowest.push_back(static_cast<float>(5 + i / 32));
+      const float fraction = static_cast<float>(i % 8) / 8.f;
+      bytes.push_back(i < 8 ? fraction / 64.f : std::ldexp(1.f + fraction, i / 8 - 7));
+      whole.push_back(static_cast<float>(i - 128));
+      moved.push_back(static_cast<float>(0x00020003));
     }
     power[3] = HUGE_VALF;
     compare("ex2.approx", out.data, power, 1e-6f);
@@ -367,11 +378,16 @@ struct Program {
     compare("rcp.approx", out.data + 1024, inverse, 1e-6f);
     compare("shfl.idx of a lane", out.data + 1152, third);
     compare("vote.ballot, its first bit", out.data + 1280, lowest);
+    compare("fma.bf16x2, subnormal", out.data + 1408, bytes);
+    compare("fma.f16x2, subnormal", out.data + 1536, bytes);
+    compare("fma.bf16x2", out.data + 1664, whole);
+    compare("fma.f16x2", out.data + 1792, whole);
+    compare("prmt", out.data + 1920, moved);
 
     Buffer<float> sums(std::vector<float>(12, 0.f), "sums");
-    Buffer<uint32_t> counter(std::vector<uint32_t>{0}, "counter");
+    Buffer<uint32_t> counter(std::vector<uint32_t>{0, 0}, "counter");
     Host::launch(0, Additions{sums.data, counter.data});
-    compare("additions", sums.data, {128, 0, 0, 0, 128, 256, 384, 512, 1});
+    compare("additions", sums.data, {128, 0, 0, 0, 128, 256, 384, 512, 1, 1});
     Host::launch(256, Barriers{out.data});
     want.clear();
     for (int i = 0; i < 64; i++) want.push_back(static_cast<float>(63 - i));

@@ -239,7 +239,7 @@ SM90_COLUMNS_BACKWARD = [
     ("P and dS read before the other warpgroup wrote them", _COLUMNS, "@scores_written", ""),
     (
         "the other warpgroup's columns of Q and dO",
-        _COLUMNS,
+        "sm90/backward.cuh",
         "queries + group * (kHeld",
         "queries + (group ^ 1) * (kHeld",
     ),

@@ -3,6 +3,7 @@
 _KERNEL = "sm90/full_backward.cuh"
 _RING = "sm90/full_backward_ring.cuh"
 _SCORES = "sm90/full_backward_scores.cuh"
+_COLUMNS = "sm90/full_backward_columns.cuh"
 BACKWARD = [  # found by values, or as races
     (
         "a slot of the ring taken while others read it",
@@ -40,7 +41,7 @@ BACKWARD = [  # found by values, or as races
         "ptx::wgmma_wait<0>();\n      ptx::keep(dq);\n      Base",
         "ptx::wgmma_wait<2>();\n      ptx::keep(dq);\n      Base",
     ),
-    ("one head's slope goes on in the next", _KERNEL, "    own_slope(memory) = 0.f;\n#pragma", "#pragma"),
+    ("one head's slope goes on in the next", _KERNEL, "    own = 0.f;\n#pragma", "#pragma"),
     (
         "the second part of a tile with the mask of the first",
         _KERNEL,
@@ -64,5 +65,74 @@ DETERMINISTIC = [  # there is one stage for a mask's tile
         _KERNEL,
         "ptx::turn_wait(turn.at, turn.mine);\n          ptx::turn_pass(turn.at, turn.mine + 1);\n        }",
         "}",
+    ),
+]
+COLUMNS = [
+    ("columns: scores read before they are done", _COLUMNS, "@full_scores_done", "ptx::wgmma_wait<1>();"),
+    (
+        "columns: weights read before both warpgroups wrote them",
+        _COLUMNS,
+        "@full_scores_written",
+        "ptx::bar_sync(10 + group, 128);",
+    ),
+    (
+        "columns: weights overwritten while the other warpgroup reads them",
+        _COLUMNS,
+        "@full_scores_read",
+        "",
+    ),
+    (
+        "columns: weights read without a proxy fence",
+        _COLUMNS,
+        "        ptx::fence_proxy_async();\n      }",
+        "      }",
+    ),
+    (
+        "columns: a mask's tile read before it landed",
+        _COLUMNS,
+        "if (maps.mask_tiles) ptx::mbarrier_wait(memory.mask_full",
+        "if (false) ptx::mbarrier_wait(memory.mask_full",
+    ),
+    (
+        "columns: a stage released before its products are done",
+        _COLUMNS,
+        "@full_products_done",
+        "ptx::wgmma_wait<4>();",
+    ),
+    ("columns: a hidden row leaks", _COLUMNS, "if (Base::hides(tile) &&", "if (false && Base::hides(tile) &&"),
+    (
+        "columns: the second warpgroup with the mask of the first",
+        _COLUMNS,
+        "maps.mask_tiles, panel + row * 128,",
+        "maps.mask_tiles, panel,",
+    ),
+    (
+        "columns: the second warpgroup's gradient of the mask in the first's place",
+        _COLUMNS,
+        "done.tile * kRows, row);",
+        "done.tile * kRows, 0);",
+    ),
+    ("columns: dropped weights not scaled", _COLUMNS, "dv[i] *= task.scores.keep_scale;", ";"),
+    ("columns: keys that are not finite reach the products", _COLUMNS, "Guard::clean_keys(Base::memory, smem);", ""),
+]
+DETERMINISTIC_COLUMNS = [
+    ("columns: scores read before they are done", _COLUMNS, "@full_scores_done", "ptx::wgmma_wait<1>();"),
+    (
+        "columns: delta of another stage",
+        _COLUMNS,
+        "(memory.delta - memory.k) + os * kRows * 4",
+        "(memory.delta - memory.k) + qs * kRows * 4",
+    ),
+    (
+        "columns: dQ's stage overwritten while it is added",
+        _COLUMNS,
+        "if (Shape::kDeterministic && stored) ptx::bar_sync(8 + group, 160);\n        Base::store_dq",
+        "Base::store_dq",
+    ),
+    (
+        "columns: one piece of dQ twice",
+        _KERNEL,
+        "(kRows * Shape::kD) + piece * 4096",
+        "(kRows * Shape::kD) + half * 4096",
     ),
 ]

@@ -31,7 +31,7 @@ PAGED = {
         ),
         ("rows aligned at the top", _PAGES, "if (p.bottom_right) s.keys.offset", "if (false) s.keys.offset"),
         ("sequences of nobody", _TASK, "rows <= task.few_rows ?", "rows < task.few_rows ?"),
-        ("rows of decoding aligned at the bottom", _TASK, "!task.cu_q || task.bottom_right", "true"),
+        ("rows of decoding aligned at the bottom", _TASK, "!packed || task.bottom_right", "true"),
         ("tiles of the sequence before", _TASK, "first(middle) <= number", "first(middle) < number"),
         ("rows of the sequence before", _TASK, "row = begin + i % q_len", "row = i % q_len"),
         (

@@ -62,7 +62,7 @@ def _sources(*files: Path) -> list[bytes]:
 def _kernels(csrc: Path) -> list[Path]:
     """The files that kernels are made of."""
     core = (csrc / f"core/{name}.h" for name in ("constants", "mask", "philox"))
-    return [*core, *csrc.glob("*/params.h"), *csrc.glob("cuda/**/*.cuh")]
+    return [*core, *csrc.glob("*/*params.h"), *csrc.glob("cuda/**/*.cuh")]
 
 
 @functools.cache

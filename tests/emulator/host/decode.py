@@ -24,8 +24,9 @@ def _flat(x):
 
 def decode(program, query, key, value, lengths, *, block_table=None, ring=False, is_causal=True, window_size=(-1, -1),
            scale=0.125, attn_mask=None, prefix_length=0, softcap=0.0, sinks=None, alibi_slopes=None, order="forward",
-           splits=1, chunked=True, longest=0, key_scale=None, value_scale=None):  # fmt: skip
-    """(out, lse); arguments as attnjourney.decode's, cache tensors with their strides. Numbers travel in decimal:
+           splits=1, joins=False, chunked=True, longest=0, key_scale=None, value_scale=None):  # fmt: skip
+    """(out, lse); joins: the last block of a unit joins its parts; other arguments as attnjourney.decode's, cache
+    tensors with their strides. Numbers travel in decimal:
     scale needs at most six places, softcap three."""
     batch, heads, q_len, dim = query.shape
     kv_heads, v_dim = key.shape[1], value.shape[3]
@@ -39,7 +40,8 @@ def decode(program, query, key, value, lengths, *, block_table=None, ring=False,
         "block_size": 0, "left": window_size[0], "right": 0 if is_causal else window_size[1], "prefix": prefix_length,
         "scale": round(1e6 * scale), "softcap": round(1e3 * softcap),
         "sinks": sinks is not None, "slopes": alibi_slopes is not None, "mask": 0, "mask_size": 0, "splits": splits,
-        "chunked": chunked, "longest": longest, **dict.fromkeys(("mask_batch", "mask_head", "mask_row", "mask_col"), 0),
+        "joins": joins, "chunked": chunked, "longest": longest,
+        **dict.fromkeys(("mask_batch", "mask_head", "mask_row", "mask_col"), 0),
     }  # fmt: skip
     arguments |= dict.fromkeys(("bytes", "key_scale_size", "value_scale_size"), 0)
     arguments |= dict.fromkeys(("ks_outer", "ks_head", "vs_outer", "vs_head"), 0)

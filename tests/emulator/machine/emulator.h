@@ -94,6 +94,7 @@ void stmatrix(uint32_t addr, const uint32_t* r, int count, Site);
 void mma_m16n8k16(float* d, const uint32_t* a, const uint32_t* b, bool bf16, Site);
 void reduce_add(float*, const float* values, int count, Site);
 uint32_t atomic_add(uint32_t*, uint32_t, Site);
+uint32_t atomic_or(uint32_t*, uint32_t, Site);  // orders nothing
 void thread_fence();
 void turn_wait(const int*, int turn, Site);
 void turn_pass(int*, int next);

@@ -308,6 +308,13 @@ uint32_t atomic_add(uint32_t* p, uint32_t value, Site s) {
   if (!current->fenced.empty()) before.push_back({block_number(), current->fenced});
   return old;
 }
+uint32_t atomic_or(uint32_t* p, uint32_t value, Site s) {
+  counts.atomics++;
+  global_access(p, 4, Access::atomic, s);
+  const uint32_t old = *p;
+  *p = old | value;
+  return old;
+}
 void thread_fence() {
   if (!options.check) return;
   current->fenced = current->clock;

@@ -65,6 +65,17 @@ float2 unpack2(uint32_t v) {
   };
   return {value(v), value(v >> 16)};
 }
+template <class T>
+uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {  // rounded twice: kernels' sums are exact
+  const float2 x = unpack2<T>(a), y = unpack2<T>(b), z = unpack2<T>(c);
+  return pack2<T>(std::fma(x.x, y.x, z.x), std::fma(x.y, y.y, z.y));
+}
+inline uint32_t byte_permute(uint32_t v, uint32_t selector) {
+  uint32_t r = 0;
+  for (int i = 0; i < 4; i++)
+    if (const uint32_t from = selector >> 4 * i & 7; from < 4) r |= (v >> 8 * from & 0xffu) << 8 * i;
+  return r;
+}
 
 inline uint32_t shfl_xor(uint32_t v, int lane_mask, Site s = Site::here()) {
   return emulator::shfl(v, lane_mask, emulator::Shuffle::exclusive_or, s);
@@ -81,10 +92,12 @@ inline int uniform(int v, Site s = Site::here()) {
 inline bool any(bool b, Site s = Site::here()) { return emulator::ballot(b, s) != 0; }
 inline uint32_t ballot(bool b, Site s = Site::here()) { return emulator::ballot(b, s); }
 inline int first_bit(uint32_t v) { return __builtin_ctz(v); }
+inline int count_bits(uint32_t v) { return __builtin_popcount(v); }
 inline void bar_sync(int id, int threads, Site s = Site::here()) { emulator::bar_sync(id, threads, s); }
 inline void bar_arrive(int id, int threads, Site s = Site::here()) { emulator::bar_arrive(id, threads, s); }
 inline void reduce_add(float* p, float v, Site s = Site::here()) { emulator::reduce_add(p, &v, 1, s); }
 inline uint32_t atomic_add(uint32_t* p, uint32_t v, Site s = Site::here()) { return emulator::atomic_add(p, v, s); }
+inline uint32_t atomic_or(uint32_t* p, uint32_t v, Site s = Site::here()) { return emulator::atomic_or(p, v, s); }
 inline void thread_fence() { emulator::thread_fence(); }
 inline void turn_wait(const int* p, int turn, Site s = Site::here()) { emulator::turn_wait(p, turn, s); }
 inline void turn_pass(int* p, int next) { emulator::turn_pass(p, next); }

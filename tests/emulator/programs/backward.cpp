@@ -1,7 +1,7 @@
-// Runs one backward kernel with its passes, named by -DKERNEL=... (an Sm80Backward, with -DWIDE an Sm80WideBackward) or -DSHAPE=... (an
-// Sm90BackwardShape, of the kernel -DENTRY=...; with -DOPTIONS an Sm90FullBackwardShape). stdin: query, key, value,
-// out, grad_out, stats, grad_lse, lengths, options; stdout: grad_query, grad_key, grad_value, and of options where
-// there are such: grad_sinks, grad_slopes, grad_mask. -DRANGED: as in forward.cpp.
+// Runs one backward kernel with its passes, named by -DKERNEL=... (an Sm80Backward, with -DWIDE an Sm80WideBackward) or
+// -DSHAPE=... (an Sm90BackwardShape, of the kernel -DENTRY=...; with -DOPTIONS an Sm90FullBackwardShape). stdin: query,
+// key, value, out, grad_out, stats, grad_lse, lengths, options; stdout: grad_query, grad_key, grad_value, and of
+// options where there are such: grad_sinks, grad_slopes, grad_mask. -DRANGED: as in forward.cpp.
 #include "backward_options.h"
 #include "tile_kinds_of.h"
 //
@@ -36,8 +36,7 @@ void launch_main(const BackwardTask& p, const driver::Shape& q, const driver::Sh
     all.mask = emulator::tensor_map(m.mask, {item, m.mask_head, m.mask_row}, item ? p.batch : 1,
                                     m.mask_head ? p.q_heads : 1, p.q_len, p.kv_len, Kernel::kRows);
   }
-  emulator::launch(sm90_full_backward<Kernel>, dim3(blocks), dim3(Kernel::kThreads), Kernel::kSmemBytes, options, all,
-                   p);
+  emulator::launch(ENTRY<Kernel>, dim3(blocks), dim3(Kernel::kThreads), Kernel::kSmemBytes, options, all, p);
 #else
   emulator::launch(ENTRY<Kernel, Ranged>, dim3(blocks), dim3(Kernel::kThreads), Kernel::kSmemBytes, options, maps, p);
 #endif

@@ -59,6 +59,8 @@ int main(int argc, char** argv) {
     emulator::Buffer<T> out(static_cast<size_t>(rows) * p.v_head_dim, "out");
     emulator::Buffer<C> lse(rows, "lse"), part_out(parts * p.v_head_dim, "part_out"), stats(parts * 2, "part_stats");
     p.out = out.data, p.lse = lse.data, p.part_out = part_out.data, p.part_stats = stats.data;
+    emulator::Buffer<uint32_t> arrivals(std::vector<uint32_t>(static_cast<size_t>(units), 0), "arrivals");
+    if (a["joins"]) p.arrivals = arrivals.data;
 #ifdef KERNEL
     emulator::launch(decode_mma<KERNEL>, dim3(units * p.splits), dim3(KERNEL::kThreads), KERNEL::kSmemBytes,
                      a.options(), p);
@@ -72,7 +74,9 @@ int main(int argc, char** argv) {
     emulator::launch(decode, dim3(units * p.splits), dim3(shape.kThreads), shape.bytes(), a.options(), p,
                      a["chunked"] != 0);
 #endif
-    if (p.splits > 1)
+    for (int i = 0; i < units; i++)
+      if (arrivals.data[i]) throw emulator::Error("counts of arrivals were not left at zero");
+    if (p.splits > 1 && !p.arrivals)
       emulator::launch(decode_merge<T>, dim3(rows), dim3(kMergeThreads), merge_smem<C>(p.splits, p.v_head_dim),
                        a.options(), p, kTileRows);
     driver::write(out);

@@ -23,7 +23,7 @@ namespace {
 
 // Products: made of (params, head, buffers, rows, others) for one call. P: the weights, kept in its buffers.
 //   Buffers(params, tiles, scratch)
-//   tile, key_block             queries, keys
+//   tile, keys_at_once(params)  queries, keys of a block
 //   Out, writes_rows(params)    rows of out that it can write in place of sums, and whether it does
 //   rounds, weight_unit         products with values take rounded weights; what P is counted in
 //   own_scores                  of large scores the last bits are not those that derivatives compute
@@ -39,14 +39,16 @@ namespace {
 //   values_finite()             whether every value of the block is
 //   scale_row(sums, ld, row, x), rows_of(tile, sums)   of the tile's sums of values: a row, and all rows [row][ld]
 //   add_values(tile, seen, output, prefetch), add_values_guarded(tile, seen, output)
-template <class T, class Products>
+// Stored: of queries, keys and values, T: of the output.
+template <class T, class Products, class Stored = T>
 class Forward {
  public:
   using Real = Compute<T>;
   static constexpr int width = Vec<Real>::width;
-  static constexpr int64_t tile = Products::tile, key_block = Products::key_block;
+  static constexpr int64_t tile = Products::tile;
   static constexpr int64_t tiles = Tuning::forward_tiles;  // that share a key block
 
+  static int64_t key_block(const AttentionParams& params) { return Products::keys_at_once(params); }
   static int64_t space(const AttentionParams& params, int64_t rows) { return scratch_bytes<Buffers>(params, rows); }
 
   // Rows first .. first + count - 1 (count <= tiles * tile) of one head. `plain`, if the products are not of the
@@ -76,7 +78,7 @@ class Forward {
     Real* output;               // [tiles][tile][output_ld]
     RunningRows<Real> running;  // [tiles][tile]
     Real* inverse;              // [tile]
-    T *keys, *values;           // [key_block], of pages
+    Stored *keys, *values;      // [key_block], of pages
     Buffers(const AttentionParams& params, int64_t rows, Scratch& scratch)
         : tiles_used((rows + tile - 1) / tile),
           output_ld(sums_ld<Real>(params)),
@@ -86,9 +88,9 @@ class Forward {
       running = {scratch.take<Real>(n), scratch.take<Real>(n), scratch.take<Real>(n), nullptr};
       running.rounded = Products::rounds ? scratch.take<Real>(n) : running.total;
       inverse = scratch.take<Real>(tile);
-      const int64_t paged = params.page_size ? key_block : 0;
-      keys = scratch.take<T>(paged * PagedRows<T>::line(params.head_dim));
-      values = scratch.take<T>(paged * PagedRows<T>::line(params.v_head_dim));
+      const int64_t paged = params.page_size ? key_block(params) : 0;
+      keys = scratch.take<Stored>(paged * PagedRows<Stored>::line(params.head_dim));
+      values = scratch.take<Stored>(paged * PagedRows<Stored>::line(params.v_head_dim));
     }
   };
 
@@ -116,8 +118,8 @@ class Forward {
       }
       started_[t] = false;
     }
-    KeyWalk walk(params_, head_, first_, count_, key_block);
-    const PagedRows<T> keys{params_.k_row, params_.k_page, params_.head_dim, buffers_.keys},
+    KeyWalk walk(params_, head_, first_, count_, key_block(params_));
+    const PagedRows<Stored> keys{params_.k_row, params_.k_page, params_.head_dim, buffers_.keys},
         values{params_.v_row, params_.v_page, params_.v_head_dim, buffers_.values};
     do {
       products_.load_block(walk.k0, walk.block, placed(head_.key, keys, walk), placed(head_.value, values, walk));
@@ -127,8 +129,8 @@ class Forward {
   }
 
   // the rows of a key block
-  ATTN_INLINE PlacedRows<T> placed(const void* base, const PagedRows<T>& rows, const KeyWalk& walk) const {
-    return rows.placed(static_cast<const T*>(base), head_.pages, params_.page_size, walk.k0, walk.block);
+  ATTN_INLINE PlacedRows<Stored> placed(const void* base, const PagedRows<Stored>& rows, const KeyWalk& walk) const {
+    return rows.placed(static_cast<const Stored*>(base), head_.pages, params_.page_size, walk.k0, walk.block);
   }
 
   QueryTile tile_at(int64_t t) const {
@@ -181,7 +183,7 @@ class Forward {
     const bool same_keys = next < buffers_.tiles_used;
     const QueryTile rows = tile_at(same_keys ? next : 0);
     const int64_t k0 = same_keys ? walk.k0 : walk.k0 + walk.block;
-    const int64_t keys = same_keys ? walk.block : min_of(key_block, params_.kv_len - k0);
+    const int64_t keys = same_keys ? walk.block : min_of(key_block(params_), params_.kv_len - k0);
     prefetch_mask<T>(params_, head_.mask, rows.first, rows.count, k0, keys, prefetch);
   }
 

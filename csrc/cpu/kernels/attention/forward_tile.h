@@ -80,11 +80,11 @@ struct SumsByRows {
   }
 };
 
-// calls f(row of the tile, Rows<m>, keys) for a register tile of rows at a time; keys of `seen` that any of them sees
-template <class F>
+// calls f(row of the tile, Rows<m>, keys) for up to Most rows at a time; keys of `seen` that any of them sees
+template <int Most = Tuning::rows, class F>
 ATTN_INLINE void each_row_group(const KeyRanges& ranges, const QueryTile& tile, int64_t k0, int64_t block,
                                 const TileKeys& seen, const F& f) {
-  split_rows<Tuning::rows>(tile.count, [&](int64_t r, auto m) {
+  split_rows<Most>(tile.count, [&](int64_t r, auto m) {
     const int64_t row = tile.first + r;
     const TileKeys mine = seen.empty() ? seen : tile_keys(ranges, row, row + m.count - 1, k0, block);
     f(r, m, KeyRange{max_of(mine.begin, seen.begin), min_of(mine.end, seen.end)});

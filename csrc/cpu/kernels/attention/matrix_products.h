@@ -28,6 +28,7 @@ class MatrixProducts {
   static constexpr bool rounds = parts == 1, own_scores = true, bias_is_overwritten = false;
   static constexpr float weight_unit = rounds ? exp2_unit : 1.f;
   static_assert(width == side && key_block % group == 0);
+  static int64_t keys_at_once(const AttentionParams&) { return key_block; }
 
   static int64_t steps_of(int64_t dim) { return (dim + group - 1) / group; }
   static int64_t tiles_of(int64_t dim) { return (dim + side - 1) / side; }

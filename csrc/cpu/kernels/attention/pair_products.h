@@ -19,6 +19,7 @@ class PairProducts : public PairTiles, public SumsByRows {
   static constexpr bool rounds = true, own_scores = true, bias_is_overwritten = false;
   static constexpr float weight_unit = exp2_unit;
   static_assert(key_block % 2 == 0);
+  static int64_t keys_at_once(const AttentionParams&) { return key_block; }
 
   struct Buffers {
     int64_t pairs, row_ld, value_ld;

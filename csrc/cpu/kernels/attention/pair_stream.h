@@ -76,7 +76,7 @@ struct PairStream : PairTiles {
     Pairs y[N];
     ATTN_UNROLL for (int j = 0; j < N; j++) y[j] = load_pairs(Y + width * j);
     ATTN_UNROLL for (int r = 0; r < M; r++) {
-      const Pairs x = broadcast_pair(X + r * ld);
+      const PairForAll x = broadcast_pair(X + r * ld);
       ATTN_UNROLL for (int j = 0; j < N; j++) t[r][j] = dot_pairs(t[r][j], x, y[j]);
     }
   }

@@ -32,7 +32,7 @@ struct PairTiles {
       Pairs values[N];
       ATTN_UNROLL for (int j = 0; j < N; j++) values[j] = load_pairs(term.values + k * ld + d + width * j);
       ATTN_UNROLL for (int i = 0; i < M; i++) {
-        const Pairs weight = broadcast_pair(term.weights + k * tile + i);
+        const PairForAll weight = broadcast_pair(term.weights + k * tile + i);
         ATTN_UNROLL for (int j = 0; j < N; j++) sums.acc[i][j] = dot_pairs(sums.acc[i][j], weight, values[j]);
       }
     }

@@ -167,10 +167,10 @@ struct ScoreTile {
 };
 
 // Rows r .. of the tile: sums of the products of `keys` weights and values. One function for all dtypes of a precision.
-template <class Real, int M>
+template <class Real, int M, int N>
 ATTN_NOINLINE void value_rows(const Real* weights, int64_t keys, const OutputTile<Real, Real>& output, int64_t value_ld,
                               const Real* values, int64_t r) {
-  split_columns<Real, Tuning::vectors>(output.columns, [&](int64_t d, auto n) {
+  split_columns<Real, N>(output.columns, [&](int64_t d, auto n) {
     Tile<Real, M, n.count> sums;
     sums.clear();
     sums.add_columns(weights + r, ScoreTile<Real>::tile, values + d, value_ld, keys);
@@ -178,18 +178,27 @@ ATTN_NOINLINE void value_rows(const Real* weights, int64_t keys, const OutputTil
   });
 }
 
+// T: of queries, keys and values
 template <class T>
 class PlainProducts : public SumsByRows {
   using Real = Compute<T>;
+  static constexpr bool scaled = sizeof(T) == 1;  // rows have scales, which packing multiplies them by
   static constexpr int width = Vec<Real>::width;
   static constexpr int64_t panel = ScoreTile<Real>::panel;
   static constexpr bool same_dtype = sizeof(T) == sizeof(Real);
 
  public:
   using Out = Real;
-  static constexpr int64_t tile = ScoreTile<Real>::tile, key_block = Tuning::forward_keys;
+  static constexpr int64_t tile = ScoreTile<Real>::tile;
   static constexpr bool rounds = false, own_scores = false, bias_is_overwritten = true;
   static constexpr Real weight_unit = 1;
+
+  // Sums are added up after every block: less often of a long one, whose weights then leave the first-level cache.
+  static ATTN_INLINE int64_t keys_at_once(const AttentionParams& params) {
+    const int64_t numbers = params.head_dim + params.v_head_dim;
+    const bool fits = Tuning::long_forward_keys * numbers * int64_t(sizeof(Real)) <= machine_tuning.long_block_bytes;
+    return numbers >= 96 && fits ? Tuning::long_forward_keys : Tuning::forward_keys;
+  }
 
   struct Buffers {
     int64_t key_ld, value_ld;
@@ -200,9 +209,9 @@ class PlainProducts : public SumsByRows {
         : key_ld(round_up(params.head_dim, 64 / int64_t(sizeof(Real)))),
           value_ld(sums_ld<Real>(params)),
           query(scratch.take<Real>(tiles * tile * params.head_dim)),
-          weights(scratch.take<Real>(key_block * tile)),
-          keys(scratch.take<Real>(key_block * key_ld)),
-          values(scratch.take<Real>(key_block * value_ld)) {}
+          weights(scratch.take<Real>(keys_at_once(params) * tile)),
+          keys(scratch.take<Real>(keys_at_once(params) * key_ld)),
+          values(scratch.take<Real>(keys_at_once(params) * value_ld)) {}
   };
 
   Real* const bias;  // where the weights will be
@@ -221,11 +230,12 @@ class PlainProducts : public SumsByRows {
     pack_transposed(static_cast<const T*>(head_.query) + rows.first * params_.q_row, params_.q_row, rows.count,
                     params_.head_dim, Times<Real>{query_factor<Real>(params_)}, query_of(rows), panel,
                     panel * params_.head_dim, panel);
+    if constexpr (scaled) scale_query(rows);
   }
 
   ATTN_INLINE void load_block(int64_t k0, int64_t block, const PlacedRows<T>& keys, const PlacedRows<T>& values) {
     // dense rows are read in place; rows far apart collide in the cache, 16-bit ones are converted
-    const auto dense = [](int64_t row) { return same_dtype && row * int64_t(sizeof(T)) < 1024; };
+    const auto dense = [](int64_t row) { return same_dtype && row * int64_t(sizeof(T)) < machine_tuning.apart_bytes; };
     k0_ = k0;
     block_ = block;
     keys_ = buffers_.keys;
@@ -238,14 +248,14 @@ class PlainProducts : public SumsByRows {
       keys_ = reinterpret_cast<const Real*>(keys.first);
       key_ld_ = keys.ld;
     } else if (block) {
-      pack_rows(keys.first, keys.ld, block, params_.head_dim, buffers_.keys, key_ld_, params_.head_dim);
+      pack(keys, head_.key_scale, params_.key_scale_block, params_.head_dim, buffers_.keys, key_ld_, params_.head_dim);
     }
     if (dense(values.ld) && params_.v_head_dim % width == 0) {
       values_ = reinterpret_cast<const Real*>(values.first);
       value_ld_ = values.ld;
     } else if (block) {
-      values_finite_ = pack_rows(values.first, values.ld, block, params_.v_head_dim, buffers_.values, value_ld_,
-                                 round_up(params_.v_head_dim, width));
+      values_finite_ = pack(values, head_.value_scale, params_.value_scale_block, params_.v_head_dim, buffers_.values,
+                            value_ld_, round_up(params_.v_head_dim, width));
       values_checked_ = true;
     }
   }
@@ -298,10 +308,12 @@ class PlainProducts : public SumsByRows {
   }
   ATTN_INLINE void add_values(const QueryTile& rows, const TileKeys& seen, const OutputTile<Real, Real>& output,
                               RowPrefetch& prefetch) const {
-    each_row_group(params_.keys, rows, k0_, block_, seen, [&](int64_t r, auto m, const KeyRange& keys) {
-      value_rows<Real, m.count>(buffers_.weights + keys.begin * tile, max_of(0, keys.end - keys.begin), output,
-                                value_ld_, values_ + keys.begin * value_ld_, r);
-      prefetch.step();
+    with_sum_tiles<Real>(output.columns, [&](auto shape) {
+      each_row_group<shape.rows>(params_.keys, rows, k0_, block_, seen, [&](int64_t r, auto m, const KeyRange& keys) {
+        value_rows<Real, m.count, shape.vectors>(buffers_.weights + keys.begin * tile, max_of(0, keys.end - keys.begin),
+                                                 output, value_ld_, values_ + keys.begin * value_ld_, r);
+        prefetch.step();
+      });
     });
   }
   // the same where a value is an inf or a NaN: a weight of exactly 0 hides it
@@ -312,6 +324,35 @@ class PlainProducts : public SumsByRows {
   }
 
  private:
+  // the rows of the key block
+  ATTN_INLINE bool pack(const PlacedRows<T>& rows, const float* scales, int64_t scale_block, int64_t cols, Real* to,
+                        int64_t to_ld, int64_t padded) const {
+    if constexpr (!scaled) {
+      return pack_rows(rows.first, rows.ld, block_, cols, to, to_ld, padded);
+    } else {
+      bool finite = true;
+      for (int64_t r = 0, n; r < block_; r += n) {
+        const int64_t key = k0_ + r;
+        n = min_of(block_ - r, fp8_scale_rows - key % fp8_scale_rows);
+        const Times<Real> times{scales[key / fp8_scale_rows * scale_block]};
+        finite &= pack_rows_by(rows.first + r * rows.ld, rows.ld, n, cols, times, to + r * to_ld, to_ld, padded);
+      }
+      return finite;
+    }
+  }
+  ATTN_NOINLINE void scale_query(const QueryTile& rows) const {
+    for (int64_t j = 0; j < rows.vectors_used; j++) {
+      alignas(64) Real factors[width];
+      for (int i = 0; i < width; i++) {
+        const int64_t row = min_of(rows.first + j * width + i, params_.q_len - 1);
+        factors[i] = head_.query_scale[row / fp8_scale_rows * params_.query_scale_block];
+      }
+      const Vec<Real> factor = load(factors);
+      Real* const lanes = query_of(rows) + j * width / panel * panel * params_.head_dim + j * width % panel;
+      for (int64_t d = 0; d < params_.head_dim; d++) store(lanes + d * panel, load(lanes + d * panel) * factor);
+    }
+  }
+
   Real* query_of(const QueryTile& rows) const { return buffers_.query + rows.index * tile * params_.head_dim; }
   static ATTN_INLINE Vec<Real> load_vector(const Real* x, int64_t j) { return load(x + j * width); }
 

@@ -340,10 +340,10 @@ struct TileStages {
 
   // ---- sums with lanes over head_dim
 
-  template <int M>
+  template <int M, int N>
   static ATTN_NOINLINE void add_over_queries(const Real* left, const Real* right, int64_t right_ld, int64_t n,
                                              int64_t columns, Real* out, int64_t out_ld) {
-    split_columns<Real, vectors>(columns, [&](int64_t d, auto n_) {
+    split_columns<Real, N>(columns, [&](int64_t d, auto n_) {
       Tile<Real, M, n_.count> sums;
       sums.clear();
       sums.add_rows(left, tile, right + d, right_ld, n);
@@ -360,20 +360,23 @@ struct TileStages {
                   out + seen.begin * out_ld, out_ld);
       return;
     }
-    split_rows<rows>(seen.end - seen.begin, [&](int64_t k_, auto m) {
-      const int64_t k = seen.begin + k_;
-      const KeyRange r = params.keys.rows(k0 + k, k0 + k + m.count - 1, params.q_len);
-      const int64_t from = max_of(0, r.begin - queries.first), to = min_of(queries.count, r.end - queries.first);
-      if (queries.prefetch) queries.prefetch->step();
-      if (from < to)
-        add_over_queries<m.count>(left + k * tile + from, right + from * right_ld, right_ld, to - from,
-                                  round_up(dim, width), out + k * out_ld, out_ld);
+    const int64_t columns = round_up(dim, width);
+    with_sum_tiles<Real>(columns, [&](auto shape) {
+      split_rows<shape.rows>(seen.end - seen.begin, [&](int64_t k_, auto m) {
+        const int64_t k = seen.begin + k_;
+        const KeyRange r = params.keys.rows(k0 + k, k0 + k + m.count - 1, params.q_len);
+        const int64_t from = max_of(0, r.begin - queries.first), to = min_of(queries.count, r.end - queries.first);
+        if (queries.prefetch) queries.prefetch->step();
+        if (from < to)
+          add_over_queries<m.count, shape.vectors>(left + k * tile + from, right + from * right_ld, right_ld, to - from,
+                                                   columns, out + k * out_ld, out_ld);
+      });
     });
   }
-  template <int M>
+  template <int M, int N>
   static ATTN_NOINLINE void add_over_keys(const Real* left, const Real* right, int64_t right_ld, int64_t n,
                                           int64_t columns, Real* out, int64_t out_ld) {
-    split_columns<Real, vectors>(columns, [&](int64_t d, auto n_) {
+    split_columns<Real, N>(columns, [&](int64_t d, auto n_) {
       Tile<Real, M, n_.count> sums;
       sums.clear();
       sums.add_columns(left, tile, right + d, right_ld, n);
@@ -390,12 +393,15 @@ struct TileStages {
                   dim, out, ld);
       return;
     }
-    split_rows<rows>(queries.count, [&](int64_t r, auto m) {
-      const TileKeys mine = tile_keys(params.keys, queries.first + r, queries.first + r + m.count - 1, k0, block);
-      const int64_t begin = max_of(mine.begin, seen.begin), n = min_of(mine.end, seen.end) - begin;
-      if (n > 0)
-        add_over_keys<m.count>(left + begin * tile + r, right + begin * ld, ld, n, round_up(dim, width), out + r * ld,
-                               ld);
+    const int64_t columns = round_up(dim, width);
+    with_sum_tiles<Real>(columns, [&](auto shape) {
+      split_rows<shape.rows>(queries.count, [&](int64_t r, auto m) {
+        const TileKeys mine = tile_keys(params.keys, queries.first + r, queries.first + r + m.count - 1, k0, block);
+        const int64_t begin = max_of(mine.begin, seen.begin), n = min_of(mine.end, seen.end) - begin;
+        if (n > 0)
+          add_over_keys<m.count, shape.vectors>(left + begin * tile + r, right + begin * ld, ld, n, columns,
+                                                out + r * ld, ld);
+      });
     });
   }
 

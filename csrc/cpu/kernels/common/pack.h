@@ -77,10 +77,10 @@ ATTN_INLINE void pack_transposed(const T* from, int64_t ld, int64_t rows, int64_
   pack_transposed_by(from, ld, rows, cols, f, to, panel, panel_stride, to_ld);
 }
 
-// rows in compute precision, columns cols .. padded set to 0; tells whether every number is finite
-template <class T>
-ATTN_NOINLINE bool pack_rows(const T* from, int64_t ld, int64_t rows, int64_t cols, Compute<T>* to, int64_t to_ld,
-                             int64_t padded) {
+// rows in compute precision through f, columns cols .. padded set to 0; tells whether every number is finite
+template <class T, class F>
+ATTN_NOINLINE bool pack_rows_by(const T* from, int64_t ld, int64_t rows, int64_t cols, F f, Compute<T>* to,
+                                int64_t to_ld, int64_t padded) {
   using Real = Compute<T>;
   constexpr int width = Vec<Real>::width;
   constexpr int64_t distance = 12;  // rows; a strided view defeats the hardware's prefetcher
@@ -92,17 +92,22 @@ ATTN_NOINLINE bool pack_rows(const T* from, int64_t ld, int64_t rows, int64_t co
       for (int64_t i = 0; i < cols; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + distance * ld + i);
     int64_t d = 0;
     for (; d + width <= cols; d += width) {
-      const Vec<Real> numbers = load(row + d);
+      const Vec<Real> numbers = f(load(row + d));
       finite.see(numbers);
       store(out + d, numbers);
     }
     for (; d < cols; d++) {
-      out[d] = load_one(row + d);
+      out[d] = f(Real(load_one(row + d)));
       finite.see(out[d]);
     }
     for (; d < padded; d++) out[d] = Real(0);
   }
   return finite.all();
+}
+template <class T>
+ATTN_INLINE bool pack_rows(const T* from, int64_t ld, int64_t rows, int64_t cols, Compute<T>* to, int64_t to_ld,
+                           int64_t padded) {
+  return pack_rows_by(from, ld, rows, cols, Unchanged{}, to, to_ld, padded);
 }
 
 template <class T>

@@ -37,7 +37,7 @@ struct MatrixBlock<PairUnit, 1> : MatrixTile {
         Pairs column[N];
         ATTN_UNROLL for (int j = 0; j < N; j++) column[j] = load_pairs(b + j * b_column + p * side);
         ATTN_UNROLL for (int r = 0; r < M; r++) {
-          const Pairs row = broadcast_pair(a + r * depth + 2 * p);
+          const PairForAll row = broadcast_pair(a + r * depth + 2 * p);
           ATTN_UNROLL for (int j = 0; j < N; j++) acc[r][j] = dot_pairs(acc[r][j], row, column[j]);
         }
       }

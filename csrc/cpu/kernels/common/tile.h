@@ -1,6 +1,7 @@
 // Register tiles: the matrix products of every kernel, and how rows are split into tiles.
 #pragma once
 #include "common.h"
+#include "cpu/tuning.h"
 
 namespace attnjourney {
 namespace {
@@ -148,6 +149,19 @@ ATTN_INLINE void split_rows(int64_t n, F&& f) {
     first += half;
   }
   if (n > first) with_rows<Max>(n - first, [&](auto m) { f(first, m); });
+}
+
+// The tile of sums over keys or queries: of a few more columns and fewer rows, where they divide the columns evenly.
+template <int M, int N>
+struct TileShape {
+  static constexpr int rows = M, vectors = N;
+};
+template <class Real, class F>
+ATTN_INLINE void with_sum_tiles(int64_t columns, F&& f) {
+  if constexpr (Tuning::wide_vectors != Tuning::vectors)
+    if (machine_tuning.wide_sums && columns % (Tuning::wide_vectors * Vec<Real>::width) == 0)
+      return f(TileShape<Tuning::wide_rows, Tuning::wide_vectors>{});
+  f(TileShape<Tuning::rows, Tuning::vectors>{});
 }
 
 // calls f(first column, Rows<vectors>) over cols (a multiple of the vector width), N vectors at a time. No single

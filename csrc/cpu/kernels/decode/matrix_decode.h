@@ -2,7 +2,8 @@
 // kernels/decode/decode.h does, for queries in bfloat16 and keys that bfloat16 holds exactly (Stored: bf16, i8, e4m3).
 //
 // S^T = K Q^T: [key][16 rows] of each group of rows; O = P V, P rounded to bfloat16. Keys and values are packed once
-// for all rows; values that are part of their keys are packed with them.
+// for all rows; values that are part of their keys are packed with them. Of 32 numbers of a row of bytes, i and i + 16
+// lie side by side: halves of vectors need not change lanes.
 #pragma once
 #include "cpu/kernels/common/parts.h"
 #include "decode.h"
@@ -124,10 +125,14 @@ struct MatrixDecode {
         const int64_t at = rows.first + i;
         const bf16* const row =
             static_cast<const bf16*>(rows.query) + at / params.q_len * params.q_head + at % params.q_len * params.q_row;
-        memcpy(b.rows + i * ld, row, size_t(params.head_dim) * 2);
+        for (int64_t d = 0; d < ld; d += depth) {
+          const Pairs numbers = load_pairs(row + d, params.head_dim - d);
+          store_pairs(reinterpret_cast<uint32_t*>(b.rows + i * ld + d),
+                      scaled ? halves_side_by_side(numbers) : numbers);
+        }
         each_row_out_of_range(row, 0, 1, params.head_dim, [&](int64_t) { taken = false; });
       }
-      left_in_parts(b.rows, ld, rows.count, params.head_dim, b.query, groups, 0);
+      left_in_parts(b.rows, ld, rows.count, ld, b.query, groups, 0);
       transpose_tiles(b.query, groups * D, b.query_t);
     }
 
@@ -141,15 +146,34 @@ struct MatrixDecode {
           if constexpr (sizeof(Stored) == 2) {
             store_pairs(reinterpret_cast<uint32_t*>(line), load_pairs(x + d, dim - d));
           } else {
-            ATTN_UNROLL for (int half = 0; half < 2; half++) {
-              const int64_t at = d + half * side, left = dim - at;
-              Stored rest[side] = {};
-              if (left > 0 && left < side) memcpy(static_cast<void*>(rest), x + at, size_t(left));
-              store_upper(line + half * side, left >= side ? attnjourney::load(x + at) : attnjourney::load(rest));
-            }
+            const auto numbers = [&](int64_t at) __attribute__((always_inline)) { return of_bytes(x + at, dim - at); };
+            store_pairs(reinterpret_cast<uint32_t*>(line), join_upper(numbers(d), numbers(d + side)));
           }
         }
       }
+    }
+    // the first n of 16, then zeros; a NaN as some number, since its row is dropped
+    static ATTN_INLINE Vf of_bytes(const Stored* x, int64_t n) {
+      using Finite = typename WithoutNan<Stored>::type;
+      if (n >= side) return attnjourney::load(reinterpret_cast<const Finite*>(x));
+      Finite rest[side] = {};
+      if (n > 0) memcpy(static_cast<void*>(rest), x, size_t(n));
+      return attnjourney::load(rest);
+    }
+    // rows of packed values -> the right side of sums over keys: of every 32 columns a tile of those that lie first in
+    // their pairs, and one of the others
+    static ATTN_NOINLINE void zip_values(const bf16* X, int64_t row_tiles, int64_t steps, int64_t used, uint32_t* to) {
+      constexpr int64_t column = key_steps * Matrix::pairs;
+      for (int64_t r = 0; r < row_tiles; r += 2)
+        for (int64_t s = 0; s < used; s++) {
+          const bf16 *const low = X + (r * steps + s) * Matrix::numbers, *const high = low + steps * Matrix::numbers;
+          uint32_t* const tile = to + 2 * s * column + r / 2 * Matrix::pairs;
+          for (int64_t i = 0; i < side; i++) {
+            const Pairs a = load_pairs(low + i * depth), z = load_pairs(high + i * depth);
+            store_pairs(tile + i * side, join_lower(a, z));
+            store_pairs(tile + column + i * side, join_upper(as_numbers(a), as_numbers(z)));
+          }
+        }
     }
     ATTN_NOINLINE void load(const DecodeBlock& block, bool inside, LinePrefetch& prefetch) {
       dropped_count = 0;
@@ -167,7 +191,7 @@ struct MatrixDecode {
         zero_left_row(b.key, k, D, 1, 0);
         if (!inside) zero_left_row(b.value, k, Dv, 1, 0);
       }
-      zip_tiles(inside ? b.key : b.value, used, inside ? D : Dv, Dv, b.value_z, key_steps * Matrix::pairs);
+      zip_values(inside ? b.key : b.value, used, inside ? D : Dv, Dv, b.value_z);
     }
 
     ATTN_NOINLINE void step(const DecodeBlock& block, bool border, LinePrefetch& prefetch) {
@@ -259,11 +283,20 @@ struct MatrixDecode {
         const bool there = r < rows.count;
         partial.largest[r] = there ? b.largest[r] : Softmax::lowest;
         partial.sum[r] = there ? b.sum[r] : 0;
-        for (int64_t d = 0; d < shape.vd; d += side)
-          store(partial.output + r * shape.vd + d,
-                there ? attnjourney::load(b.sums + (r / side * 2 * Dv + d / side) * Matrix::sums + r % side * side)
-                      : Vf::zero());
+        for (int64_t d = 0; d < shape.vd; d += depth)
+          put_columns(partial.output + r * shape.vd + d, there, r, d, shape.vd);
       }
+    }
+    // 32 columns of a row from d on, as far as there are
+    ATTN_INLINE void put_columns(float* to, bool there, int64_t r, int64_t d, int64_t columns) const {
+      Vf first = Vf::zero(), second = Vf::zero();
+      if (there) {
+        const float* const sums = b.sums + (r / side * 2 * Dv + d / side) * Matrix::sums + r % side * side;
+        first = attnjourney::load(sums), second = attnjourney::load(sums + Matrix::sums);
+        if constexpr (!scaled) interleave(first, second);
+      }
+      store(to, first);
+      if (d + side < columns) store(to + side, second);
     }
   };
 };

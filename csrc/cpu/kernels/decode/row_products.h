@@ -18,6 +18,7 @@ ATTN_NOINLINE Vec<Compute<T>> load_part(const T* from, int64_t n) {
 template <class T>
 struct WithoutNan {
   static constexpr bool differs = false;
+  using type = T;
 };
 template <>
 struct WithoutNan<e4m3> {

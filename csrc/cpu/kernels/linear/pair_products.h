@@ -62,7 +62,7 @@ struct ChunkPairProducts {
           Pairs column[N];
           ATTN_UNROLL for (int j = 0; j < N; j++) column[j] = load_pairs(right_pairs + x * cols + c + width * j);
           ATTN_UNROLL for (int i = 0; i < M; i++) {
-            const Pairs factor =
+            const PairForAll factor =
                 broadcast_pair(columns ? left_pairs + x * pairs_ld + r + i : left_pairs + (r + i) * pairs_ld + x);
             ATTN_UNROLL for (int j = 0; j < N; j++) sums.acc[i][j] = dot_pairs(sums.acc[i][j], factor, column[j]);
           }

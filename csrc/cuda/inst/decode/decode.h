@@ -27,7 +27,11 @@ DecodeTiling decode_tiling(int head_dim, int v_head_dim, int rows, bool chunked)
   if constexpr (sizeof(T) == 2)
     if (chunked)
       return with_decode_mma<T>(head_dim, v_head_dim, rows, [&]<class Kernel>() {
-        return DecodeTiling{Kernel::kRows, Kernel::kKeys, Kernel::kSmemBytes, Kernel::kBlocks};
+        return DecodeTiling{.rows = Kernel::kRows,
+                            .keys = Kernel::kKeys,
+                            .smem_bytes = Kernel::kSmemBytes,
+                            .blocks = Kernel::kBlocks,
+                            .joins = Kernel::kJoins};
       });
   using Shape = DecodeFmaShape<T>;
   return {Shape::kRows, Shape::kKeys, Shape(head_dim, v_head_dim).bytes(), DecodeFma<T>::kBlocks};
@@ -51,7 +55,7 @@ void launch_sm80_decode(const DecodeTask& task, bool chunked, cudaStream_t strea
     }
   static_assert(fits(DecodeFmaShape<T>(256, 256).bytes(), true));
   if (!done) launch_kernel(decode_fma<T>, blocks, DecodeFma<T>::kThreads, tiling.smem_bytes, stream, task, chunked);
-  if (task.splits > 1)
+  if (task.splits > 1 && !task.arrivals)
     launch_kernel(decode_merge<T>, rows, kMergeThreads, merge_smem<Compute<T>>(task.splits, task.v_head_dim), stream,
                   task, tiling.rows);
 }

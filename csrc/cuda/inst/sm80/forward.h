@@ -13,9 +13,10 @@ void with_sm80_forward(HeadSize size, F&& f) {
     static_assert(fits(Kernel::kSmemBytes, true));
     f.template operator()<Kernel>();
   };
+  constexpr int kKeys = Paged ? 32 : 64;  // pages' tiles of 64 would spill
   if (size == HeadSize::d64) return go.template operator()<64, 64, 64>();
-  if (size == HeadSize::d128) return go.template operator()<128, 128, 64>();
-  if (size == HeadSize::d192v128) return go.template operator()<192, 128, 64>();
+  if (size == HeadSize::d128) return go.template operator()<128, 128, kKeys>();
+  if (size == HeadSize::d192v128) return go.template operator()<192, 128, kKeys>();
   go.template operator()<256, 256, Options ? 16 : 32>();
 }
 

@@ -2,7 +2,7 @@
 #pragma once
 #include "backward.h"
 #include "cuda/kernels/common/mask_tiles.cuh"
-#include "cuda/kernels/sm90/full_backward.cuh"
+#include "cuda/kernels/sm90/full_backward_columns.cuh"
 
 namespace attnjourney {
 
@@ -10,7 +10,7 @@ namespace attnjourney {
 template <class T, class OptionGradients>
 void launch_sm90_full_backward(const BackwardTask& task, const TileKinds& kinds, cudaStream_t stream,
                                OptionGradients&& option_gradients) {
-  const auto go = [&]<class Shape>() {
+  const auto go = [&]<class Shape>(void (*kernel)(Sm90FullBackwardMaps, BackwardTask)) {
     launch_backward<Shape>(task, stream, [&] {
       const Scores& s = task.scores;
       const int64_t item = single_batch_stride(s, s.mask_batch);
@@ -21,7 +21,7 @@ void launch_sm90_full_backward(const BackwardTask& task, const TileKinds& kinds,
                        s.mask_head > 0 ? task.q_heads : 1, task.q_len, task.kv_len, Shape::kRows, ptx::is_bf16<T>);
       if (task.key_tiles > 0 &&
           (task.grad_query || task.grad_key || task.grad_value || task.slope_sum || task.mask_gradient.own))
-        launch_kernel(sm90_full_backward<Shape>,
+        launch_kernel(kernel,
                       int64_t{task.key_tiles} * (task.key_value_sum ? task.q_heads : task.kv_heads) *
                           (task.cu_q ? 1 : task.batch),
                       Shape::kThreads, Shape::kSmemBytes, stream, maps, task);
@@ -29,10 +29,13 @@ void launch_sm90_full_backward(const BackwardTask& task, const TileKinds& kinds,
     });
   };
   const auto pick = [&]<bool Deterministic>() {
-    if (backward_size(task.head_dim, task.v_head_dim) == 64)
-      go.template operator()<Sm90FullBackwardShape<T, 64, 128, Deterministic>>();
-    else
-      go.template operator()<Sm90FullBackwardShape<T, 128, 64, Deterministic>>();
+    using D64 = Sm90FullBackwardShape<T, 64, 128, Deterministic>;
+    using D128 = Sm90FullBackwardShape<T, 128, 64, Deterministic>;
+    using D256 = Sm90FullBackwardShape<T, 256, 64, Deterministic>;
+    const int size = backward_size(task.head_dim, task.v_head_dim);
+    if (size == 64) return go.template operator()<D64>(sm90_full_backward<D64>);
+    if (size == 128) return go.template operator()<D128>(sm90_full_backward<D128>);
+    go.template operator()<D256>(sm90_full_columns_backward<D256>);
   };
   if (task.turn)
     pick.template operator()<true>();

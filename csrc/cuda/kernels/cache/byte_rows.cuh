@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kCacheThreads) cache_append_bytes(const Append
 template <class T>
 __global__ void __launch_bounds__(kCacheThreads) cache_expand(const GatherTask task) {
   const int i = blockIdx.x / task.parts, part = blockIdx.x % task.parts, batch = task.first_sequence + i;
-  const DecodeSequence s = decode_sequence(task.cache, batch);
+  const DecodeSequence s = decode_sequence<false>(task.cache, batch);
   const int count = s.keys.key_length;
   if (part == 0 && threadIdx.x == 0) task.held[i] = count;
   for (int t = 0; t < task.from.count; t++)

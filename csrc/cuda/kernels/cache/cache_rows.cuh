@@ -114,7 +114,7 @@ constexpr int kNear = 128;  // keys next to those that rows see, which a tile of
 template <class Unit>
 __global__ void __launch_bounds__(kCacheThreads) cache_gather(const GatherTask task) {
   const int i = blockIdx.x / task.parts, part = blockIdx.x % task.parts, batch = task.first_sequence + i;
-  const DecodeSequence s = decode_sequence(task.cache, batch);
+  const DecodeSequence s = decode_sequence<false>(task.cache, batch);
   const int count = s.keys.key_length;
   if (part == 0 && threadIdx.x == 0) task.held[i] = count;
   for (int t = 0; t < task.from.count; t++)

@@ -15,18 +15,46 @@ __device__ __forceinline__ float byte_number(ByteKind kind, uint32_t byte) {
   return (byte & 0x7fu) == 0x7fu ? NAN : number;
 }
 
+// Bytes 2 half and 2 half + 1 of a word, of int8: exact.
+template <class T>
+__device__ __forceinline__ uint32_t int8_pair(uint32_t word, int half) {
+  const uint32_t two = ptx::byte_permute(word, half ? 0x4342 : 0x4140);  // in the low bytes of the halves
+  if constexpr (ptx::is_bf16<T>)  // 128 + the low seven bits, less 128 or, of a negative number, 256
+    return ptx::fma2<T>((two & 0x007f007fu) | 0x43004300u, 0x3f803f80u, (two & 0x00800080u) | 0xc300c300u);
+  else  // 1024 + 128 + number
+    return ptx::fma2<T>((two ^ 0x00800080u) | 0x64006400u, 0x3c003c00u, 0xe480e480u);
+}
+// The same of e4m3, without NaN: a byte's bits in T's places, then the exponent's bias.
+template <class T>
+__device__ __forceinline__ uint32_t e4m3_pair(uint32_t word, int half) {
+  const uint32_t two = ptx::byte_permute(word, half ? 0x3424 : 0x1404);  // in the high bytes
+  if constexpr (ptx::is_bf16<T>)
+    return ptx::fma2<T>((two & 0x80008000u) | (two >> 4 & 0x07f007f0u), 0x7b807b80u, 0x80008000u);  // 2^120
+  else
+    return ptx::fma2<T>((two & 0x80008000u) | (two >> 1 & 0x3f803f80u), 0x5c005c00u, 0x80008000u);  // 2^8
+}
+
 // 16 bytes to as many numbers of T, in order.
 template <class T>
 __device__ __forceinline__ void expand_bytes(uint4 (&to)[2], ByteKind kind, uint4 from) {
   const uint32_t words[4] = {from.x, from.y, from.z, from.w};
-  uint32_t pairs[8];
+  uint32_t pairs[8], nan = 0;  // a word's high bits: of its bytes that are NaN
+  if (kind == ByteKind::int8) {
 #pragma unroll
-  for (int w = 0; w < 4; w++)
+    for (int i = 0; i < 8; i++) pairs[i] = int8_pair<T>(words[i / 2], i % 2);
+  } else {
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const uint32_t two = words[w] >> (16 * half);
-      pairs[2 * w + half] = ptx::pack2<T>(byte_number(kind, two & 0xffu), byte_number(kind, two >> 8 & 0xffu));
+    for (int i = 0; i < 8; i++) pairs[i] = e4m3_pair<T>(words[i / 2], i % 2);
+#pragma unroll
+    for (int w = 0; w < 4; w++) nan |= (words[w] & 0x7f7f7f7fu) + 0x01010101u;
+  }
+  if (nan & 0x80808080u) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const uint32_t two = words[i / 2] >> (i % 2 * 16);
+      pairs[i] = ptx::pack2<T>(byte_number(kind, two & 0xffu), byte_number(kind, two >> 8 & 0xffu));
     }
+  }
   to[0] = {pairs[0], pairs[1], pairs[2], pairs[3]}, to[1] = {pairs[4], pairs[5], pairs[6], pairs[7]};
 }
 

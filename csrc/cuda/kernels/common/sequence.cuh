@@ -48,6 +48,15 @@ struct ScoresOf {
 };
 using Scores = ScoresOf<float>;
 
+// The same without mask and dropout, which are not there.
+template <class Real>
+ATTNJOURNEY_HD ScoresOf<Real> unmasked_scores(const ScoresOf<Real>& s) {
+  ScoresOf<Real> x{};
+  x.unit = s.unit, x.exponent = s.exponent, x.cap = s.cap, x.cap_factor = s.cap_factor;
+  x.sinks = s.sinks, x.slopes = s.slopes;
+  return x;
+}
+
 // What the softmax of a row comes to, as the forward leaves it: a weight is inverse * 2^(score - reference), both in
 // the unit of scores. Exact where scores are the same numbers again, however large: the rounding of lse is not part of
 // it.

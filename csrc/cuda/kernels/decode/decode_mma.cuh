@@ -26,6 +26,8 @@ struct DecodeMma {
   static constexpr int kPitch = D + 8;  // of a warp's result, in floats: [16][kPitch], then [16] references, [16] sums
   static constexpr int kTops = kWarpRows * kPitch, kSums = kTops + kWarpRows;
   static constexpr int kResult = Shared ? (kSums + kWarpRows) * 4 : kRing;  // bytes from one warp's to the next
+  static constexpr bool kJoins = D <= 128;  // blocks of a unit, by the last of them; at 256 that would spill
+  using Part = DecodePart<kKeys, !Bytes>;
   static_assert(D % 64 == 0 && Stages >= 2 && kResult >= (kSums + kWarpRows) * 4 && Warps * kResult <= kSmemBytes);
 
   static __device__ __forceinline__ uint32_t chunk_at(uint32_t tile, int row, int chunk) {
@@ -44,7 +46,7 @@ struct DecodeMma {
     const int lane = threadIdx.x % 32;
     if constexpr (Bytes) {
       constexpr int kChunks = kStoredBytes / 16, kEach = Shared ? kThreads : 32;
-#pragma unroll
+#pragma unroll(D > 128 && !Shared ? 2 : kChunks / kEach + 1)
       for (int i = 0; i < (kChunks + kEach - 1) / kEach; i++) {
         const int c = (Shared ? i * Warps + threadIdx.x / 32 : i) * 32 + lane, row = c / (D / 16), chunk = c % (D / 16);
         if (kChunks % kEach && c - lane >= kChunks) break;  // whole warps
@@ -92,8 +94,8 @@ struct DecodeMma {
   }
 
   // A operand of Q K^T: rows row0 + g and + 8
-  static __device__ __forceinline__ void load_query(uint32_t (&qf)[D / 16][4], const DecodeTask& task,
-                                                    const DecodePart<kKeys, true>& part, int row0) {
+  static __device__ __forceinline__ void load_query(uint32_t (&qf)[D / 16][4], const DecodeTask& task, const Part& part,
+                                                    int row0) {
     const int q_len = part.sequence.q_len, head = part.head;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -110,7 +112,7 @@ struct DecodeMma {
 
   static __device__ __forceinline__ void run(const DecodeTask& task) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const DecodePart<kKeys, true> part(task, kRows);
+    const Part part(task, kRows);
     if (part.row0 >= part.rows) return;
     const DecodeSequence& sequence = part.sequence;
     const uint32_t ring = ptx::smem_addr(ptx::dynamic_smem()) + (Shared ? 0 : warp * kRing);
@@ -223,8 +225,11 @@ struct DecodeMma {
         *reinterpret_cast<float2*>(mine + r * kPitch + j * 8 + 2 * t) = float2{acc[j][2 * h], acc[j][2 * h + 1]};
       if (t == 0) mine[kTops + r] = top[h], mine[kSums + r] = all;
     }
-    __syncthreads();
-    join(task, part);
+    __syncthreads();                   // @results_there
+    if constexpr (D > 128 && !Shared)  // held through the loop, it would spill
+      join(task, Part(task, kRows, ptx::opaque(blockIdx.x)));
+    else
+      join(task, part);
   }
 
   // Products to scores, -inf where hidden; does any row not see a key of the tile?
@@ -333,7 +338,12 @@ struct DecodeMma {
   }
 
   // The results of each row, of all warps in their order or of the one that has it, and what becomes of them.
-  static __device__ __forceinline__ void join(const DecodeTask& task, const DecodePart<kKeys, true>& part) {
+  static __device__ __forceinline__ void join(const DecodeTask& task, const Part& part) {
+    join_warps(task, part);
+    if constexpr (kJoins)
+      if (task.splits > 1 && task.arrivals) join_blocks(task, part);
+  }
+  static __device__ __forceinline__ void join_warps(const DecodeTask& task, const Part& part) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     constexpr int kParts = Shared ? 1 : Warps;
     for (int r = warp; r < kRows && part.row0 + r < part.rows; r += Warps) {
@@ -370,6 +380,78 @@ struct DecodeMma {
       uint32_t* out = reinterpret_cast<uint32_t*>(static_cast<T*>(task.out) + to.out);
       for (int c = lane; c < task.v_head_dim / 2; c += 32)
         out[c] = ptx::pack2<T>(column(2 * c) * factor, column(2 * c + 1) * factor);
+    }
+  }
+
+  // The parts of a unit, by the last of its blocks, a warp for each row, always in the same order. They lie in the
+  // second-level cache, and the launch of a kernel that does it (decode_merge.cuh) is saved.
+  static __device__ __forceinline__ void join_blocks(const DecodeTask& task, const Part& part) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    uint32_t* const arrived = reinterpret_cast<uint32_t*>(ptx::dynamic_smem());
+    __syncthreads();  // @parts_written
+    if (threadIdx.x == 0) {
+      ptx::thread_fence();  // @counted_after: this block's parts before the count, the others' after it
+      *arrived = ptx::atomic_add(task.arrivals + part.unit, 1);
+      ptx::thread_fence();
+    }
+    __syncthreads();  // @count_known
+    if (*arrived != static_cast<uint32_t>(task.splits) - 1) return;
+    if (threadIdx.x == 0) ptx::atomic_add(task.arrivals + part.unit, 0u - static_cast<uint32_t>(task.splits));
+    const float exponent = score_exponent<float>(task);
+    for (int r = warp; r < kRows && part.row0 + r < part.rows; r += Warps) {
+      const int64_t first = part.unit * task.splits * kRows + r;
+      const float2* const stats = static_cast<const float2*>(task.part_stats) + first;
+      const auto stats_of = [&](int split) {
+        return split < task.splits ? stats[int64_t{split} * kRows] : float2{-INFINITY, 0.f};
+      };
+      RowSum<float> all{-INFINITY, 0.f};
+      for (int split = lane; split < task.splits; split += 32) all.top = fmaxf(all.top, stats_of(split).x);
+#pragma unroll
+      for (int w = 16; w > 0; w /= 2) all.top = fmaxf(all.top, ptx::shfl_xor(all.top, w));
+      constexpr int kEach = D / 128 > 0 ? D / 128 : 1, kAtOnce = 8;  // columns of a lane in fours; splits
+      float4 y[kEach] = {};
+#pragma unroll 1
+      for (int base = 0; base < task.splits; base += 32) {  // lane i has the weight of split base + i
+        const float2 own = stats_of(base + lane);
+        const float weight = own.y == 0.f ? 0.f : part_weight(own.x, all.top, exponent);
+        all.sum += weight * own.y;
+        const uint32_t there = ptx::ballot(own.y != 0.f);  // whose outputs were written
+#pragma unroll 1
+        for (int i = 0; i < 32 && base + i < task.splits; i += kAtOnce) {
+          float4 x[kAtOnce][kEach];
+#pragma unroll
+          for (int u = 0; u < kAtOnce; u++)
+#pragma unroll
+            for (int c = 0; c < kEach; c++) {
+              const int column = 4 * (c * 32 + lane);
+              const float* const from = static_cast<const float*>(task.part_out) +
+                                        (first + int64_t{base + i + u} * kRows) * task.v_head_dim + column;
+              x[u][c] = (there >> (i + u) & 1) && column < task.v_head_dim ? *reinterpret_cast<const float4*>(from)
+                                                                           : float4{0.f, 0.f, 0.f, 0.f};
+            }
+#pragma unroll
+          for (int u = 0; u < kAtOnce; u++) {
+            const float w = ptx::as_float(ptx::shfl(ptx::as_bits(weight), i + u));
+#pragma unroll
+            for (int c = 0; c < kEach; c++) {
+              y[c].x += w * x[u][c].x, y[c].y += w * x[u][c].y;
+              y[c].z += w * x[u][c].z, y[c].w += w * x[u][c].w;
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int w = 16; w > 0; w /= 2) all.sum += ptx::shfl_xor(all.sum, w);
+      const int i = part.row0 + r, head = part.head * task.group + i / part.sequence.q_len;
+      const DecodeResult to(task, part.batch, part.head, i);
+      float lse;
+      const float factor = end_row(task, part.batch, head, all, lse);
+      if (lane == 0) static_cast<float*>(task.lse)[to.lse] = lse;
+#pragma unroll
+      for (int c = 0; c < kEach; c++)
+        if (const int column = 4 * (c * 32 + lane); column < task.v_head_dim)
+          *reinterpret_cast<uint2*>(static_cast<T*>(task.out) + to.out + column) =
+              uint2{ptx::pack2<T>(y[c].x * factor, y[c].y * factor), ptx::pack2<T>(y[c].z * factor, y[c].w * factor)};
     }
   }
 };

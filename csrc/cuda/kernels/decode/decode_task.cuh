@@ -42,6 +42,7 @@ struct DecodeTask {
   // splits > 1: [unit, split, row of the tile] outputs before division [v_head_dim], and each row's reference (in
   // the unit of scores) and sum; a unit is (sequence, key head, tile of rows)
   void *part_out, *part_stats;
+  uint32_t* arrivals;  // [unit] zeros, and zeros again afterwards: the last block of a unit joins its parts; or null
   // Packed rows over a paged cache, or null: sequence b has rows cu_q[b] .. of heads of q_len rows, and cu_k[b + 1] -
   // cu_k[b] keys. Sequences of more than few_rows rows are attention's (sm80/forward.cuh). A key head has `tiles` tiles
   // of rows: row_tiles for each sequence or, where that is 0, numbered through, see PackedRows.
@@ -83,17 +84,20 @@ struct DecodeSequence {
   __device__ __forceinline__ Range whole_items() const { return {seen.number(whole.begin), seen.number(whole.end)}; }
 };
 
+// Packed: the call may be one of packed rows.
+template <bool Packed>
 __device__ __forceinline__ DecodeSequence decode_sequence(const DecodeTask& task, int batch) {
   DecodeSequence sequence;
-  sequence.q_begin = task.cu_q ? task.cu_q[batch] : 0;
-  sequence.q_len = task.cu_q ? task.cu_q[batch + 1] - sequence.q_begin : task.q_len;
-  int64_t length = task.cu_q ? task.cu_k[batch + 1] - task.cu_k[batch] : task.lengths[batch];
+  const bool packed = Packed && task.cu_q;
+  sequence.q_begin = packed ? task.cu_q[batch] : 0;
+  sequence.q_len = packed ? task.cu_q[batch + 1] - sequence.q_begin : task.q_len;
+  int64_t length = packed ? task.cu_k[batch + 1] - task.cu_k[batch] : task.lengths[batch];
   length = length < 0 ? 0 : length < task.longest ? length : task.longest;
   sequence.origin = task.ring && length > task.capacity ? length - task.capacity : 0;
   sequence.slot = task.ring ? static_cast<int>(sequence.origin % task.capacity) : 0;
   const int there = static_cast<int>(length - sequence.origin);
   sequence.keys = task.keys;
-  if (!task.cu_q || task.bottom_right) sequence.keys.offset = there - sequence.q_len;
+  if (!packed || task.bottom_right) sequence.keys.offset = there - sequence.q_len;
   sequence.keys.set_length(there);
   sequence.seen = sequence.keys.any(0, sequence.q_len - 1);
   sequence.whole = sequence.keys.all(0, sequence.q_len - 1);
@@ -142,8 +146,10 @@ struct DecodePart {
   int batch, head, row0, rows, split, first, last;
   int64_t unit;
   DecodeSequence sequence;
-  __device__ __forceinline__ explicit DecodePart(const DecodeTask& task, int tile_rows) {
-    int i = blockIdx.x;
+  __device__ __forceinline__ explicit DecodePart(const DecodeTask& task, int tile_rows)
+      : DecodePart(task, tile_rows, blockIdx.x) {}
+  __device__ __forceinline__ DecodePart(const DecodeTask& task, int tile_rows, uint32_t block) {
+    int i = block;
     if (Packed && task.cu_q) {
       const int number = i % task.tiles;
       i /= task.tiles;
@@ -162,7 +168,7 @@ struct DecodePart {
       row0 = tile * tile_rows, rows = task.rows;
       unit = (static_cast<int64_t>(batch) * task.kv_heads + head) * task.row_tiles + tile;
     }
-    sequence = decode_sequence(task, batch);
+    sequence = decode_sequence<Packed>(task, batch);
     const int64_t tiles = (sequence.total + Keys - 1) / Keys;
     first = static_cast<int>(tiles * split / task.splits);
     last = static_cast<int>(tiles * (split + 1) / task.splits);

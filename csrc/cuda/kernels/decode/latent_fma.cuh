@@ -16,7 +16,7 @@ struct LatentFma {
   static constexpr int kThreads = 128, kRows = sizeof(Real) == 8 ? 8 : 16, kKeys = kRows;
   static constexpr int kSlices = kThreads * 4 / (kRows * kKeys);  // threads that share four products
   static constexpr int kColumns = kLatentValueDim / kThreads;
-  static constexpr int kBlocks = 3;  // of a multiprocessor: 168 registers a thread
+  static constexpr int kBlocks = sizeof(Real) == 8 ? 2 : 3;  // of a multiprocessor: 255 or 168 registers a thread
 
   // numbers from one row to the next in shared memory: whole slices, and four more against bank conflicts
   static constexpr __host__ __device__ int pitch(int head_dim) {
@@ -111,7 +111,7 @@ struct LatentFma {
     }
     if (tid < kRows) stats[2 * tid] = row.top, stats[2 * tid + 1] = row.sum;
     __syncthreads();
-    write(task, part, acc, stats);
+    write(task, DecodePart<kKeys>(task, kRows, ptx::opaque(blockIdx.x)), acc, stats);  // held, it would spill
   }
 
   // A row's scores of a tile to weights, by one thread.
@@ -185,7 +185,7 @@ struct LatentFma {
 };
 
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads) latent_fma(const DecodeTask task) {
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks) latent_fma(const DecodeTask task) {
   Kernel::run(task);
 }
 

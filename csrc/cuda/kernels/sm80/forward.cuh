@@ -67,6 +67,8 @@ struct Sm80Forward {
     if (Options && where.row >= sequence.rows) return;
     if constexpr (Paged)
       if (sequence.rows <= pages.few_rows) return;
+    const Scores unmasked = unmasked_scores(p.scores);  // so that the compiler knows: registers for masks would spill
+    const Scores& options = Paged ? unmasked : p.scores;
     const int row0 = where.row, head_k = where.head / p.group, row = row0 + warp * 16 + g;
     const KeyTiles tiles = key_tiles_of<kKeys, Ranged>(p, sequence, row0, row0 + kRows - 1);
     const KeyTiles own = key_tiles_of<kKeys, Ranged>(p, sequence, row0 + warp * 16, row0 + warp * 16 + 15);
@@ -164,10 +166,10 @@ struct Sm80Forward {
       bool border = !own.whole(n);
       if constexpr (Options) {
         const uint32_t shown =
-            score<T, Fragment>(s, p.scores, scores, p.score_scale, sequence.keys.offset, row, n0 + 2 * t, found.seen);
+            score<T, Fragment>(s, options, scores, p.score_scale, sequence.keys.offset, row, n0 + 2 * t, found.seen);
         border = ptx::any(shown != kAllSeen<Fragment>);
-        softmax(s, acc, row_max, row_sum, p.scores.exponent);
-        if (p.scores.seed) drop<Fragment>(s, p.scores, scores, row, n0 + 2 * t);
+        softmax(s, acc, row_max, row_sum, options.exponent);
+        if (options.seed) drop<Fragment>(s, options, scores, row, n0 + 2 * t);
       } else {
         if (border) hide<Ranged>(s, p, sequence, row, n0 + 2 * t);
         softmax(s, acc, row_max, row_sum, p.score_scale);

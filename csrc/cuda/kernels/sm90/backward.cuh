@@ -84,6 +84,17 @@ struct Sm90BackwardConsumer {
     }
     ptx::wgmma_commit();
   }
+  // by columns: d += A B, 64 keys x kRows rows of `scores`, this warpgroup's columns of the rows of `queries`
+  __device__ __forceinline__ void issue_held_sum(float (&d)[Shape::kHeld / 2], uint32_t scores, uint32_t queries) {
+    constexpr int kHeld = Shape::kHeld;
+    const uint32_t a = Shape::code(scores),
+                   b = Shape::code(queries + group * (kHeld / 64) * Shape::kQueryPanel, Shape::kQueryPanel);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int kk = 0; kk < kRows / 16; kk++)
+      ptx::wgmma_ss<T, kHeld, 0, 1>(d, Shape::desc(a, kk * 32), Shape::desc(b, kk * 2048), true);
+    ptx::wgmma_commit();
+  }
   // the first row in a stage of Q, of dO; part: of kScoreRows rows
   __device__ __forceinline__ uint32_t query_rows(int stage, int part = 0) const {
     return memory.q + stage * Shape::kQueryBytes + part * (kScoreRows * 128);

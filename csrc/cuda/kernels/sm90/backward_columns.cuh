@@ -19,23 +19,12 @@ struct Sm90ColumnsConsumer : Sm90BackwardConsumer<Shape, Ranged> {
   using Base::Base;
   using Base::dk, Base::dv, Base::group, Base::memory, Base::smem, Base::task, Base::where;
   using typename Base::Fragments, typename Base::Guard, typename Base::Queries, typename Base::Scores,
-      typename Base::Stats, typename Base::T;
-  static constexpr int kD = Shape::kD, kRows = Shape::kRows, kHeld = Shape::kHeld;
+      typename Base::Stats;
+  static constexpr int kRows = Shape::kRows;
   struct WholeTile : Shape {
     static constexpr int kScoreRows = kRows;
   };
   using TileGuard = Sm90BackwardGuard<WholeTile, Sm90BackwardMemory<Shape>>;
-
-  // d += A B: 64 keys x kRows rows of `scores`, this warpgroup's columns of the rows of `queries`
-  __device__ __forceinline__ void issue_held_sum(float (&d)[kHeld / 2], uint32_t scores, uint32_t queries) {
-    const uint32_t a = Shape::code(scores),
-                   b = Shape::code(queries + group * (kHeld / 64) * Shape::kQueryPanel, Shape::kQueryPanel);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int kk = 0; kk < kRows / 16; kk++)
-      ptx::wgmma_ss<T, kHeld, 0, 1>(d, Shape::desc(a, kk * 32), Shape::desc(b, kk * 2048), true);
-    ptx::wgmma_commit();
-  }
 
   __device__ __forceinline__ void run(Queries at, int total) {
     const uint32_t weights = memory.ds, ds = memory.ds + Shape::kScoreBytes;
@@ -70,8 +59,8 @@ struct Sm90ColumnsConsumer : Sm90BackwardConsumer<Shape, Ranged> {
         Base::gradient(scores, df, dp, delta, ds, pf, at, group);
       }
       ptx::bar_sync(4, 256);  // @scores_written
-      issue_held_sum(dv, weights, Base::out_rows(os));
-      issue_held_sum(dk, ds, Base::query_rows(qs));
+      Base::issue_held_sum(dv, weights, Base::out_rows(os));
+      Base::issue_held_sum(dk, ds, Base::query_rows(qs));
       const int tile = (where.batch * task.q_heads + at.head) * at.tiles + at.tile;
       float dq[2][32];
       Base::issue_dq(dq[0], ds, 2 * group);

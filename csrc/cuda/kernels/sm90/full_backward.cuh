@@ -41,7 +41,7 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<Shape, true> {
 
   // recomputed wherever they are needed: addresses made of them, hoisted out of the loop, would spill
   static __device__ __forceinline__ int lane() { return static_cast<int>(ptx::opaque(threadIdx.x)) % 32; }
-  __device__ __forceinline__ int key() const { return n0 + group * 64 + warp * 16 + lane() / 4; }
+  __device__ __forceinline__ int key() const { return n0 + Base::first_key() + warp * 16 + lane() / 4; }
 
   // Must what is hidden be kept from the products? Where Q or dO of a row is not finite, neither is its reference or
   // delta, unless a cap or a sink stands between. 64 rows; every warp looks at all of them.
@@ -64,7 +64,7 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<Shape, true> {
   }
   // this thread's own, in shared memory
   __device__ __forceinline__ float* own_mask(const Sm90FullBackwardMemory<Shape>& memory) const {
-    return reinterpret_cast<float*>(smem + (memory.mask - memory.k) + group * 16384) + tid;
+    return reinterpret_cast<float*>(smem + (memory.mask - memory.k) + group * Shape::kOwnBytes) + tid;
   }
   __device__ __forceinline__ float& own_slope(const Sm90FullBackwardMemory<Shape>& memory) const {
     return reinterpret_cast<float*>(smem + (memory.slopes - memory.k))[8 + group * 128 + tid];
@@ -85,24 +85,28 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<Shape, true> {
   }
   // 16 rows from 16 kk on of the warp's dS
   __device__ __forceinline__ uint32_t ds_chunk(int kk) const {
-    return Shape::chunk_at(memory.ds, Shape::kScorePanel, group * 64 + warp * 16 + lane() % 16, kk * 2 + lane() / 16);
+    return Shape::chunk_at(memory.ds, Shape::kScorePanel, Base::first_key() + warp * 16 + lane() % 16,
+                           kk * 2 + lane() / 16);
   }
-  // The warp's dS, turned, through its part of the mask's tile to the gradient of the mask.
-  __device__ __forceinline__ void write_mask_gradient(uint32_t panel, int head, int m0) const {
+  // The warp's dS, turned, through its part of the mask's tile to the gradient of the mask: Rows rows from first_row
+  // on.
+  template <int Rows>
+  __device__ __forceinline__ void write_mask_gradient(uint32_t panel, int head, int m0, int first_row) const {
     const MaskGradient& g = task.mask_gradient;
+    panel += first_row * 128, m0 += first_row;
     __syncwarp();
 #pragma unroll
-    for (int kk = 0; kk < kRows / 16; kk++) {
+    for (int kk = 0; kk < Rows / 16; kk++) {
       uint32_t x[4];
-      ptx::ldmatrix_x4_trans(x, ds_chunk(kk));
+      ptx::ldmatrix_x4_trans(x, ds_chunk(first_row / 16 + kk));
       ptx::stmatrix_x4(Scores::mask_chunk(panel, kk), x);
     }
     __syncwarp();
     const int64_t first = work.gradient_batch + head * g.head;
-    const int chunk = warp * 2 + lane() / 16, k = n0 + group * 64 + chunk * 8;
+    const int chunk = warp * 2 + lane() / 16, k = n0 + Base::first_key() + chunk * 8;
     T* out = static_cast<T*>(g.own) + first + k;
 #pragma unroll
-    for (int i = 0; i < kRows / 16; i++) {
+    for (int i = 0; i < Rows / 16; i++) {
       const int r = i * 16 + lane() % 16;
       const unsigned char* from = smem + (panel - memory.k) + r * 128 + ((chunk ^ (r & 7)) << 4);
       if (m0 + r < task.q_len && k < task.kv_len)
@@ -111,11 +115,11 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<Shape, true> {
     ptx::fence_proxy_async();
   }
 
-  // This block's part of the gradient of a head's slope.
-  __device__ __forceinline__ void add_slopes(int head) {
+  // This block's part of the gradient of a head's slope. own: this thread's
+  __device__ __forceinline__ void add_slopes(int head, float& own) {
     float* parts = reinterpret_cast<float*>(smem + (memory.slopes - memory.k));
-    float sum = own_slope(memory);
-    own_slope(memory) = 0.f;
+    float sum = own;
+    own = 0.f;
 #pragma unroll
     for (int x = 1; x < 32; x *= 2) sum += ptx::shfl_xor(sum, x);
     ptx::bar_sync(1, 256);  // the sums before have been read
@@ -166,7 +170,7 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<Shape, true> {
         const Sm90FullBackwardMemory<Shape> memory(
             ptx::opaque(this->memory.k));  // from here on addresses are recomputed, not held
         if (Guard::found_keys(memory, smem)) Guard::poison_scores(s, memory, smem, key() - n0);
-        scores.softmax(s, dp, pf, df, statistics(memory.lse, part) + lane() % 4 * 16, maps.mask_tiles,
+        scores.softmax(s, dp, pf, df, statistics(memory.lse, part) + lane() % 4 * 16, Scores::kDelta, maps.mask_tiles,
                        panel_of(memory, it) + row * 128, own_mask(memory), own_slope(memory));
         const int again = ptx::opaque(it) % Shape::kQueryStages * Shape::kParts + row / 64;
         if (hides(TileRing<Shape>(memory, smem).slot(ptx::opaque(it))) &&
@@ -191,7 +195,7 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<Shape, true> {
                      &next = TileRing<Shape>(memory, smem).slot(now + 1);
       float dq[32];
       Base::issue_dq(dq, memory.ds, group);
-      if (task.mask_gradient.own) write_mask_gradient(panel_of(memory, now), done.head, done.tile * kRows);
+      if (task.mask_gradient.own) write_mask_gradient<kRows>(panel_of(memory, now), done.head, done.tile * kRows, 0);
       if (maps.mask_tiles) Base::release(memory.mask_empty + 8 * (now % Shape::kMaskStages));
       ring.wait(now + 1);
       ptx::wgmma_wait<0>();
@@ -201,7 +205,7 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<Shape, true> {
       if (next.exists()) ptx::bar_arrive(6 + group, 256);
       if (Shape::kDeterministic && now > 0) ptx::bar_sync(8 + group, 160);
       Base::store_dq(dq, done.scratch, group);
-      if (task.slope_sum && (!next.exists() || next.head != done.head)) add_slopes(done.head);
+      if (task.slope_sum && (!next.exists() || next.head != done.head)) add_slopes(done.head, own_slope(memory));
       Base::release(ring.empty(now));
     }
     ptx::keep(dk);
@@ -218,7 +222,7 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<Shape, true> {
   }
 };
 
-template <class Shape>
+template <class Shape, class Consumer>
 struct Sm90FullBackward {
   using Work = typename Shape::Work;
   static constexpr int kRows = Shape::kRows;
@@ -252,7 +256,7 @@ struct Sm90FullBackward {
       if (Shape::kDeterministic && (warp == 1 || warp == 2)) add_in_turn(task, work, memory, smem, warp - 1);
     } else {
       ptx::setmaxnreg_inc<232>();
-      Sm90FullConsumer<Shape>(maps, task, work, memory, smem, role - 1).run();
+      Consumer(maps, task, work, memory, smem, role - 1).run();
     }
   }
 
@@ -276,29 +280,30 @@ struct Sm90FullBackward {
     for (uint32_t it = 0; ring.wait(it).exists(); it++) {
       const RingTile& tile = ring.slot(it);
       const Sm90FullBackwardMemory<Shape> memory(ptx::opaque(given.k));
-      const uint32_t st = it % Shape::kQueryStages;
-      const auto load_stats = [&](uint32_t to, const float* from, uint32_t full) {
-        ptx::bulk_load(to + st * kRows * 4, from + int64_t{tile.scratch} * kRows, kRows * 4, full);
+      const uint32_t qs = it % Shape::kQueryStages, os = it % Shape::kOutStages;
+      const auto load_stats = [&](uint32_t to, const float* from, uint32_t full, uint32_t st) {
+        ptx::bulk_load(to + st * kRows * 4, from + int64_t{tile.scratch} * kRows, kRows * 4, full + 8 * st);
       };
-      const auto load = [&](uint32_t full, uint32_t empty, uint32_t to, const ptx::TensorMap* t, uint32_t stats_bytes) {
+      const auto load = [&](uint32_t full, uint32_t empty, uint32_t to, const ptx::TensorMap* t, uint32_t stats_bytes,
+                            uint32_t st, uint32_t stages) {
         full += 8 * st;
-        ptx::mbarrier_wait(empty + 8 * st, it / Shape::kQueryStages % 2 ^ 1);
+        ptx::mbarrier_wait(empty + 8 * st, it / stages % 2 ^ 1);
         ptx::mbarrier_arrive_expect_tx(full, Shape::kQueryBytes + stats_bytes);
         tma_load_rows<kRows, Shape::kPanels>(
             to + st * Shape::kQueryBytes, t[0], t[4], t[8], work.sequence.q_begin + tile.tile * kRows,
             work.sequence.q_begin + work.sequence.q_len, task.q_len, tile.head, task.cu_q ? 0 : work.where.batch, full);
       };
-      load(memory.q_full, memory.q_empty, memory.q, map(0), kRows * 4);
-      load_stats(memory.lse, task.reference, memory.q_full + 8 * st);
-      load(memory.do_full, memory.do_empty, memory.d_out, map(3), 2 * kRows * 4);
-      load_stats(memory.delta, task.delta, memory.do_full + 8 * st);
-      load_stats(memory.inverse, task.inverse, memory.do_full + 8 * st);
+      load(memory.q_full, memory.q_empty, memory.q, map(0), kRows * 4, qs, Shape::kQueryStages);
+      load_stats(memory.lse, task.reference, memory.q_full, qs);
+      load(memory.do_full, memory.do_empty, memory.d_out, map(3), 2 * kRows * 4, os, Shape::kOutStages);
+      load_stats(memory.delta, task.delta, memory.do_full, os);
+      load_stats(memory.inverse, task.inverse, memory.do_full, os);
       if (const Sm90FullBackwardMaps& maps = *ptx::opaque(&all); maps.mask_tiles) {
         const uint32_t mask_st = it % Shape::kMaskStages, bar = memory.mask_full + 8 * mask_st;
         ptx::mbarrier_wait(memory.mask_empty + 8 * mask_st, it / Shape::kMaskStages % 2 ^ 1);
         ptx::mbarrier_arrive_expect_tx(bar, Shape::kMaskBytes);
 #pragma unroll
-        for (int c = 0; c < 2; c++)
+        for (int c = 0; c < Shape::kMaskPanels; c++)
           ptx::tma_load_4d(memory.mask + mask_st * Shape::kMaskBytes + c * Shape::kMaskPanel, &maps.mask,
                            work.where.key_tile * Shape::kKeys + c * 64, task.scores.mask_head ? tile.head : 0,
                            tile.tile * kRows, maps.mask_batched ? work.where.batch : 0, bar);
@@ -324,16 +329,20 @@ struct Sm90FullBackward {
         }
       if (!next.exists()) return;
       const Turn turn(task, work, number, half);
-      ptx::bar_sync(2 + half, 160);  // written
-      if (first_lane) {
-        ptx::turn_wait(turn.at, turn.mine);
-        ptx::bulk_reduce_add(task.query_sum + int64_t{next.scratch} * (kRows * Shape::kD) + half * 4096,
-                             memory.dq + half * 16384, 16384);
-        ptx::bulk_commit();
-        ptx::bulk_wait_read<0>();
+      constexpr int kEach = Shape::kPieces / 2;  // of the pieces of dQ, one warpgroup's one after another
+#pragma unroll
+      for (int piece = half * kEach; piece < (half + 1) * kEach; piece++) {
+        ptx::bar_sync(2 + half, 160);  // written
+        if (first_lane) {
+          ptx::turn_wait(turn.at, turn.mine);
+          ptx::bulk_reduce_add(task.query_sum + int64_t{next.scratch} * (kRows * Shape::kD) + piece * 4096,
+                               memory.dq + half * 16384, 16384);
+          ptx::bulk_commit();
+          ptx::bulk_wait_read<0>();
+        }
+        __syncwarp();
+        ptx::bar_arrive(8 + half, 160);  // read
       }
-      __syncwarp();
-      ptx::bar_arrive(8 + half, 160);  // read
       if (first_lane) {
         ptx::bulk_wait<0>();
         ptx::thread_fence();
@@ -358,7 +367,7 @@ struct Sm90FullBackward {
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
     sm90_full_backward(const __grid_constant__ Sm90FullBackwardMaps maps, const __grid_constant__ BackwardTask task) {
-  Sm90FullBackward<Shape>::run(maps, task);
+  Sm90FullBackward<Shape, Sm90FullConsumer<Shape>>::run(maps, task);
 }
 
 }  // namespace attnjourney

@@ -1,5 +1,6 @@
 // Scores of the Hopper backward with options: from the products S^T and dP^T of 64 rows to weights and dS. A warp has
-// 16 keys of them, which is a KeyFragment<1, 8>. What the options mean is in scores.cuh.
+// 16 keys of them, which is a KeyFragment<1, 8>; by columns 32 rows, a KeyFragment<1, 4>. What the options mean is in
+// scores.cuh.
 #pragma once
 #include "full_backward_ring.cuh"
 
@@ -8,9 +9,10 @@ namespace attnjourney {
 template <class Shape>
 struct Sm90FullBackwardScores {
   using T = typename Shape::T;
-  using Fragment = KeyFragment<1, 8>;
-  static constexpr int kDelta = Shape::kQueryStages * Shape::kRows * 4;
-  static constexpr int kInverse = kDelta + Shape::kOutStages * Shape::kRows * 4;
+  static constexpr int kScoreRows = Shape::Part::kScoreRows;
+  using Fragment = KeyFragment<1, kScoreRows / 8>;
+  static constexpr int kDelta = Shape::kQueryStages * Shape::kRows * 4;  // behind the references, of stage 0
+  static constexpr int kInverse = Shape::kOutStages * Shape::kRows * 4;  // behind delta
 
   const BackwardTask& task;
   const HeadScores head;
@@ -36,7 +38,7 @@ struct Sm90FullBackwardScores {
   }
 
   // A floating mask that TMA does not bring, each thread's elements for itself: they are fetched while
-  // the products run. own: of this thread, [32][128 threads].
+  // the products run. own: of this thread, [Fragment::kCount][128 threads].
   __device__ __forceinline__ void fetch_mask(float* own) const {
     own = ptx::opaque(own);
 #pragma unroll 8
@@ -47,28 +49,28 @@ struct Sm90FullBackwardScores {
   }
 
   // s, dp: the products; pf, df: weights and dS in T, operands of dV and dK. st: where the references of the rows
-  // lie, and delta and inverse behind them. mask: where `tiles` the panel of a tile of the mask, as `mask_chunk` says;
-  // else `own` holds a floating one.
+  // lie; delta: how far behind them it lies, with inverse behind it. mask: where `tiles` the panel of a tile of the
+  // mask, as `mask_chunk` says; else `own` holds a floating one.
   template <class Products, class Fragments>
   __device__ __forceinline__ void softmax(Products& scores, Products& dp, Fragments& pf, Fragments& df,
-                                          const unsigned char* st, bool tiles, uint32_t mask, const float* own,
-                                          float& slope_sum) const {
+                                          const unsigned char* st, int delta, bool tiles, uint32_t mask,
+                                          const float* own, float& slope_sum) const {
     const Scores& options = task.scores;
     const bool bias = options.mask_kind > MaskElement::boolean;
     if (options.modified() || options.slopes || (bias && options.seed))
-      pass<true, true>(scores, dp, pf, df, st, tiles, mask, own, slope_sum);
+      pass<true, true>(scores, dp, pf, df, st, delta, tiles, mask, own, slope_sum);
     else if (bias)
-      pass<false, true>(scores, dp, pf, df, st, tiles, mask, own, slope_sum);
+      pass<false, true>(scores, dp, pf, df, st, delta, tiles, mask, own, slope_sum);
     else
-      pass<false, false>(scores, dp, pf, df, st, tiles, mask, own, slope_sum);
+      pass<false, false>(scores, dp, pf, df, st, delta, tiles, mask, own, slope_sum);
   }
 
  private:
   // Bias: a floating mask. All: everything else too; without, with a mask there is no dropout.
   template <bool All, bool Bias, class Products, class Fragments>
   __device__ __forceinline__ void pass(Products& scores, Products& dp, Fragments& pf, Fragments& df,
-                                       const unsigned char* st, bool tiles, uint32_t mask, const float* own,
-                                       float& slope_sum) const {
+                                       const unsigned char* st, int delta_at, bool tiles, uint32_t mask,
+                                       const float* own, float& slope_sum) const {
     Scores options = task.scores;  // what is not asked for is not compiled in
     if (!All) options.leave_unmodified(), options.slopes = nullptr;
     if (!All && Bias) options.seed = nullptr, options.mask_kind = MaskElement::same;
@@ -78,7 +80,7 @@ struct Sm90FullBackwardScores {
     const bool slopes = All && task.slope_sum;
     float sum = 0.f;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {  // 16 rows: two tiles of accumulators
+    for (int i = 0; i < kScoreRows / 16; i++) {  // 16 rows: two tiles of accumulators
       float bias[8] = {};
       uint32_t here = seen;
       if (Bias && tiles) {
@@ -101,7 +103,7 @@ struct Sm90FullBackwardScores {
 #pragma unroll
       for (int j = 0; j < 2; j++) {
         const auto two = [&](int at) { return *reinterpret_cast<const float2*>(st + at + i * 64 + j * 8); };
-        const float2 reference = two(0), inverse = two(kInverse), two_delta = two(kDelta);
+        const float2 reference = two(0), inverse = two(delta_at + kInverse), two_delta = two(delta_at);
         const RowStats<float> stats[2] = {{reference.x, inverse.x}, {reference.y, inverse.y}};
         const float delta[2] = {two_delta.x, two_delta.y};
 #pragma unroll

@@ -9,32 +9,37 @@ namespace attnjourney {
 template <class T_, int D, int Rows, bool Deterministic>
 struct Sm90FullBackwardShape : Sm90BackwardShape<T_, D, Rows, Deterministic> {
   using Base = Sm90BackwardShape<T_, D, Rows, Deterministic>;
-  static constexpr int kQueryStages = 2, kOutStages = 2, kStages = kQueryStages + kOutStages;
+  static constexpr int kQueryStages = 2, kOutStages = Base::kOutStages, kStages = kQueryStages + kOutStages;
   static constexpr int kInverseBytes = kOutStages * Rows * 4;
-  // Tiles of a 16-bit mask: rows of two panels of 64 keys, one for each warpgroup.
-  static constexpr int kMaskStages = Deterministic && D == 64 ? 1 : 2, kMaskPanel = Rows * 128;
-  static constexpr int kMaskBytes = 2 * kMaskPanel;
-  static_assert(kMaskStages * kMaskBytes >= 2 * 16384);  // or 64 x 64 floats for each warpgroup
-  struct Work {                                          // what a block works on, in shared memory: registers are short
+  // Tiles of a 16-bit mask: rows of panels of 64 keys. Or what each thread fetches of another floating one.
+  static constexpr int kMaskStages = Deterministic && D == 64 ? 1 : 2, kMaskPanels = Base::kKeys / 64;
+  static constexpr int kMaskPanel = Rows * 128, kMaskBytes = kMaskPanels * kMaskPanel;
+  static constexpr int kOwnBytes = (Base::kByColumns ? 32 : 64) * 64 * 4;  // of a warpgroup
+  static_assert(kMaskStages * kMaskBytes >= 2 * kOwnBytes);
+  struct Work {  // what a block works on, in shared memory: registers are short
     BackwardTile where;
     Sequence sequence;
     BackwardQueries<Rows, Base::kKeys, true> queries;
     int64_t mask_batch, gradient_batch;  // where the item's mask begins, and its gradient
     __device__ __forceinline__ int total() const { return queries.per_head() * where.heads; }
   };
-  // Scores are worked on 64 rows at a time: such a part of a tile, as a shape of its own.
+  // Scores are worked on 64 rows at a time, by columns 32: such a part of a tile, as a shape of its own.
   struct Part : Base {
-    static constexpr int kRows = 64, kScoreRows = 64, kQueryPanel = 64 * 128;
+    static constexpr int kRows = 64, kScoreRows = Base::kByColumns ? 32 : 64, kQueryPanel = 64 * 128;
     static constexpr int kQueryBytes = Base::kPanels * kQueryPanel, kOutBytes = kQueryBytes;
   };
   static constexpr int kParts = Rows / 64;
+  static constexpr int kScoreTiles = Base::kByColumns ? 2 : 1;  // dS; by columns weights, too
+  // by columns each thread's sum for a slope lies in a register
+  static constexpr int kSlopeBytes = 32 + (Base::kByColumns ? 0 : 1024), kMarkBytes = Base::kKeys * 4;
   static_assert(kParts == 1 || Base::kPanels == 1);  // 64 rows lie together
   static constexpr int kRing = 4,
                        kReaders = 8 + 1 + (Deterministic ? 2 : 0);  // of tiles' numbers; warps that read them
-  static constexpr int kSmemBytes = 2 * Base::kKeyBytes + kStages * Base::kQueryBytes + Base::kScoreBytes +
-                                    Base::kSumBytes + kMaskStages * kMaskBytes + kStages * Rows * 4 + kInverseBytes +
-                                    8 * (1 + 2 * kStages + 2 * kMaskStages + 2 * kRing) + 20 * kRing + 32 + 1024 + 16 +
-                                    96 + 2 * 512 + sizeof(Work);
+  static constexpr int kSmemBytes = 2 * Base::kKeyBytes + kStages * Base::kQueryBytes +
+                                    kScoreTiles * Base::kScoreBytes + Base::kSumBytes + kMaskStages * kMaskBytes +
+                                    kStages * Rows * 4 + kInverseBytes +
+                                    8 * (1 + 2 * kStages + 2 * kMaskStages + 2 * kRing) + 20 * kRing + kSlopeBytes +
+                                    16 + 96 + 2 * kMarkBytes + sizeof(Work);
   static_assert(kSmemBytes <= 227 * 1024);
 };
 
@@ -44,7 +49,7 @@ struct Sm90FullBackwardMemory : Sm90BackwardMemory<Shape> {
   uint32_t inverse;  // of the rows' statistics
   uint32_t mask_full, mask_empty, ring_full, ring_empty, ring, slopes, work;
   explicit __device__ __forceinline__ Sm90FullBackwardMemory(uint32_t base)
-      : Sm90BackwardMemory<Shape>(base, 1, Shape::kMaskStages * Shape::kMaskBytes),
+      : Sm90BackwardMemory<Shape>(base, Shape::kScoreTiles, Shape::kMaskStages * Shape::kMaskBytes),
         mask(this->dq - Shape::kMaskStages * Shape::kMaskBytes),
         inverse(this->delta + Shape::kInverseBytes),
         mask_full(this->do_empty + 8 * Shape::kOutStages),
@@ -53,10 +58,10 @@ struct Sm90FullBackwardMemory : Sm90BackwardMemory<Shape> {
         ring_empty(ring_full + 8 * Shape::kRing),
         ring(ring_empty + 8 * Shape::kRing),
         slopes(ring + 20 * Shape::kRing) {
-    this->votes = (slopes + 32 + 1024 + 15) & ~15u;
+    this->votes = (slopes + Shape::kSlopeBytes + 15) & ~15u;
     this->keys = this->votes + 96;
-    this->rows = this->keys + 512;
-    work = this->rows + 512;
+    this->rows = this->keys + Shape::kMarkBytes;
+    work = this->rows + Shape::kMarkBytes;
   }
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < Shape::kMaskStages; i++) {

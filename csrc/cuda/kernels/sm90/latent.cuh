@@ -255,7 +255,7 @@ struct Sm90Latent {
 #pragma unroll
       for (int i = 0; i < 32; i++) scores[i] = ptx::rounded_product(scores[i], scale);
     } else {  // made here, so that no register holds it through the loop
-      const DecodeSequence sequence = decode_sequence(task, part.batch);
+      const DecodeSequence sequence = decode_sequence<false>(task, part.batch);
       const DecodeRow<float> rows[2] = {{task, part.batch, part.head, sequence.origin, part.row0 + row},
                                         {task, part.batch, part.head, sequence.origin, part.row0 + row + 8}};
 #pragma unroll
@@ -265,7 +265,7 @@ struct Sm90Latent {
       }
     }
     if (whole) return;
-    const DecodeSequence sequence = decode_sequence(task, part.batch);
+    const DecodeSequence sequence = decode_sequence<false>(task, part.batch);
     const int number[2] = {(part.row0 + row) % task.q_len, (part.row0 + row + 8) % task.q_len};
 #pragma unroll
     for (int i = 0; i < 32; i++) {

@@ -6,7 +6,11 @@
 #include "cuda/kernels/sm90/backward_columns.cuh"
 #include "cuda/kernels/sm90/backward_parts.cuh"
 #ifndef ENTRY
+#ifdef OPTIONS
+#define ENTRY sm90_full_backward
+#else
 #define ENTRY sm90_backward
+#endif
 #endif
 #else
 #define OPTIONS
@@ -14,7 +18,7 @@
 #ifdef OPTIONS
 #ifdef SHAPE
 #include "cuda/kernels/common/mask_tiles.cuh"
-#include "cuda/kernels/sm90/full_backward.cuh"
+#include "cuda/kernels/sm90/full_backward_columns.cuh"
 #endif
 #include "cuda/kernels/common/backward_heads.cuh"
 #include "cuda/kernels/common/mask_gradient.cuh"
@@ -55,7 +59,7 @@ INSTANCE(backward_per_head<false, float>);
 #endif
 #if defined(SHAPE) && defined(OPTIONS)
 INSTANCE(tile_kinds<Kernel::kKeys>);
-INSTANCE(sm90_full_backward<Kernel>);
+INSTANCE(ENTRY<Kernel>);
 #elif defined(SHAPE)
 INSTANCE(ENTRY<Kernel, true>);
 #elif defined(WIDE)
