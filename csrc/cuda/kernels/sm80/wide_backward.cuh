@@ -19,8 +19,16 @@ struct Sm80WideBackward {
   static constexpr int kScoresAt = 2 * kKeyBytes + 2 * kRowBytes, kStatsAt = kScoresAt + 2 * kScoreBytes;
   static constexpr int kTileBytes = kStatsAt + kStats;
   using Window = TileWindow<kThreads>;
-  static constexpr int kSmemBytes = kTileBytes + Window::kBytes + kWarps * 4;
-  static constexpr bool kOptions = true, kRecompute = false;  // see QueryTileWalk
+  struct Place {  // of a block
+    Sequence sequence;
+    BackwardTile tile;
+    // the tile of queries that is worked on: its head, its number in the scratch, how many blocks add to it before
+    int head, turn;
+    int64_t number;
+  };
+  static constexpr int kPlaceAt = kTileBytes + Window::kBytes + kWarps * 4;
+  static constexpr int kSmemBytes = kPlaceAt + sizeof(Place);
+  static constexpr bool kOptions = true, kRecompute = true;  // see QueryTileWalk
   static __device__ __forceinline__ bool takes_turns(const BackwardTask&) { return Deterministic; }
   using Fragment = KeyFragment<1, 1>;
   using KeySums = float[kKeys / 16][kColumns / 8][4];
@@ -131,7 +139,7 @@ struct Sm80WideBackward {
 
   struct Block : QueryTileWalk<Sm80WideBackward, true, float> {
     using Walk = QueryTileWalk<Sm80WideBackward, true, float>;
-    using Walk::p, Walk::where, Walk::held, Walk::at, Walk::first_key, Walk::total, Walk::scratch_of;
+    using Walk::p, Walk::where, Walk::held, Walk::at, Walk::first_key, Walk::total;
     unsigned char* const smem;
     const uint32_t key_tile, value_tile, query_tile, grad_out_tile, weight_tile, score_grad_tile;
     VisibleTile found;  // of the tile to come
@@ -152,20 +160,20 @@ struct Sm80WideBackward {
           window{reinterpret_cast<uint32_t*>(smem + kTileBytes)} {}
 
     __device__ __forceinline__ const T* head_of(const void* tensor, const Strides& s, int head, int begin) const {
-      return static_cast<const T*>(tensor) + where.batch * s.batch + head * s.head + begin * s.row;
+      return static_cast<const T*>(tensor) + own().tile.batch * s.batch + head * s.head + begin * s.row;
     }
     __device__ __forceinline__ void load_keys() const {
-      const int length = held.keys.key_length;
-      load_tile<kKeys>(key_tile, head_of(p.key, p.key_strides, where.head_k, held.k_begin), first_key, length,
+      const int length = sequence().keys.key_length, begin = sequence().k_begin;
+      load_tile<kKeys>(key_tile, head_of(p.key, p.key_strides, own().tile.head_k, begin), first_key, length,
                        p.key_strides.row, p.head_dim);
-      load_tile<kKeys>(value_tile, head_of(p.value, p.value_strides, where.head_k, held.k_begin), first_key, length,
+      load_tile<kKeys>(value_tile, head_of(p.value, p.value_strides, own().tile.head_k, begin), first_key, length,
                        p.value_strides.row, p.v_head_dim);
     }
     __device__ __forceinline__ void load() const {
-      load_tile<kRows>(query_tile, head_of(p.query, p.query_strides, at.head, held.q_begin), at.tile * kRows,
-                       held.q_len, p.query_strides.row, p.head_dim);
-      load_tile<kRows>(grad_out_tile, head_of(p.grad_out, p.grad_out_strides, at.head, held.q_begin), at.tile * kRows,
-                       held.q_len, p.grad_out_strides.row, p.v_head_dim);
+      load_tile<kRows>(query_tile, head_of(p.query, p.query_strides, at.head, sequence().q_begin), at.tile * kRows,
+                       sequence().q_len, p.query_strides.row, p.head_dim);
+      load_tile<kRows>(grad_out_tile, head_of(p.grad_out, p.grad_out_strides, at.head, sequence().q_begin),
+                       at.tile * kRows, sequence().q_len, p.grad_out_strides.row, p.v_head_dim);
       if (const int i = ptx::opaque(threadIdx.x); i < kStats / 16) {
         const float* of = i < 4 ? p.reference : i < 8 ? p.delta : p.inverse;
         ptx::cp_async_16(key_tile + kStatsAt + i * 16, of + scratch_of(at.head) + at.tile * kRows + i % 4 * 4, true);
@@ -174,7 +182,11 @@ struct Sm80WideBackward {
     }
 
     __device__ __forceinline__ int lane() const { return threadIdx.x % 32; }
-    __device__ __forceinline__ const Sequence& sequence() const { return held; }
+    // in shared memory: held through the loop, it would spill
+    __device__ __forceinline__ Place& own() const { return *reinterpret_cast<Place*>(smem + kPlaceAt); }
+    __device__ __forceinline__ const Sequence& sequence() const { return own().sequence; }
+    __device__ __forceinline__ int64_t scratch_of(int head) const { return scratch_row(p, own().tile.batch, head); }
+    __device__ __forceinline__ HeadScores scores() const { return HeadScores(p, p.q_heads, own().tile.batch, at.head); }
     __device__ __forceinline__ TilePlace place(int, const Sequence& sequence) const {
       const Lane l;
       const int first_row = at.tile * kRows;
@@ -185,21 +197,20 @@ struct Sm80WideBackward {
     }
 
     // Products q . k and dO . v of this thread to weights and dS, in shared memory.
-    __device__ __forceinline__ void softmax(const float (&s)[4], const float4& grads, int head, int first_row,
-                                            uint32_t seen, const Lane& l) {
-      const HeadScores scores(p, p.q_heads, where.batch, head);
+    __device__ __forceinline__ void softmax(const float (&s)[4], const float4& grads, uint32_t seen, const Lane& l) {
+      const HeadScores scores = this->scores();
       const float* const stats = reinterpret_cast<const float*>(smem + kStatsAt) + l.lane % 4 * 4 + l.warp % 2 * 2;
       const float dp[4] = {grads.x, grads.y, grads.z, grads.w};
-      const int row = first_row + l.row(), key = first_key + l.key();
+      const int row = at.tile * kRows + l.row(), key = first_key + l.key();
       const uint32_t bits = p.scores.seed ? kept(p.scores, scores, row, key, l.lane, Fragment{}) : ~0u;
       float weight[4], ds[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int r = row + Fragment::row(i), k = key + Fragment::key(i);
         const WeightedScore x =
-            weighted<T>(p.scores, scores, r, k, held.keys.offset, seen >> i & 1, bits >> i & 1, s[i], p.score_scale,
-                        RowStats<float>{stats[i % 2], stats[32 + i % 2]}, dp[i], stats[16 + i % 2]);
-        if (p.slope_sum) slope_sum -= x.grad * distance(r, k, held.keys.offset);
+            weighted<T>(p.scores, scores, r, k, sequence().keys.offset, seen >> i & 1, bits >> i & 1, s[i],
+                        p.score_scale, RowStats<float>{stats[i % 2], stats[32 + i % 2]}, dp[i], stats[16 + i % 2]);
+        if (p.slope_sum) slope_sum -= x.grad * distance(r, k, sequence().keys.offset);
         weight[i] = bits >> i & 1 ? x.weight : 0.f;
         ds[i] = x.grad * x.slope;
       }
@@ -211,8 +222,8 @@ struct Sm80WideBackward {
       }
     }
 
-    // dQ of a tile, `tile` among those of the scratch: added to query_sum, with turns in the order of the blocks.
-    __device__ __forceinline__ void add_query(int64_t tile, bool border, const int* turn) const {
+    // dQ of a tile: added to query_sum, with turns in the order of the blocks.
+    __device__ __forceinline__ void add_query(bool border) const {
       const int tid = threadIdx.x;
       float dq[kChunks][4] = {};
       if (!border || finite<kKeys>(key_tile, Lane()))
@@ -220,30 +231,31 @@ struct Sm80WideBackward {
       else
         query_product<true>(dq, score_grad_tile, key_tile, Lane());
       if (Deterministic) {
-        if (tid == 0) ptx::turn_wait(p.turn + 2 * tile, *turn);
+        if (tid == 0) ptx::turn_wait(p.turn + 2 * own().number, own().turn);
         __syncthreads();
       }
-      float* const sum = p.query_sum + tile * (kRows * D) + tid;
+      float* const sum = p.query_sum + own().number * (kRows * D) + tid;
 #pragma unroll
       for (int e = 0; e < 4 * kChunks; e++) ptx::reduce_add(sum + e * kThreads, dq[e / 4][e % 4]);
       if (Deterministic) {
         ptx::thread_fence();
         __syncthreads();
-        if (tid == 0) ptx::turn_pass(p.turn + 2 * tile, *turn + 1);
+        if (tid == 0) ptx::turn_pass(p.turn + 2 * own().number, own().turn + 1);
       }
     }
 
     // Works on tile n, which is on its way; returns the number of the next one.
     __device__ __forceinline__ int step(int n) {
-      const int tid = threadIdx.x, first_row = at.tile * kRows, head = at.head;
-      const int64_t tile = scratch_of(head) / kRows + at.tile;
-      int* const turn = reinterpret_cast<int*>(smem + kTileBytes + Window::kBytes);
-      if (Deterministic && tid == 0) *turn = at.turn(p, where, held);
+      const int tid = threadIdx.x;
       const bool border = found.hides;
       const uint32_t seen = found.seen;
       const Lane l;
       ptx::cp_async_wait<0>();
       __syncthreads();  // @tile_landed: every warp is done with P and dS of the one before
+      if (tid == 0) {
+        own().head = at.head, own().number = scratch_of(at.head) / kRows + at.tile;
+        if (Deterministic) own().turn = at.turn(p, own().tile, sequence());
+      }
       float acc[4] = {};
       product(acc, l.of_values() ? value_tile : key_tile, l.of_values() ? grad_out_tile : query_tile, l);
       float4* const exchange = reinterpret_cast<float4*>(smem + kScoresAt) + l.warp % 4 * 32 + l.lane;
@@ -252,7 +264,7 @@ struct Sm80WideBackward {
       float4 grads = {};
       if (!l.of_values()) grads = *exchange;
       __syncthreads();  // @grads_read: by all warps
-      if (!l.of_values()) softmax(acc, grads, head, first_row, seen, l);
+      if (!l.of_values()) softmax(acc, grads, seen, l);
       __syncthreads();  // @scores_complete: P and dS
       if (!border || finite<kRows>(grad_out_tile, Lane()))
         accumulate<false>(dv, weight_tile, grad_out_tile, Lane());
@@ -266,9 +278,10 @@ struct Sm80WideBackward {
       at.next();
       const int next = next_visible(n + 1);
       if (next < total) load();
-      add_query(tile, border, turn);
-      if (p.slope_sum && (next >= total || at.head != head)) {
-        add_slopes<kKeys, kWarps>(p, where, head, slope_sum, reinterpret_cast<float*>(turn));
+      add_query(border);
+      if (p.slope_sum && (next >= total || at.head != own().head)) {
+        add_slopes<kKeys, kWarps>(p, own().tile, own().head, slope_sum,
+                                  reinterpret_cast<float*>(smem + kTileBytes + Window::kBytes));
         slope_sum = 0.f;
       }
       return next;
@@ -278,7 +291,6 @@ struct Sm80WideBackward {
     __device__ __forceinline__ void write() const {
       const int tid = threadIdx.x;
       const Lane l;
-      const Sequence sequence = sequence_of<true>(p, where.batch);  // held through the loop, it would spill
       const float value_scale = p.scores.seed ? p.scores.keep_scale : 1.f;
       __syncthreads();
 #pragma unroll
@@ -294,14 +306,15 @@ struct Sm80WideBackward {
           }
       __syncthreads();
       const auto grad_of = [&](void* tensor, const Strides& s) {
-        return static_cast<T*>(tensor) + where.batch * s.batch + where.head_k * s.head + sequence.k_begin * s.row;
+        return static_cast<T*>(tensor) + own().tile.batch * s.batch + own().tile.head_k * s.head +
+               sequence().k_begin * s.row;
       };
       T* grad_key = p.grad_key ? grad_of(p.grad_key, p.grad_key_strides) : nullptr;
       T* grad_value = p.grad_value ? grad_of(p.grad_value, p.grad_value_strides) : nullptr;
 #pragma unroll
       for (int i = 0; i < kKeys * (D / 8) / kThreads; i++) {
         const int c = i * kThreads + tid, row = c / (D / 8), chunk = c % (D / 8);
-        if (first_key + row >= sequence.k_rows) continue;
+        if (first_key + row >= sequence().k_rows) continue;
         const unsigned char* from = smem + at_row(0, row, chunk);
         if (grad_key && chunk * 8 < p.head_dim)
           *reinterpret_cast<uint4*>(grad_key + (first_key + row) * p.grad_key_strides.row + chunk * 8) =
@@ -314,6 +327,8 @@ struct Sm80WideBackward {
 
     __device__ __forceinline__ void run() {
       if (first_key >= held.k_rows) return;
+      if (threadIdx.x == 0) own().sequence = held, own().tile = where;
+      __syncthreads();  // @place_there
       int n = next_visible(0);
       if (n < total) {
         load_keys();
