@@ -21,9 +21,9 @@ BACKWARD = [
     ("P and dS read before they are there", WIDE_BACKWARD, "@scores_complete", ""),
     ("Q and dO refilled while they are read", WIDE_BACKWARD, "@rows_read", ""),
     ("halves of dQ's rows exchanged", WIDE_BACKWARD, "row / 8 * 2;", "(1 - row / 8) * 2;"),
-    ("rows past the end are written", WIDE_BACKWARD, "if (first_key + row >= sequence.k_rows) continue;", ""),
+    ("rows past the end are written", WIDE_BACKWARD, "if (first_key + row >= sequence().k_rows) continue;", ""),
     ("the block's place read before it is there", WIDE_BACKWARD, "@place_there", ""),
-    ("slopes of the head to come", WIDE_BACKWARD, "own().tile, own().head, slope_sum", "own().tile, at.head, slope_sum"),
+    ("slopes of the head to come", WIDE_BACKWARD, "own().head, slope_sum", "at.head, slope_sum"),
     ("dV not scaled", WIDE_BACKWARD, "p.scores.seed ? p.scores.keep_scale : 1.f", "1.f"),
 ]
 DETERMINISTIC = [

@@ -33,8 +33,9 @@ __global__ void __launch_bounds__(kPassThreads) backward_prepare(const BackwardT
   const bool exists = own.row < sequence.q_len;
   float sum = 0.f;
 #pragma unroll
-  for (int c = first_chunk; c < first_chunk + kChunks * kPer; c += kPer) {
-    if (!exists || c * 8 >= p.v_head_dim) continue;
+  for (int k = 0; k < kChunks; k++) {
+    const int c = first_chunk + k * kPer;
+    if (!exists || c * 8 >= p.v_head_dim) break;
     const auto read = [&](const void* base, const Strides& s) {
       return *reinterpret_cast<const uint4*>(static_cast<const T*>(base) + own.batch * s.batch + own.head * s.head +
                                              (sequence.q_begin + own.row) * s.row + c * 8);
@@ -59,7 +60,8 @@ __global__ void __launch_bounds__(kPassThreads) backward_prepare(const BackwardT
     write_row(p, first + stat_position(row), stats, sum);
   }
 #pragma unroll
-  for (int c = first_chunk; c < first_chunk + kChunks * kPer; c += kPer) {
+  for (int k = 0; k < kChunks; k++) {
+    const int c = first_chunk + k * kPer;
     if (c >= D / 8) return;
     float4* z = reinterpret_cast<float4*>(p.query_sum + (first + row) * D + c * 8);
     z[0] = z[1] = float4{0.f, 0.f, 0.f, 0.f};
