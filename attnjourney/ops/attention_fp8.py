@@ -189,6 +189,8 @@ def _fake(
         ("value_scale", value_scale, "value", value),
     ):  # fmt: skip
         _check_scale(name, scales, of, x)
+    if out_dtype not in range(len(OUT_DTYPES)):
+        raise ValueError(f"out_dtype: expected 0 (bfloat16), 1 (float16) or 2 (float32), got {out_dtype}")
     rows = (*lead, query.shape[2])
     out = query.new_empty((*rows, value.shape[3]), dtype=OUT_DTYPES[out_dtype])
     return out, query.new_empty(rows, dtype=torch.float32)

@@ -7,7 +7,6 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from ..reference.sparse_attention import indexer_loss_and_gradient
 from ._attention_checks import alignment_index, check_index, check_scale
 from ._registry.fakes import empty_lse, need, or_float32, same_size
 from ._registry.inference import register_inference
@@ -199,6 +198,8 @@ def _fake_loss(
 
 
 def _composite_loss(*, enable_gqa: bool, **arguments: Any) -> tuple[Tensor, Tensor]:
+    from ..reference.sparse_attention import indexer_loss_and_gradient
+
     del enable_gqa
     return indexer_loss_and_gradient(**arguments)
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from .._dtypes import accumulation_dtype
-from ..reference.sparse_attention import sparse_attention_and_stats
 from ._attention_checks import (
     ALIGNMENTS,
     alignment_index,
@@ -146,6 +145,8 @@ def _fake(
 def _composite(
     *, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, causal_alignment: int, **options: Any
 ) -> tuple[Tensor, ...]:
+    from ..reference.sparse_attention import sparse_attention_and_stats
+
     del enable_gqa
     wide = accumulation_dtype(query.dtype)
     out, *rest = sparse_attention_and_stats(

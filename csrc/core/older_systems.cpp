@@ -12,14 +12,18 @@
 #define FIRST_GLIBC "GLIBC_2.17"
 #endif
 
-// glibc 2.29 has log and exp2 that set no errno; the results of the older ones are the same.
+// glibc 2.29 has exp, log and exp2 that set no errno; the results of the older ones are the same.
+__asm__(".symver older_exp, exp@" FIRST_GLIBC);
 __asm__(".symver older_log, log@" FIRST_GLIBC);
 __asm__(".symver older_exp2, exp2@" FIRST_GLIBC);
 extern "C" {
+double older_exp(double x);
 double older_log(double x);
 double older_exp2(double x);
+double newer_exp(double x) __asm__("exp");
 double newer_log(double x) __asm__("log");
 double newer_exp2(double x) __asm__("exp2");
+double newer_exp(double x) { return older_exp(x); }
 double newer_log(double x) { return older_log(x); }
 double newer_exp2(double x) { return older_exp2(x); }
 

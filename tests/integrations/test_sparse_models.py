@@ -119,3 +119,8 @@ def test_weights_are_refused():
     model = build("deepseek_v32", "attnjourney").eval()
     with pytest.raises(ValueError, match="output_attentions: expected False beside the indices"), torch.no_grad():
         model(**inputs_of("llama"), output_attentions=True)
+
+
+def test_bytes_are_refused():
+    with pytest.raises(ValueError, match="dtype: expected None for a model whose layers choose tokens, got torch.int8"):
+        ours.cache(build("deepseek_v32", "eager").eval(), dtype=torch.int8)

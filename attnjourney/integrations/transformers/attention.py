@@ -115,7 +115,7 @@ def _sparse(
         if lengths is None:
             lengths = torch.full((query.shape[0],), key.shape[2], device=query.device)
         out = mla_decode(
-            query, latents, lengths, module.kv_b_proj.weight, indices=indices, scale=scaling,
+            query, latents[0], lengths, module.kv_b_proj.weight, indices=indices, scale=scaling,
             is_causal=options.get("is_causal", False),
         )  # fmt: skip
     else:

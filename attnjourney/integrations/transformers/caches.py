@@ -29,7 +29,8 @@ def cache(model: Any, *, paged: bool = False, block_size: int = BLOCK, dtype: to
             sliding window keep numbers. None: the model's.
 
     Raises:
-        ValueError: paged, and the model caches latents; another dtype.
+        ValueError: paged, and the model caches latents; another dtype, or one for a model whose layers choose tokens
+            (DeepSeek-V3.2), which read numbers.
     """
     if dtype is not None and dtype not in BYTE_DTYPES:
         raise ValueError(f"dtype: expected None, torch.int8 or torch.float8_e4m3fn, got {dtype}")
@@ -42,10 +43,14 @@ def cache(model: Any, *, paged: bool = False, block_size: int = BLOCK, dtype: to
         count = model.config.get_text_config(decoder=True).num_hidden_layers
         layers = [DynamicLayer() for _ in range(count)]
 
+    indexed = {id(layer) for layer in layers if type(layer).__name__ == "DynamicIndexedLayer"}
+    if indexed and dtype is not None:
+        raise ValueError(f"dtype: expected None for a model whose layers choose tokens, got {dtype}")
+
     def own(layer: Any) -> Any:
         if type(layer) is DynamicSlidingWindowLayer:
             return WindowLayer(layer.sliding_window)
-        if type(layer).__name__ == "DynamicIndexedLayer" and not paged:
+        if id(layer) in indexed and not paged:
             return IndexedLatentLayer() if latent else IndexedKVLayer()
         if type(layer) is not DynamicLayer:
             return layer
