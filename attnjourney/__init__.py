@@ -61,6 +61,7 @@ if TYPE_CHECKING:  # what is imported when it is first asked for
     from .seeing.recording.capture import capture as capture
     from .seeing.recording.trace import trace as trace
     from .seeing.recording.trace import trace_module as trace_module
+    from .seeing.recording.trace_state import trace_state as trace_state
 
 _LATER = {  # the same as above, by module
     ".": ("accounting", "nn", "reference", "replace", "seeing", "torch_ops", "viz"),
@@ -74,6 +75,7 @@ _LATER = {  # the same as above, by module
     ".replace": ("replace_attention",),
     ".seeing.recording.capture": ("capture",),
     ".seeing.recording.trace": ("trace", "trace_module"),
+    ".seeing.recording.trace_state": ("trace_state",),
 }
 _HOMES = {name: home for home, names in _LATER.items() for name in names}
 

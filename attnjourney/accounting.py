@@ -100,13 +100,16 @@ def account(
     FLOPs are those of matrix products, 2 for a multiplication and an addition, as torch.utils.flop_counter counts them:
     a causal layer counts as a full one, and the backward of attention recomputes the scores. Decoding is one
     token of one sequence after seq_len cached ones; latent attention decodes in its latent space. Linear attention with
-    gates and the delta rule counts as `gated_linear_attention` does, its states in float32. Besides the attention
-    layers, a module's nn.Linear layers count with every position; other layers count as parameters alone.
+    gates and the delta rule counts as `gated_linear_attention` does, its states in float32. Token-sparse attention
+    counts the index_topk keys a row sees, as `sparse_attention` does, and its indexer all past ones, as
+    `lightning_indexer` does; the indexer's keys are in the cache, and its training, by a loss of its own, is left out.
+    Besides the attention layers, a module's nn.Linear layers count with every position; other layers count as
+    parameters alone.
 
     Args:
         model: a module (parameters shared by layers count once), or a configuration of transformers, or a dict with
-            the same keys: model_type gpt2, llama, mistral, qwen2, qwen3, qwen3_next, qwen3_5_text or deepseek_v3
-            (active experts in FLOPs).
+            the same keys: model_type gpt2, llama, mistral, qwen2, qwen3, qwen3_next, qwen3_5_text, deepseek_v3,
+            deepseek_v32 or glm_moe_dsa (active experts in FLOPs).
         seq_len: tokens of a sequence.
         batch: sequences.
         dtype: of the cache; one of bytes (int8, float8_e4m3fn) has its scales beside it.
@@ -132,16 +135,23 @@ def account(
 
 
 def _row(part: Part, seq_len: int, batch: int, dtype: torch.dtype) -> Row:
-    tokens, a, s = batch * seq_len, part.attention, part.state
+    tokens, a, s, chooses = batch * seq_len, part.attention, part.state, part.indexer
     forward, backward = 2 * part.multiplied * tokens, 4 * part.multiplied * tokens
     decode = 2 * part.multiplied
-    cached = 0
+    numbers = rows = 0
     if a is not None:
-        pairs = 2 * tokens * seq_len * a.heads
+        seen = seq_len if a.topk is None else min(a.topk, seq_len)
+        pairs = 2 * tokens * seen * a.heads
         forward += pairs * (a.qk_dim + a.v_dim)
         backward += pairs * (3 * a.qk_dim + 2 * a.v_dim)
-        decode += 2 * seq_len * a.heads * a.decode_width
-        cached = a.cached * dtype.itemsize + (a.rows * 4 if dtype in BYTE_DTYPES else 0)  # a float32 scale each
+        decode += 2 * seen * a.heads * a.decode_width
+        numbers, rows = a.cached, a.rows
+    if chooses is not None:
+        forward += tokens * (seq_len + 1) * chooses.heads * chooses.dim
+        backward = 0
+        decode += 2 * seq_len * chooses.heads * chooses.dim
+        numbers, rows = chooses.dim, 1
+    cached = numbers * dtype.itemsize + (rows * 4 if dtype in BYTE_DTYPES else 0)  # a float32 scale each
     held = 0
     if s is not None:
         product = 2 * s.heads * s.qk_dim * s.v_dim  # with a state: three a token, eight backwards
@@ -149,8 +159,8 @@ def _row(part: Part, seq_len: int, batch: int, dtype: torch.dtype) -> Row:
         backward += 8 * product * tokens
         decode += 3 * product
         held = 4 * s.heads * s.qk_dim * s.v_dim
-    numbers = (part.parameters, forward, backward, decode, cached, held)
-    return Row(part.name, part.count, *(part.count * n for n in numbers))
+    counts = (part.parameters, forward, backward, decode, cached, held)
+    return Row(part.name, part.count, *(part.count * n for n in counts))
 
 
 # ---- models as parts: what each holds, multiplies and caches
@@ -164,6 +174,15 @@ class AttentionPart:
     cached: int  # numbers per token,
     rows: int  # in so many rows: keys and values of each head, or latents
     decode_width: int  # multiplications per head and cached token
+    topk: int | None = None  # the most keys that a row sees
+
+
+@dataclass(frozen=True)
+class IndexerPart:
+    """Heads over one key head, which score the past of each row."""
+
+    heads: int
+    dim: int
 
 
 @dataclass(frozen=True)
@@ -183,15 +202,16 @@ class Part:
     attention: AttentionPart | None = None
     count: int = 1
     state: StatePart | None = None
+    indexer: IndexerPart | None = None
 
 
 def grouped(heads: int, kv_heads: int, head_dim: int) -> AttentionPart:
     return AttentionPart(heads, head_dim, head_dim, 2 * kv_heads * head_dim, 2 * kv_heads, 2 * head_dim)
 
 
-def latent(heads: int, kv_lora_rank: int, nope: int, rope: int, v: int) -> AttentionPart:
+def latent(heads: int, kv_lora_rank: int, nope: int, rope: int, v: int, topk: int | None = None) -> AttentionPart:
     # decoding: scores against latent and rotary key, then a sum of latents
-    return AttentionPart(heads, nope + rope, v, kv_lora_rank + rope, 1, 2 * kv_lora_rank + rope)
+    return AttentionPart(heads, nope + rope, v, kv_lora_rank + rope, 1, 2 * kv_lora_rank + rope, topk)
 
 
 # ---- modules
@@ -343,6 +363,7 @@ def _qwen_hybrid(c: _Config) -> list[Part]:
 
 
 def _deepseek(c: _Config) -> list[Part]:
+    """deepseek_v3, and with an indexer deepseek_v32, glm_moe_dsa."""
     d, layers, heads, kv_lora = c("hidden_size"), c("num_hidden_layers"), c("num_attention_heads"), c("kv_lora_rank")
     nope, rope, v = c("qk_nope_head_dim"), c("qk_rope_head_dim"), c("v_head_dim")
     q_lora = c("q_lora_rank") if c.has("q_lora_rank") else 0
@@ -351,19 +372,37 @@ def _deepseek(c: _Config) -> list[Part]:
     matrices += d * (kv_lora + rope) + kv_lora * heads * (nope + v) + heads * v * d
     biases = q_lora + kv_lora + rope + d if c("attention_bias", False) else 0
     dense = min(c("first_k_dense_replace", 0), layers)
+    if c.has("mlp_layer_types"):
+        dense = list(c("mlp_layer_types")).count("dense")
     expert, routed = 3 * d * c("moe_intermediate_size"), c("n_routed_experts")
     shared = c("n_shared_experts", 0) * expert
     mixture = routed * expert + shared + routed * d
     active = c("num_experts_per_tok") * expert + shared + routed * d
-    attention = latent(heads, kv_lora, nope, rope, v)
+    sparse = c("model_type") != "deepseek_v3"
+    attention = latent(heads, kv_lora, nope, rope, v, c("index_topk") if sparse else None)
     return [
         Part("latent attention", matrices + biases, matrices, attention, layers),
+        *([_indexer(c, d, layers)] if sparse else []),
         Part("norms of the latents", (q_lora + kv_lora) * layers, 0),
         Part("MLP", 3 * d * c("intermediate_size"), 3 * d * c("intermediate_size"), None, dense),
         Part("mixture of experts", mixture, active, None, layers - dense),
         Part("norms", d * (2 * layers + 1), 0),
         *_output(c, d),
     ]
+
+
+def _indexer(c: _Config, d: int, layers: int) -> Part:
+    heads, dim = c("index_n_heads"), c("index_head_dim")
+    matrices = c("q_lora_rank") * heads * dim + d * (dim + heads)
+    own = layers  # the others choose as the layer before them
+    if c.has("indexer_types"):
+        own = list(c("indexer_types")).count("full")
+    elif c.has("index_topk_pattern"):
+        own = sum(kind in ("F", "full") for kind in c("index_topk_pattern"))
+    elif c.has("index_topk_freq"):
+        first, every = c("index_skip_topk_offset", 2) - 1, max(1, c("index_topk_freq"))
+        own = sum(max(0, i - first) % every == 0 for i in range(layers))
+    return Part("lightning indexer", matrices + 2 * dim, matrices, count=own, indexer=IndexerPart(heads, dim))
 
 
 CONFIGS: dict[str, Callable[[_Config], list[Part]]] = {
@@ -375,6 +414,8 @@ CONFIGS: dict[str, Callable[[_Config], list[Part]]] = {
     "qwen3_next": _qwen_hybrid,
     "qwen3_5_text": _qwen_hybrid,
     "deepseek_v3": _deepseek,
+    "deepseek_v32": _deepseek,
+    "glm_moe_dsa": _deepseek,
 }
 
 

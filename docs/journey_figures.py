@@ -232,6 +232,25 @@ def sparse() -> plt.Figure:
     return figure
 
 
+def kept_weights() -> plt.Figure:
+    """Six keys in turn, each row asking for the next one: the weights of all values before it, by update rule."""
+    torch.manual_seed(0)
+    rows, dim = 24, 32
+    key = F.normalize(torch.randn(6, dim), dim=-1).repeat(rows // 6 + 1, 1)[None, None]
+    query, key = key[:, :, 1 : rows + 1], key[:, :, :rows]
+    gate, beta = torch.full((1, 1, rows), -0.1), torch.ones(1, 1, rows)
+    with attnjourney.capture(None, state_weights=True) as seen:
+        for update, g, b in (
+            ("linear", None, None), ("gated", gate, None), ("delta", None, beta), ("gated_delta", gate, beta)
+        ):  # fmt: skip
+            attnjourney.gated_linear_attention(query, key, key, g, b, update=update, scale=1.0)
+    figure, axes = plt.subplots(1, 4, figsize=(9, 2.6), layout="constrained")
+    for a, record in zip(axes, seen.states):
+        heat(a, record.weights[0, 0], record.settings["update"], lowest=-1.0, color="RdBu")
+    axes[0].set(xlabel="value written", ylabel="row that reads")
+    return figure
+
+
 def infini() -> plt.Figure:
     torch.manual_seed(0)
     layer = nn.InfiniAttention(32, 2, segment_length=8)
@@ -389,6 +408,7 @@ FIGURES = {
     "longformer": longformer,
     "linear": linear_flops,
     "gated": gated,
+    "kept": kept_weights,
     "infini": infini,
     "shared-blocks": shared_blocks,
     "sparse": sparse,

@@ -76,7 +76,7 @@ void checked_backward(AttentionCall& c, const AttentionSaved& saved, const Atten
 
 void checked_jvp(AttentionCall& c, const AttentionResults& results, const AttentionTangents& tangents) {
   check_served(c, 256);
-  const auto& [query, key, value, o] = c.args;
+  const auto& [query, key, value, o, fp8] = c.args;
   if (is_checked_alone(o)) return;
   const auto changes = cpu_operator(
       "attnjourney::attention_jvp", 2, query, key, value, o.attn_mask, results.out, results.lse, results.stats,

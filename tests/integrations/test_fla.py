@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import softplus
 
+import attnjourney
 from attnjourney import reference
 from attnjourney.integrations import fla
 from tests.support.testing import random_tensor
@@ -212,6 +213,36 @@ def test_models_of_transformers_unchanged(make, calls):
     calls.clear()
     model(torch.ones(1, 5, dtype=torch.int64))
     assert not calls
+
+
+@pytest.mark.clients
+@pytest.mark.filterwarnings("ignore:(?!capture)")
+@pytest.mark.parametrize("make", MODELS, ids=lambda f: f.__name__)
+def test_what_the_state_layers_of_a_model_keep(make, calls):
+    model, ids = built(make), torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        with pytest.warns(UserWarning, match="nothing was recorded"), attnjourney.capture(model) as seen:
+            model(ids)  # the control: transformers' own loops
+        assert not calls and len(seen) == len(seen.states) == 0
+        fla.activate()
+        expected = model(ids).logits
+        calls.clear()
+        with attnjourney.capture(model, state_weights=True) as seen:
+            logits = model(ids).logits
+            tokens = model.generate(ids, max_new_tokens=3, do_sample=False)
+    assert torch.equal(logits, expected) and tokens.shape == (2, 23)
+    assert calls == [20, 20, 1, 1] and len(seen) == 0
+    assert [r.weights.shape[-1] for r in seen.states] == calls
+    (name,) = seen.states.names
+    assert name.startswith("model.layers.0.")
+    whole, prompt, _, step = seen.states.of(name)
+    kimi = make is kimi_linear
+    assert torch.equal(whole.state, prompt.state) and whole.state.shape == ((2, 2, 8, 8) if kimi else (2, 4, 8, 12))
+    assert whole.half_life.shape == ((2, 2, 20, 8) if kimi else (2, 4, 20)) and whole.half_life.min() > 0
+    assert step.nbytes == whole.nbytes == whole.state.nbytes
+    assert whole.settings["update"] == ("kda" if kimi else "gated_delta")
+    assert ((whole.effective_rank >= 1) & (whole.effective_rank <= 8)).all()
+    assert not whole.weights.triu(1).any() and whole.weights.diagonal(dim1=-2, dim2=-1).all()
 
 
 @pytest.mark.clients

@@ -12,7 +12,9 @@ int main(int argc, char** argv) try {
                                                                               {"quantized_row", quantized_row},
                                                                               {"linear", linear},
                                                                               {"gated", gated},
-                                                                              {"sparse", sparse}};
+                                                                              {"sparse", sparse},
+                                                                              {"indexer", indexer},
+                                                                              {"indexer_loss", indexer_loss}};
   if (argc != 3 || !calls.count(argv[1]) || !types.count(argv[2])) throw std::runtime_error("program CALL DTYPE");
   calls.at(argv[1])(Inputs(), types.at(argv[2]));
   return 0;

@@ -31,5 +31,7 @@ void quantized_row(const Inputs&, const Types&);
 void linear(const Inputs&, const Types&);
 void gated(const Inputs&, const Types&);
 void sparse(const Inputs&, const Types&);
+void indexer(const Inputs&, const Types&);
+void indexer_loss(const Inputs&, const Types&);
 
 }  // namespace kernel_tests

@@ -1,4 +1,4 @@
-// Token-sparse attention: the gradients of causal rows in blocks, each block with its list of keys; the indexer.
+// Token-sparse attention: the gradients of causal rows in blocks, each block with its list of keys.
 #include <algorithm>
 #include <vector>
 

@@ -9,6 +9,7 @@ import torch
 import attnjourney
 from attnjourney import reference
 from attnjourney.ops.linear_attention import FEATURE_MAPS
+from attnjourney.reference.sparse_attention import indexer_scores
 from tests.kernels import build
 from tests.linear import test_gated_linear_attention as gated
 from tests.linear.test_linear_attention import dense
@@ -16,6 +17,7 @@ from tests.sparse.test_sparse_attention import dense as dense_sparse
 from tests.sparse.test_sparse_attention import make_indices
 from tests.sparse.test_sparse_attention import plain as plain_sparse
 from tests.support import derivative_checks, options_cases
+from tests.support.indexer_cases import score_rounding
 from tests.support.layer_checks import results as layer_results
 from tests.support.testing import (
     DTYPES,
@@ -42,6 +44,7 @@ OPTIONS = [
 OTHERS = [dtype for dtype in DTYPES if dtype != torch.bfloat16]
 CASES = [(names, torch.bfloat16) for names in OPTIONS] + [(names, OTHERS[i % 3]) for i, names in enumerate(OPTIONS)]
 SEEDS = dict(query=1, key=2, value=3, grad_out=9)
+DOUBLE = torch.float64
 LINEAR = [
     dict(is_causal=True, feature_map="elu+1", normalize=True),
     dict(is_causal=False, feature_map="relu", normalize=False),
@@ -239,6 +242,63 @@ def test_sparse_attention(table, heads, rows, names, dtype):
         stored = torch.float64 if name == "sinks" else dtype
         got = build.tensor(found[f"grad_{name}"], stored, value.shape).to(dtype)
         assert_close_to_reference(got, in_plain, value, GRADIENT_FACTOR, name, rounding)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads, dim", [(3, 20), (13, 33)])
+def test_scores_of_the_sparse_indexer(table, heads, dim, dtype):
+    """Causal rows, of which the last block of keys is for some alone; a NaN is above every threshold."""
+    wide, (rows, keys, bad) = torch.promote_types(dtype, torch.float32), (340, 333, 150)
+    shapes = ((1, heads, rows, dim), (1, keys, dim), (1, heads, rows))
+    query, key, weights = (random_tensor(s, dtype, i, outliers=False) for i, s in enumerate(shapes))
+    spoilt = key.index_fill(1, torch.tensor(bad), torch.nan)
+    given = dict(query=query, key=spoilt, weights=weights.to(wide), heads=heads, q_len=rows, kv_len=keys, head_dim=dim)
+    found = build.run(*table, "indexer", dtype, given | dict(scale=0.3, threshold=0.5, rows=32))
+    scores, above = (build.tensor(found[n], d, (rows, keys)) for n, d in (("scores", wide), ("above", torch.int32)))
+    seen = torch.ones(rows, keys, dtype=torch.bool).tril()
+    assert torch.equal(scores.isnan(), seen & (torch.arange(keys) == bad))
+    assert torch.equal(above > 0, seen & (scores.isnan() | (scores > 0.5)))
+    there = seen & ~scores.isnan()
+    exact, plain = (indexer_scores(*(x.to(d) for x in (query, key, weights)), scale=0.3)[0] for d in (DOUBLE, wide))
+    rounding = score_rounding(query, key, weights, 0.3, wide)[0]
+    assert_close_to_reference(
+        scores[there], plain[there], exact[there], OUTPUT_FACTOR, "scores", rounding=rounding[there]
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads, q_heads, k", [(4, 12, 25), (13, 3, 40)])
+def test_loss_of_the_sparse_indexer(table, heads, q_heads, k, dtype):
+    wide, (rows, keys) = torch.promote_types(dtype, torch.float32), (9, 50)
+    shapes = ((1, heads, rows, 20), (1, keys, 20), (1, heads, rows), (1, q_heads, rows, 33), (1, 1, keys, 33))
+    inputs = [random_tensor(s, dtype, i, outliers=False) for i, s in enumerate(shapes)]
+    grads = random_tensor((1, rows, k), wide, 9, outliers=False)
+    indices = make_indices((1, rows, k), keys, torch.int32)
+    indices[0, 4] = -1
+    names = ("index_query", "index_key", "weights", "query", "key")
+    given = dict(zip(names, inputs)) | dict(weights=inputs[2].to(wide).mT, grad_scores=grads, indices=indices)
+    sizes = dict(heads=heads, q_heads=q_heads, q_len=rows, kv_len=keys, head_dim=20, q_head_dim=33, k=k, some_heads=8)
+    found = build.run(*table, "indexer_loss", dtype, given | sizes | dict(index_scale=0.4, scale=0.2))
+    there, at = indices >= 0, indices.clamp(min=0).long()
+
+    def results(dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs[:3]]
+        scores = indexer_scores(*leaves, scale=0.4).gather(-1, at).masked_fill(~there, 0.0)
+        gradients = torch.autograd.grad(scores, leaves, grads.to(dtype))
+        products = inputs[3].to(dtype) @ inputs[4].to(dtype).mT * 0.2
+        products = products.gather(-1, at[:, None].expand(-1, q_heads, -1, -1))
+        target = products.masked_fill(~there[:, None], -torch.inf).softmax(-1).sum(1).masked_fill(~there, 0.0)
+        return dict(zip(("target", "scores", *(f"grad_{n}" for n in names)), (target, scores.detach(), *gradients)))
+
+    exact, plain = results(DOUBLE), results(wide)
+    for name, value in exact.items():
+        stored = DOUBLE if name in ("target", "scores") else wide if name == "grad_weights" else dtype
+        got = build.tensor(found[name], stored, value.mT.shape if name == "grad_weights" else value.shape)
+        got = got.mT if name == "grad_weights" else got
+        factor = GRADIENT_FACTOR if name.startswith("grad") else OUTPUT_FACTOR
+        eps = [torch.finfo(d).eps for d in (stored, wide)]
+        rounding = 4 * eps[0] * value.abs() + 40 * eps[1] * value.abs().max()
+        assert_close_to_reference(got, plain[name].to(got.dtype), value, factor, name, rounding)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -4,7 +4,16 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnjourney import KVCache, PagedKVCache, PagedLatentCache, account, gated_linear_attention, nn
+from attnjourney import (
+    KVCache,
+    PagedKVCache,
+    PagedLatentCache,
+    account,
+    gated_linear_attention,
+    lightning_indexer,
+    nn,
+    sparse_attention,
+)
 
 RANKS = dict(kv_lora_rank=10, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
 LAYERS = {
@@ -135,6 +144,66 @@ def test_deepseek_v3():
     assert round(active / 2e9) == 37  # the published active parameters
 
 
+DEEPSEEK_V32 = {
+    **DEEPSEEK_V3, "model_type": "deepseek_v32", "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64
+}  # fmt: skip
+
+
+def test_deepseek_v32():
+    """Beside DeepSeek-V3: a row's scores of 2,048 keys at most, its indexer's of all past ones, 128 numbers cached."""
+    dense, sparse = (account(c, 8192, 2) for c in (DEEPSEEK_V3, DEEPSEEK_V32))
+    parts = {row.name: row for row in sparse.parts}
+    indexer, attention = parts["lightning indexer"], parts["latent attention"]
+    matrices = 1536 * 64 * 128 + 7168 * 128 + 7168 * 64
+    assert matrices == 13_959_168 and indexer.parameters == 61 * (matrices + 2 * 128) == 851_524_864
+    assert sparse.parameters == dense.parameters + indexer.parameters
+    past = 8192 * 8193 // 2
+    assert indexer.forward_flops == 61 * 2 * (2 * 8192 * matrices + 2 * past * 64 * 128)
+    assert indexer.backward_flops == 0
+    other = {row.name: row for row in dense.parts}["latent attention"]
+    assert other.forward_flops - attention.forward_flops == 61 * 2 * 2 * 8192 * 128 * (8192 - 2048) * (192 + 128)
+    assert other.backward_flops - attention.backward_flops == 61 * 2 * 2 * 8192 * 128 * 6144 * (3 * 192 + 2 * 128)
+    assert attention.decode_flops_per_token == 61 * (2 * 187_105_280 + 2 * 128 * 2048 * (512 + 64 + 512))
+    assert indexer.decode_flops_per_token == 61 * (2 * matrices + 2 * 64 * 8192 * 128)
+    assert sparse.cache_bytes_per_token == 61 * (576 + 128) * 2
+    assert account(DEEPSEEK_V32, 8192, dtype=torch.float8_e4m3fn).cache_bytes_per_token == 61 * (576 + 4 + 128 + 4)
+    short = {row.name: row for row in account(DEEPSEEK_V32, 100).parts}["latent attention"]  # all keys are chosen
+    assert short.forward_flops == account(DEEPSEEK_V3, 100).parts[0].forward_flops
+
+
+@pytest.mark.parametrize(
+    "types, count",
+    [
+        ({}, 5),
+        (dict(indexer_types=["full", "shared", "shared", "full", "shared"]), 2),
+        (dict(index_topk_pattern="FSSSF"), 2),
+        (dict(index_topk_freq=3, index_skip_topk_offset=2), 3),  # layers 0, 1 and 4
+    ],
+)
+def test_layers_that_share_an_indexer(types, count):
+    config = {**DEEPSEEK_V32, "model_type": "glm_moe_dsa", "num_hidden_layers": 5, **types}
+    (row,) = [row for row in account(config, 100).parts if row.name == "lightning indexer"]
+    assert row.count == count and row.cache_bytes_per_token == count * 128 * 2
+
+
+def test_the_indexer_beside_the_operators_own_counts():
+    sizes = dict(num_hidden_layers=1, q_lora_rank=5, index_topk=6, index_head_dim=8, index_n_heads=2)
+    config = {**TINY["deepseek_v3"], "model_type": "deepseek_v32", **sizes, "first_k_dense_replace": 0}
+    parts = {row.name: row for row in account(config, 11, 3).parts}
+    query, key = torch.randn(3, 3, 11, 12, requires_grad=True), torch.randn(3, 3, 11, 12)
+    with FlopCounterMode(display=False) as forward:
+        indices = lightning_indexer(torch.randn(3, 2, 11, 8), torch.randn(3, 11, 8), torch.randn(3, 2, 11), 6)
+        scores = forward.get_total_flops()
+        out = sparse_attention(query, key, key[..., :6], indices)
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    matrices = 5 * 2 * 8 + 16 * (8 + 2)
+    assert parts["lightning indexer"].forward_flops == scores + 2 * 33 * matrices
+    latent = 5 * (16 + 3 * 12) + 16 * 14 + 10 * 3 * 14 + 3 * 6 * 16
+    assert parts["latent attention"].forward_flops == forward.get_total_flops() - scores + 2 * 33 * latent
+    assert parts["latent attention"].backward_flops == backward.get_total_flops() + 4 * 33 * latent
+
+
 TINY = {
     "gpt2": dict(n_embd=16, n_layer=2, n_head=2, vocab_size=19, n_positions=8),
     "llama": dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=6,
@@ -150,11 +219,16 @@ TINY = {
                         n_shared_experts=2, num_experts_per_tok=2, first_k_dense_replace=1, n_group=2, topk_group=1,
                         vocab_size=19, attention_bias=True),
 }  # fmt: skip
+INDEXER = dict(q_lora_rank=5, index_topk=4, index_head_dim=8, index_n_heads=2)
+TINY["deepseek_v32"] = {**TINY["deepseek_v3"], **INDEXER}
+TINY["glm_moe_dsa"] = {**TINY["deepseek_v32"], "indexer_types": ["full", "shared", "full"]}
 
 
 @pytest.mark.parametrize("kind", TINY)
 def test_configurations_of_transformers(kind):
     transformers = pytest.importorskip("transformers")
+    if kind not in transformers.models.auto.configuration_auto.CONFIG_MAPPING:
+        pytest.skip(f"a transformers without {kind}")
     config = transformers.AutoConfig.for_model(kind, **TINY[kind])
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)

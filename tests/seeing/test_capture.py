@@ -7,6 +7,7 @@ import torch
 
 import attnjourney
 from attnjourney import reference
+from tests.sparse.test_sparse_attention import make_indices, masked
 from tests.support.decode_checks import dense_cache, paged
 from tests.support.options_cases import OPTIONS, make
 from tests.support.testing import DTYPES, assert_close_to_reference, random_tensor
@@ -30,8 +31,12 @@ def weights_of(run):
     return seen[-1]
 
 
+def is_floating(x):
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
 def double(x):
-    return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+    return x.double() if is_floating(x) else x
 
 
 def tree(to, options):
@@ -185,6 +190,39 @@ def test_latents():
             results.append(reference.attention_weights(to(query), key, None, True, **options))
         assert seen[0].weights.dtype == dtype
         assert_close_to_reference(seen[0].weights, results[1], results[0], name=f"weights, {dtype}")
+
+
+@pytest.mark.parametrize("names, twice", [((), False), (("causal", "bottom_right", "scale", "softcap", "sinks"), True)])
+@pytest.mark.parametrize("kv_heads, block", [(1, 1), (2, 4)])
+def test_sparse_attention(names, twice, kv_heads, block):
+    """The weights of dense attention that sees the same pairs, for chosen rows of one block and of several."""
+    for dtype in DTYPES:
+        *tensors, options = make(names, dtype, 2, 4, kv_heads, q_len=9, kv_len=30)
+        shape = (2, *([kv_heads] if block > 1 else []), -(-9 // block), 8)
+        chosen = dict(indices=make_indices(shape, 30, twice=twice), query_block_size=block)
+        mask, _ = masked(*tensors, **chosen)
+        exact, plain = (
+            reference.attention_weights(*map(to, tensors[:2]), **tree(to, {**options, **mask}))
+            for to in (double, lambda x, dtype=dtype: x.to(dtype) if is_floating(x) else x)
+        )
+        with torch.no_grad(), attnjourney.capture(None, rows=[-1, 2], heads=[3, 0]) as seen:
+            _, lse = attnjourney.sparse_attention(*tensors, **chosen, **options, return_lse=True)
+        (record,) = seen
+        exact, plain = (x[:, [3, 0]][:, :, [8, 2]] for x in (exact, plain))
+        assert record.name == "sparse_attention.0" and record.weights.dtype == dtype
+        assert torch.equal(record.lse, lse[:, [3, 0]][:, :, [8, 2]])
+        rounding = 4 * torch.finfo(dtype).eps * exact
+        assert_close_to_reference(record.weights, plain, exact, name=f"weights, {dtype}", rounding=rounding)
+
+
+def test_latents_that_indices_name():
+    query, latent = torch.randn(2, 3, 2, 8 + 4), torch.randn(2, 9, 16 + 4)
+    weight, lengths = torch.randn(3 * (8 + 5), 16), torch.tensor([9, 4])
+    with torch.no_grad(), attnjourney.capture(None) as seen:
+        attnjourney.mla_decode(query, latent, lengths, weight)
+        attnjourney.mla_decode(query, latent, lengths, weight, indices=torch.arange(9).expand(2, 2, 9))
+    assert seen.names == ["mla_decode.0", "sparse_attention.1"]
+    torch.testing.assert_close(seen[1].weights, seen[0].weights, atol=1e-5, rtol=1e-4)
 
 
 def test_devices_without_the_operator_of_weights(monkeypatch):

@@ -70,6 +70,29 @@ def test_stages_lead_to_the_result(name):
     assert str(part).startswith(f"{type(module).__name__}: rows 6, 2, heads 3, 0\n")
 
 
+class Chosen(torch.nn.Module):
+    """Token-sparse attention by an indexer, two key heads."""
+
+    num_heads = 4
+
+    def forward(self, query, key, value, index_query, index_key, weights):
+        indices = attnjourney.lightning_indexer(index_query, index_key, weights, 3)
+        return attnjourney.sparse_attention(query, key, value, indices, enable_gqa=True, softcap=2.0)
+
+
+def test_token_sparse_attention():
+    shapes = ((2, 4, 7, 8), (2, 2, 7, 8), (2, 2, 7, 5), (2, 3, 7, 6), (2, 7, 6), (2, 3, 7))
+    inputs = [random_tensor(s, torch.float64, i, outliers=False) for i, s in enumerate(shapes)]
+    seen = attnjourney.trace_module(Chosen(), *inputs, rows=[-1, 2], heads=[3, 0])
+    torch.testing.assert_close(seen.output, Chosen()(*inputs)[:, [3, 0]][:, :, [6, 2]], atol=1e-14, rtol=1e-12)
+    indices = attnjourney.lightning_indexer(*inputs[3:], 3)[:, [6, 2]]
+    for b, row in ((0, 0), (1, 1)):
+        assert seen.mask[b, 0, row].nonzero().flatten().tolist() == indices[b, row].tolist()
+    scores = inputs[0][:, [3, 0]][:, :, [6, 2]] @ inputs[1][:, [1, 0]].mT / 8**0.5
+    torch.testing.assert_close(seen.scores, scores)
+    assert "softcapped" in seen and str(seen).startswith("Chosen: rows 6, 2, heads 3, 0\n")
+
+
 def test_multihead_attention():
     torch.manual_seed(0)
     for bias_kv, masks in ((False, {}), (True, {}), (False, {"key_padding_mask": PADDING})):

@@ -89,6 +89,8 @@ QUICK: dict[str, dict[str, int | None]] = {
     "seeing/test_trace.py": {"test_every_option": 6},
     "seeing/test_trace_modules.py": {"test_stages_lead_to_the_result": 4},
     "seeing/test_capture.py": {"test_layers": 4},
+    "seeing/test_states.py": {"test_gated_linear_attention": 4},
+    "seeing/test_trace_state.py": {"test_every_stage": 2},
     "seeing/test_viz.py": {"test_summary_of_heads_that_do_one_thing": None},
     "package/test_papers.py": {"test_files_and_folders_exist": None, "test_targets_of_make_exist": None},
     "package/test_isa.py": {"test_the_best_isa_is_taken_and_a_forced_one_is_used": None},

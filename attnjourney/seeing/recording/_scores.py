@@ -18,10 +18,12 @@ from ..._dtypes import accumulation_dtype
 from ..._options import AttentionOptions
 from ...block_mask import BlockMask
 from ...nn._parts import split_heads
+from ...ops._attention_checks import ALIGNMENTS
 from ...ops.attention_weights import chosen_weights, row_sums
 from ...ops.block_attention import BLOCKS
 from ...reference.attention import packed_blocks
 from ...reference.mha import attention_mask
+from ...reference.sparse_attention import visible_indices
 from ._stages import attention_stages
 from ._stages_infini import infini_local
 from ._stages_longformer import longformer_scores
@@ -41,7 +43,7 @@ class Scores:
     stats: Tensor | None = None  # computed where missing
     dtype: torch.dtype | None = None  # of the weights, query's by default
     first_key: Tensor | None = None  # (B,), the number in its sequence of what is key 0 here
-    row_mask: Callable[[Tensor], Tensor] | None = None  # rows -> the whole mask of these rows, in place of options
+    row_mask: Callable[[Tensor], Tensor] | None = None  # rows -> the whole mask of these rows, none in options
     # for trace:
     value: Tensor | Callable[[], Tensor] | None = None  # (..., Hk, S, Ev)
     dropout: dict = field(default_factory=dict)  # dropout_p, dropout_seed
@@ -61,7 +63,7 @@ class Scores:
         if self.row_mask is None:
             return self.query, self.options, rows
         query = self.query.index_select(-2, rows.to(self.query.device))
-        return query, {"attn_mask": self.row_mask(rows)}, torch.arange(len(rows))
+        return query, self.options | {"attn_mask": self.row_mask(rows)}, torch.arange(len(rows))
 
     def weights(self, heads: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """(..., heads, rows, S) in query's dtype and lse (..., heads, rows)."""
@@ -158,6 +160,24 @@ def _block_attention(call: dict, outputs: tuple) -> Scores:
     mask = BlockMask(offsets, index, partial, elements, query.shape[-2], key.shape[-2])
     options = _options(call) | {"attn_mask": mask}
     return Scores(query, key, outputs[1], options, _stats(outputs), value=call["value"], dropout=_dropout(call))
+
+
+def _sparse(call: dict, outputs: tuple) -> Scores:
+    query, key, indices = call["query"], call["key"], call["indices"]
+    names = ("query_block_size", "is_causal", "key_lengths")
+    visible = {name: call[name] for name in names} | {"causal_alignment": ALIGNMENTS[call["causal_alignment"]]}
+
+    def row_mask(rows: Tensor) -> Tensor:
+        at, seen = visible_indices(indices, query.shape[2], key.shape[2], **visible)
+        at, seen = (x.index_select(2, rows.to(x.device)) for x in (at, seen))
+        times = torch.zeros(*at.shape[:3], key.shape[2], dtype=accumulation_dtype(query.dtype), device=at.device)
+        if key.shape[2]:
+            times.scatter_add_(3, at, seen.to(times.dtype))
+        mask = times.log() if (times > 1).any() else times > 0  # a key that is named twice has twice the weight
+        return mask.repeat_interleave(query.shape[1] // mask.shape[1], 1) if mask.shape[1] > 1 else mask
+
+    options = {name: call[name] for name in ("scale", "enable_gqa", "softcap", "sinks")}
+    return Scores(query, key, outputs[1], options, row_mask=row_mask, value=call["value"])
 
 
 def _varlen(call: dict, outputs: tuple) -> Scores:
@@ -349,6 +369,7 @@ READERS: dict[str, Callable[[dict, tuple], Scores]] = {
     "gqa": _gqa,
     "mla": _mla,
     "mha": _mha,
+    "sparse_attention": _sparse,
     "decode": _decode,
     "mla_decode": _mla_decode,
 }

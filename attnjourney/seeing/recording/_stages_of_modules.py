@@ -11,12 +11,14 @@ from ...nn import InfiniAttention, LongformerSelfAttention, MultiheadLatentAtten
 from ._dispatch_mode import OperatorCalls
 from ._scores import PACKED, READERS, Scores
 from ._stages import attention_stages
+from ._stages_gated import gated_stages
 from ._stages_infini import infini_stages
 from ._stages_linear import linear_stages
 from ._stages_longformer import longformer_stages
+from ._states import STATES
 from .records import indices
 
-_OPERATORS = {*READERS, "rope", "linear_attention"}
+_OPERATORS = {*READERS, *STATES, "rope"}
 
 
 def module_stages(
@@ -38,7 +40,7 @@ def module_stages(
     def on_call(func: Any, operator: str, call: dict, outputs: tuple) -> None:
         if operator == "rope":
             turned.append((call["x"], outputs[0]))
-        elif operator == "linear_attention":
+        elif operator in STATES:
             calls.append((operator, call))
         else:
             calls.append((operator, READERS[operator](call, outputs)))
@@ -49,12 +51,13 @@ def module_stages(
         names = ", ".join(operator for operator, _ in calls) or "none"
         raise ValueError(f"module: expected one that makes one attention call, got {names}: trace the module inside")
     ((operator, call),) = calls
-    if operator == "linear_attention":
-        heads = indices("heads", heads, call["query"].shape[1])
-        rows = indices("rows", rows, call["query"].shape[2])
-        return linear_stages(call, heads, rows), heads, rows, result
-    if operator in PACKED:
+    if operator in PACKED or (operator in STATES and call.get("cu_seqlens") is not None):
         raise ValueError("module: expected attention without packed sequences: trace one sequence at a time")
+    if operator in STATES:
+        heads = indices("heads", heads, max(call["query"].shape[1], call["value"].shape[1]))
+        rows = indices("rows", rows, call["query"].shape[2])
+        stages = gated_stages if operator == "gated_linear_attention" else linear_stages
+        return stages(call, heads, rows), heads, rows, result
     heads, rows = indices("heads", heads, call.heads), indices("rows", rows, call.length)
     return _stages(module, inputs, keywords, call, turned, heads, rows), heads, rows, result
 

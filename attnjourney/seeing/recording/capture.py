@@ -1,10 +1,11 @@
-"""capture: the attention weights of a model, recorded while it runs."""
+"""capture: the attention weights of a model, and the states of layers that keep one, recorded while it runs."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -20,7 +21,8 @@ from torch.utils.hooks import RemovableHandle
 from ...ops._registry.call_observers import observers
 from ._dispatch_mode import OperatorCalls
 from ._scores import FUNCTIONS, PACKED, READERS, Scores
-from .records import Captured, Record, Rows, indices, settings_of
+from ._states import STATES
+from .records import Captured, Record, Rows, StateRecord, indices, settings_of
 
 
 class capture:
@@ -34,26 +36,35 @@ class capture:
     cache or a compiled graph. The model computes what it computes without: the same fused kernels, the same random
     numbers, gradients too. The weights are made again from the queries, keys and sums of that very call, in
     O(rows * S) memory for the rows and heads asked for. A run during backward (activation checkpointing) is not
-    recorded again. InfiniAttention's weights are those of its local part, each row's keys those of its own segment;
-    linear attention has none. A compiled graph has no modules: its calls are named by their order.
+    recorded again. InfiniAttention's weights are those of its local part, each row's keys those of its own segment.
+    A compiled graph has no modules: its calls are named by their order.
+
+    Calls of gated_linear_attention and linear_attention, which compute no weights, are recorded in seen.states: what
+    the state holds after the last row, and the gates by which it forgets.
+
+        seen.states["model.layers.0.linear_attn"].effective_rank  # (batch, heads)
 
     Blocks may be nested; one object may be entered again and goes on recording. Only the thread that entered records.
 
     Args:
         model: a module, compiled or not. None: every call in the block, for a model written as functions.
         layers: what is recorded, everything by default: names of modules as in model.named_modules() (what lies inside
-            counts), patterns ("blocks.*.attention"), modules, or ints: the n-th call of a run.
-        heads: of the query heads, all by default. Negative numbers count from the end.
+            counts), patterns ("blocks.*.attention"), modules, or ints: the n-th call of a run, calls with weights and
+            with a state counted each by themselves.
+        heads: of the query heads (with a state, of the output's), all by default. Negative numbers count from the end.
         rows: query rows, all by default: ints, negative ones from the end (in generation [-1] is the new token), an int
             tensor or a slice.
-        hook: called with each Record, which then is not kept: for long runs.
+        hook: called with each Record and StateRecord, which then is not kept: for long runs.
+        state_weights: also give each StateRecord the weights that its state stands for, of `rows`: computed from the
+            call's arguments in float64, row after row, in O(heads * S * S) memory: for sequences of up to 512 rows.
 
     Yields:
         Captured.
 
     Raises:
         TypeError: model is no module. ValueError: a layer that the model does not have, a row or head that a call does
-        not have. RuntimeError: run by torch.export or another tracer, whose tensors have no numbers.
+        not have, more than 512 rows with state_weights. RuntimeError: run by torch.export or another tracer, whose
+        tensors have no numbers.
     Warns (UserWarning) where a block ends and nothing was recorded.
     """
 
@@ -64,17 +75,18 @@ class capture:
         layers: Iterable[str | int | nn.Module] | str | int | nn.Module | None = None,
         heads: Sequence[int] | Tensor | None = None,
         rows: Rows = None,
-        hook: Callable[[Record], None] | None = None,
+        hook: Callable[[Record | StateRecord], None] | None = None,
+        state_weights: bool = False,
     ):
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"model: expected a torch.nn.Module or None, got {type(model).__name__}")
         self.model, self.heads, self.rows, self.hook = model, heads, rows, hook
-        self.captured = Captured()
+        self.state_weights, self.captured = state_weights, Captured()
         self._names = {} if model is None else {id(m): _plain(name) for name, m in model.named_modules()}
         self._layers = None if layers is None else self._resolve(layers)
-        self._mode, self._depth = OperatorCalls(self._operator), 0
+        self._mode, self._depth = OperatorCalls(self._operator, {*READERS, *STATES}), 0
         self._handle: RemovableHandle | None = None
-        self._step, self._calls, self._bare = -1, 0, 0
+        self._step, self._calls, self._bare = -1, Counter[bool](), Counter[bool]()
         self._count = self._inside = 0
 
     def __enter__(self) -> Captured:
@@ -100,14 +112,14 @@ class capture:
             of = "" if self._layers is None else " of the layers asked for"
             warnings.warn(
                 f"capture: nothing was recorded: no call{of} reached an attention operator of attnjourney in this "
-                "block (a model on torch.nn.MultiheadAttention needs attnjourney.replace_attention; linear attention "
-                "has no weights)",
+                "block (a model on torch.nn.MultiheadAttention needs attnjourney.replace_attention)",
                 stacklevel=2,
             )
 
     def _next_step(self, module: nn.Module, args: Any) -> None:
         self._step += 1
-        self._calls = self._bare = 0
+        self._calls.clear()
+        self._bare.clear()
 
     def _resolve(self, layers: Any) -> list[str | int]:
         """Names and call numbers."""
@@ -153,8 +165,12 @@ class capture:
         )
 
     def _operator(self, func: Any, operator: str, call: dict, outputs: tuple) -> None:
-        if not self._inside:
-            defaults = {a.name: a.default_value for a in func._schema.arguments}
+        if self._inside:
+            return
+        defaults = {a.name: a.default_value for a in func._schema.arguments}
+        if operator in STATES:
+            self._record_state(operator, call, defaults, outputs)
+        else:
             self._record(operator, lambda: READERS[operator](call, outputs), call, defaults, outputs[0])
 
     @contextmanager
@@ -172,28 +188,59 @@ class capture:
             with _disable_current_modes(), torch.no_grad():
                 self._record(name, lambda: FUNCTIONS[name](call), call, defaults, call["query"])
 
-    def _record(self, operator: str, read: Callable[[], Scores], call: dict, defaults: dict, some: Tensor) -> None:
+    def _name(self, operator: str, some: Tensor) -> str | None:
+        """Of a call that is wanted; calls with a state are counted by themselves."""
         if isinstance(some, FakeTensor):
             raise RuntimeError("capture: expected tensors with numbers, got those of a tracer: run the model itself")
-        caller = self._caller()
-        if caller is None and self.model is not None:
-            return  # not this model's
-        number, self._calls = self._calls, self._calls + 1
-        if caller:
-            name = caller
-        else:
-            name, self._bare = f"{operator}.{self._bare}", self._bare + 1
-        if not self._wants(name, number):
+        name = self._caller()
+        if name is None and self.model is not None:
+            return None  # not this model's
+        kind = operator in STATES
+        number = self._calls[kind]
+        self._calls[kind] += 1
+        if not name:
+            name = f"{operator}.{self._bare[kind]}"
+            self._bare[kind] += 1
+        return name if self._wants(name, number) else None
+
+    def _record(self, operator: str, read: Callable[[], Scores], call: dict, defaults: dict, some: Tensor) -> None:
+        name = self._name(operator, some)
+        if name is None:
             return
         scores = read()
         heads = indices("heads", self.heads, scores.heads)
         rows = indices("rows", self.rows, scores.length, negative=operator in PACKED)
         weights, lse = scores.weights(heads, rows)
         step, settings = max(self._step, 0), settings_of(call, defaults)
-        record = Record(name, operator, step, weights, lse, heads, rows, scores.first_key, settings)
+        self._keep(Record(name, operator, step, weights, lse, heads, rows, scores.first_key, settings))
+
+    def _record_state(self, operator: str, call: dict, defaults: dict, outputs: tuple) -> None:
+        name = self._name(operator, outputs[0])
+        if name is None:
+            return
+        states = STATES[operator](call, outputs)
+        heads, rows = indices("heads", self.heads, states.heads), indices("rows", self.rows, states.length)
+        given = {"gate": states.gate, "beta": states.beta, "normalizer": states.normalizer}
+        record = StateRecord(
+            name,
+            operator,
+            max(self._step, 0),
+            states.of(states.state, heads),
+            heads,
+            rows,
+            **{part: None if x is None else states.of(x, heads) for part, x in given.items()},
+            nbytes=states.nbytes,
+            weights=states.weights(heads, rows) if self.state_weights else None,
+            settings=settings_of(call, defaults),
+        )
+        self._keep(record)
+
+    def _keep(self, record: Record | StateRecord) -> None:
         self._count += 1
         if self.hook is not None:
             self.hook(record)
+        elif isinstance(record, StateRecord):
+            self.captured.states.records.append(record)
         else:
             self.captured.records.append(record)
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import table_state
+
 MOST_ROWS, MOST_KEYS, MOST_TABLES = 12, 12, 4  # of numbers that are shown
 SHOWN = ("scores", "softcapped", "bias", "alibi", "mask", "masked_scores", "weights", "dropped_weights", "output")
 
@@ -22,15 +24,21 @@ def render(trace: Any) -> Any:
         summary.add_column(column)
     for name, x in trace.items():
         summary.add_row(name, str(tuple(x.shape)), str(x.dtype).removeprefix("torch."))
+    if "state_after" in trace:
+        shown = table_state.state_tables(trace)
+        return Group(title, summary, *(shown or [_too_many(table_state.LIMITS)]))
     weights = trace["weights"]
     *lead, rows, keys = weights.shape
     tables = 1
     for n in lead:
         tables *= n
     if not (rows and keys and tables) or rows > MOST_ROWS or keys > MOST_KEYS or tables > MOST_TABLES:
-        limits = f"{MOST_ROWS} rows, {MOST_KEYS} keys and {MOST_TABLES} heads in all"
-        return Group(title, summary, f"Numbers are shown for up to {limits}: ask for rows= and heads=.")
+        return Group(title, summary, _too_many(f"{MOST_ROWS} rows, {MOST_KEYS} keys and {MOST_TABLES} heads in all"))
     return Group(title, summary, *(_head(trace, index, lead) for index in range(tables)))
+
+
+def _too_many(limits: str) -> str:
+    return f"Numbers are shown for up to {limits}: ask for rows= and heads=."
 
 
 def _head(trace: Any, index: int, lead: list[int]) -> Any:

@@ -27,7 +27,7 @@ class Trace(Mapping):
 
     Attributes:
         heads, rows: int64, the heads and query rows that the stages are of.
-        result: what the module returned; None where there was no module.
+        result: what the module, or the operator of trace_state, returned; None of trace.
     """
 
     def __init__(self, title: str, stages: dict[str, Tensor], heads: Tensor, rows: Tensor, result: Any = None):
@@ -181,7 +181,8 @@ def trace_module(
     LinearAttention has phi_query, phi_key, scores, mask, weights (which may not be softmax's, but sum to about 1 with
     normalize), normalizer, output. InfiniAttention has the stages of its local part, each row's keys those of its own
     segment, and local_output, memory_output (what the memory read), gate, output. LongformerSelfAttention has the
-    stages of trace, whose scores are a global row's by the global projections.
+    stages of trace, whose scores are a global row's by the global projections. A module that calls
+    gated_linear_attention has the stages of trace_state.
 
     Args:
         module: its inputs and keywords follow. A cache is written as by the call itself.

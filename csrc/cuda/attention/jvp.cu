@@ -20,7 +20,7 @@ void launch(const JvpTaskOf<double>& p, ScalarType, cudaStream_t stream) { fp32_
 
 template <class Real>
 void jvp_in(const AttentionCall& c, const AttentionResults& results, const AttentionTangents& given) {
-  const auto& [query, key, value, options] = c.args;
+  const auto& [query, key, value, options, fp8] = c.args;
   Tensor to = *given.out, lse = *given.lse;
   if (c.batch * c.q_heads * c.params.q_len == 0 || (c.params.kv_len == 0 && !options.sinks)) {  // no row sees any key
     torch::stable::zero_(to);
