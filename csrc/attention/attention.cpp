@@ -77,14 +77,6 @@ void check_mask(AttentionCall& c, const Tensor& mask, const Tensor& query) {
   c.mask_map = mask_map(c, mask, c.params.mask_row, c.params.mask_col);
 }
 
-void check_lengths(const char* name, const OptionalTensor& t, int64_t count, const Tensor& query) {
-  if (!t) return;
-  check_dtype(is_index(*t), name, *t, "dtype torch.int64 or torch.int32");
-  check_value(t->dim() == 1 && t->size(0) == count, name, ": expected shape (", count, ",), one number for each ",
-              "sequence, got ", shape_text(*t));
-  check_same_device(name, *t, "query", query);
-}
-
 void check_packed(AttentionCall& c, const AttentionOptions& o, const Tensor& query) {
   check_value(!o.attn_mask, "attn_mask: packed sequences take none");
   for (const auto& [name, t] : {std::pair{"cu_seqlens_q", o.cu_seqlens_q}, std::pair{"cu_seqlens_k", o.cu_seqlens_k}})
@@ -100,8 +92,7 @@ void check_packed(AttentionCall& c, const AttentionOptions& o, const Tensor& que
 // which keys are visible, and what is done to the scores
 void check_scores(AttentionCall& c, const AttentionOptions& o, const Tensor& query) {
   AttentionParams& p = c.params;
-  check_value(o.causal_alignment == 0 || o.causal_alignment == 1,
-              "causal_alignment: expected 0 (top-left) or 1 (bottom-right), got ", o.causal_alignment);
+  check_alignment(o.causal_alignment);
   c.bottom_right = o.causal_alignment == 1;
   const auto [left, right] = o.window;
   check_value(left >= -1 && right >= -1, "window_size: expected two numbers from -1 (unbounded), got (", left, ", ",
@@ -222,6 +213,17 @@ double check_scale(const std::optional<double>& given, int64_t head_dim) {
   return scale;
 }
 
+void check_alignment(int64_t causal_alignment) {
+  check_value(causal_alignment == 0 || causal_alignment == 1,
+              "causal_alignment: expected 0 (top-left) or 1 (bottom-right), got ", causal_alignment);
+}
+void check_lengths(const char* name, const OptionalTensor& t, int64_t count, const Tensor& query) {
+  if (!t) return;
+  check_dtype(is_index(*t), name, *t, "dtype torch.int64 or torch.int32");
+  check_value(t->dim() == 1 && t->size(0) == count, name, ": expected shape (", count, ",), one number for each ",
+              "sequence, got ", shape_text(*t));
+  check_same_device(name, *t, "query", query);
+}
 void check_prefix_length(int64_t n) { check_value(n >= 0, "prefix_length: expected a number from 0, got ", n); }
 
 ScoreModifier check_score_options(const AttentionOptions& o, int64_t batch, int64_t heads, const Tensor& query) {

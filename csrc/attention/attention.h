@@ -66,6 +66,9 @@ void check_per_head(const char* name, const OptionalTensor& t, int64_t batch, in
 
 // The options that attention and decoding check the same way.
 double check_scale(const std::optional<double>& scale, int64_t head_dim);  // which is the default's
+void check_alignment(int64_t causal_alignment);
+// key_lengths and the like: `count` numbers, where it is given
+void check_lengths(const char* name, const OptionalTensor&, int64_t count, const Tensor& query);
 void check_prefix_length(int64_t prefix_length);
 ScoreModifier check_score_options(const AttentionOptions& options, int64_t batch, int64_t heads, const Tensor& query);
 // a bound of a window as KeyRanges has it

@@ -138,6 +138,12 @@ inline bool has_shape(const Tensor& t, const std::vector<int64_t>& want) {
   return same;
 }
 
+// meaning: the shape in words, "(batch, heads, ...)"
+inline void check_shape(const char* name, const Tensor& t, const std::vector<int64_t>& shape, const char* meaning) {
+  check_tensor(has_shape(t, shape), name, t, ": expected shape ", meaning, " = ", list_text(shape), ", got ",
+               shape_text(t));
+}
+
 inline void check_extent(const char* name, const Tensor& t) {
   const int64_t numbers = t.numel();
   if (numbers > 0 && numbers <= most_numbers) [[likely]]

@@ -8,11 +8,6 @@
 namespace attnjourney {
 namespace {
 
-void check_gated_shape(const char* name, const Tensor& t, std::vector<int64_t> shape, const char* meaning) {
-  check_tensor(has_shape(t, shape), name, t, ": expected shape ", meaning, " = ", list_text(shape), ", got ",
-               shape_text(t));
-}
-
 // gate and beta: there or not as the update wants it
 void check_presence(const char* name, const OptionalTensor& t, bool wanted, const char* update) {
   check_value(t.has_value() == wanted, name, ": expected ", wanted ? "a tensor" : "None", " with update '", update,
@@ -34,7 +29,7 @@ constexpr const char* state_meaning = "(sequences, v_heads, head_dim, v_head_dim
 void check_state(const char* name, const OptionalTensor& t, const GatedCall& c, const Tensor& query) {
   if (!t) return;
   check_dtype(dtype_of(*t) == c.state_dtype, name, *t, "dtype ", dtype_text(c.state_dtype));
-  check_gated_shape(name, *t, gated_state_shape(c), state_meaning);
+  check_shape(name, *t, gated_state_shape(c), state_meaning);
   check_same_device(name, *t, "query", query);
 }
 
@@ -69,8 +64,8 @@ GatedCall check_gated_linear_attention(const GatedInputs& in) {
   c.batch = c.sequences = q.size(0), c.q_heads = q.size(1), c.kv_heads = k.size(1), c.v_heads = v.size(1);
   c.len = q.size(2), p.head_dim = q.size(3), p.v_head_dim = v.size(3);
   check_value(p.head_dim > 0, "query: expected a head_dim (last dimension) of at least 1, got shape ", shape_text(q));
-  check_gated_shape("key", k, {c.batch, c.kv_heads, c.len, p.head_dim}, "(batch, kv_heads, len, head_dim)");
-  check_gated_shape("value", v, {c.batch, c.v_heads, c.len, p.v_head_dim}, "(batch, v_heads, len, v_head_dim)");
+  check_shape("key", k, {c.batch, c.kv_heads, c.len, p.head_dim}, "(batch, kv_heads, len, head_dim)");
+  check_shape("value", v, {c.batch, c.v_heads, c.len, p.v_head_dim}, "(batch, v_heads, len, v_head_dim)");
   check_value(c.kv_heads > 0 ? c.v_heads % c.kv_heads == 0 : c.v_heads == 0,
               "key: expected a head count that divides value's, ", c.v_heads, ", got ", c.kv_heads, " (key has shape ",
               shape_text(k), ")");
@@ -98,13 +93,13 @@ GatedCall check_gated_linear_attention(const GatedInputs& in) {
     const bool channels = update == GatedUpdate::kda || in.gate->dim() == 4;
     p.gate = channels ? Gate::channel : Gate::head;
     if (channels)
-      check_gated_shape("gate", *in.gate, {c.batch, c.v_heads, c.len, p.head_dim}, "(batch, v_heads, len, head_dim)");
+      check_shape("gate", *in.gate, {c.batch, c.v_heads, c.len, p.head_dim}, "(batch, v_heads, len, head_dim)");
     else
-      check_gated_shape("gate", *in.gate, {c.batch, c.v_heads, c.len}, "(batch, v_heads, len)");
+      check_shape("gate", *in.gate, {c.batch, c.v_heads, c.len}, "(batch, v_heads, len)");
   }
   if (in.beta) {
     check_number_a_row("beta", *in.beta, q);
-    check_gated_shape("beta", *in.beta, {c.batch, c.v_heads, c.len}, "(batch, v_heads, len)");
+    check_shape("beta", *in.beta, {c.batch, c.v_heads, c.len}, "(batch, v_heads, len)");
   }
   if (in.cu_seqlens) {
     const Tensor& t = *in.cu_seqlens;
@@ -141,7 +136,7 @@ std::vector<Tensor> gated_linear_attention_backward(const Backend& backend, Argu
   const std::vector<int64_t> out_shape{c.batch, c.out_heads(), c.len, c.params.v_head_dim};
   if (given) {
     check_same_dtype("grad_out", *given, "query", in.query);
-    check_gated_shape("grad_out", *given, out_shape, "(batch, out_heads, len, v_head_dim)");
+    check_shape("grad_out", *given, out_shape, "(batch, out_heads, len, v_head_dim)");
     check_same_device("grad_out", *given, "query", in.query);
   }
   check_state("grad_state", grad_state, c, in.query);

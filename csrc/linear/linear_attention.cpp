@@ -8,11 +8,6 @@
 namespace attnjourney {
 namespace {
 
-void check_shape(const char* name, const Tensor& t, std::vector<int64_t> shape, const char* meaning) {
-  check_tensor(has_shape(t, shape), name, t, ": expected shape ", meaning, " = ", list_text(shape), ", got ",
-               shape_text(t));
-}
-
 void check_exact_dtype(const char* name, const Tensor& t, ScalarType expected) {
   check_dtype(dtype_of(t) == expected, name, t, "dtype ", dtype_text(expected));
 }
@@ -25,7 +20,7 @@ struct Shape {
 // An operand beside query: of that dtype and shape, on its device.
 void check_operand(const char* name, const Tensor& t, ScalarType dtype, Shape shape, const Tensor& query) {
   check_exact_dtype(name, t, dtype);
-  check_shape(name, t, std::move(shape.sizes), shape.meaning);
+  check_shape(name, t, shape.sizes, shape.meaning);
   check_same_device(name, t, "query", query);
 }
 

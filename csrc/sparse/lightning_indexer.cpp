@@ -22,10 +22,10 @@ IndexerCall check_indexer(const char* query_name, const char* key_name, const In
               shape_text(q));
   check_dim(key_name, k, 3);
   p.kv_len = k.size(1);
-  check_meaning(key_name, k, {c.batch, p.kv_len, p.head_dim}, "(batch, kv_len, head_dim)");
+  check_shape(key_name, k, {c.batch, p.kv_len, p.head_dim}, "(batch, kv_len, head_dim)");
   check_dtype(dtype_of(w) == c.dtype || dtype_of(w) == c.score_dtype, "weights", w, "dtype ",
               OrFloat32{c.dtype, query_name});
-  check_meaning("weights", w, {c.batch, p.heads, p.q_len}, "(batch, heads, q_len)");
+  check_shape("weights", w, {c.batch, p.heads, p.q_len}, "(batch, heads, q_len)");
   check_same_device("weights", w, query_name, q);
   check_value(extent(c.batch, p.heads, p.q_len, p.head_dim) <= most_numbers && p.kv_len <= INT32_MAX, query_name,
               ": expected at most 2^31 - 1 keys and at most 2^56 numbers, got shapes ", shape_text(q), " and ",
@@ -49,7 +49,7 @@ std::vector<Tensor> lightning_indexer(const Backend& backend, Arguments& argumen
   check_value(topk >= 1 && topk <= INT32_MAX && extent(c.batch, c.params.q_len, topk) <= most_numbers,
               "topk: expected a number from 1 to 2^31 - 1, at most 2^56 indices in all, got ", topk);
   check_alignment(causal_alignment);
-  check_key_lengths(key_lengths, c.batch, in.query);
+  check_lengths("key_lengths", key_lengths, c.batch, in.query);
   c.params.topk = topk, c.params.causal = is_causal, c.params.bottom_right = causal_alignment == 1;
   const std::vector<int64_t> shape = {c.batch, c.params.q_len, topk};
   const IndexerResults results{.indices = aten::empty(in.query, shape, ScalarType::Int),
@@ -75,8 +75,8 @@ std::vector<Tensor> lightning_indexer_loss_forward(const Backend& backend, Argum
   }
   const int64_t head_dim = q.size(3);
   check_value(head_dim > 0, "query: expected a head_dim (last dimension) of at least 1, got shape ", shape_text(q));
-  check_meaning("query", q, {c.batch, q.size(1), p.q_len, head_dim}, "(batch, q_heads, q_len, head_dim)");
-  check_meaning("key", k, {c.batch, k.size(1), p.kv_len, head_dim}, "(batch, kv_heads, kv_len, head_dim)");
+  check_shape("query", q, {c.batch, q.size(1), p.q_len, head_dim}, "(batch, q_heads, q_len, head_dim)");
+  check_shape("key", k, {c.batch, k.size(1), p.kv_len, head_dim}, "(batch, kv_heads, kv_len, head_dim)");
   check_grouped_heads(q, k, enable_gqa);
   check_indices(target.indices, false, c.batch, 1, p.q_len, in.query);
   target.scale = check_scale(scale, head_dim);

@@ -61,8 +61,8 @@ SparseCall check_sparse_attention(const SparseInputs& in) {
   p.q_len = q.size(2), p.kv_len = k.size(2), p.head_dim = q.size(3), p.v_head_dim = v.size(3);
   check_value(p.head_dim > 0, "query: expected a head_dim (last dimension) of at least 1, got shape ", shape_text(q));
   check_value(p.v_head_dim > 0, "value: expected a head_dim (last dimension) of at least 1, got shape ", shape_text(v));
-  check_meaning("key", k, {c.batch, c.kv_heads, p.kv_len, p.head_dim}, "(batch, kv_heads, kv_len, head_dim)");
-  check_meaning("value", v, {c.batch, c.kv_heads, p.kv_len, p.v_head_dim}, "(batch, kv_heads, kv_len, v_head_dim)");
+  check_shape("key", k, {c.batch, c.kv_heads, p.kv_len, p.head_dim}, "(batch, kv_heads, kv_len, head_dim)");
+  check_shape("value", v, {c.batch, c.kv_heads, p.kv_len, p.v_head_dim}, "(batch, kv_heads, kv_len, v_head_dim)");
   p.group = check_grouped_heads(q, k, in.enable_gqa);
   check_value(in.query_block_size >= 1 && in.query_block_size <= int64_t{1} << 40,
               "query_block_size: expected a number from 1 to 2^40, got ", in.query_block_size);
@@ -78,7 +78,7 @@ SparseCall check_sparse_attention(const SparseInputs& in) {
   p.scale = check_scale(in.scale, p.head_dim);
   check_alignment(in.causal_alignment);
   p.causal = in.is_causal, p.bottom_right = in.causal_alignment == 1;
-  check_key_lengths(in.key_lengths, c.batch, q);
+  check_lengths("key_lengths", in.key_lengths, c.batch, q);
   AttentionOptions scores;
   scores.softcap = in.softcap, scores.sinks = in.sinks;
   p.modifier = check_score_options(scores, c.batch, c.q_heads, q);

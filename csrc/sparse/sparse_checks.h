@@ -5,11 +5,6 @@
 
 namespace attnjourney {
 
-inline void check_meaning(const char* name, const Tensor& t, const std::vector<int64_t>& shape, const char* meaning) {
-  check_tensor(has_shape(t, shape), name, t, ": expected shape ", meaning, " = ", list_text(shape), ", got ",
-               shape_text(t));
-}
-
 // query heads per key/value head
 inline int64_t check_grouped_heads(const Tensor& query, const Tensor& key, bool enable_gqa) {
   const int64_t heads = query.size(1), own = key.size(1);
@@ -31,21 +26,6 @@ inline void check_indices(const Tensor& indices, bool per_head, int64_t batch, i
               batch, ", ", blocks, ", k) or (batch, kv_heads, ceil(q_len / block), k) = (", batch, ", ", kv_heads, ", ",
               blocks, ", k), got ", shape_text(indices));
   check_same_device("indices", indices, "query", query);
-}
-
-inline void check_alignment(int64_t causal_alignment) {
-  check_value(causal_alignment == 0 || causal_alignment == 1,
-              "causal_alignment: expected 0 (top-left) or 1 (bottom-right), got ", causal_alignment);
-}
-
-inline void check_key_lengths(const OptionalTensor& t, int64_t batch, const Tensor& query) {
-  if (!t) return;
-  const ScalarType type = dtype_of(*t);
-  check_dtype(type == ScalarType::Int || type == ScalarType::Long, "key_lengths", *t,
-              "dtype torch.int64 or torch.int32");
-  check_value(t->dim() == 1 && t->size(0) == batch, "key_lengths: expected shape (", batch,
-              ",), one number for each sequence, got ", shape_text(*t));
-  check_same_device("key_lengths", *t, "query", query);
 }
 
 }  // namespace attnjourney

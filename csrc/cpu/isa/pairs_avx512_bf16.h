@@ -71,17 +71,20 @@ ATTN_INLINE Pairs load_pairs(const bf16* p) { return {_mm512_loadu_si512(p)}; }
 ATTN_INLINE Pairs load_pairs(const bf16* p, int64_t n) {
   return {_mm512_maskz_loadu_epi16(n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1, p)};
 }
+// a, b <- the numbers of both that `first` and first + 8 say
+ATTN_INLINE void permute_both(Vf& a, Vf& b, __m512i first) {
+  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+  const __m512 low = a.v, high = b.v;
+  a.v = _mm512_permutex2var_ps(low, first, high);
+  b.v = _mm512_permutex2var_ps(low, second, high);
+}
 // Numbers of a and b side by side, in an order that `in_order` undoes for what is computed of them in two halves.
 ATTN_INLINE void zip_rows(Pairs a, Pairs b, Pairs& some, Pairs& others) {
   some.v = _mm512_unpacklo_epi16(a.v, b.v);  // columns 0-3 of each eight
   others.v = _mm512_unpackhi_epi16(a.v, b.v);
 }
 ATTN_INLINE void in_order(Vf& some, Vf& others) {
-  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-  const __m512 low = some.v, high = others.v;
-  some.v = _mm512_permutex2var_ps(low, first, high);
-  others.v = _mm512_permutex2var_ps(low, second, high);
+  permute_both(some, others, _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
 }
 
 // ---- numbers in parts (kernels/common/parts.h): float32 numbers whose upper 16 bits are a bfloat16
@@ -106,11 +109,7 @@ ATTN_INLINE Pairs join_lower(Pairs low, Pairs high) {
 ATTN_INLINE Vf as_numbers(Pairs a) { return {_mm512_castsi512_ps(a.v)}; }  // its bits
 // a[0], b[0], a[1], b[1] .. in a, then in b
 ATTN_INLINE void interleave(Vf& a, Vf& b) {
-  const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-  const __m512 low = a.v, high = b.v;
-  a.v = _mm512_permutex2var_ps(low, first, high);
-  b.v = _mm512_permutex2var_ps(low, second, high);
+  permute_both(a, b, _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
 }
 ATTN_INLINE void store_upper(bf16* p, Vf x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),

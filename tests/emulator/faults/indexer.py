@@ -1,8 +1,8 @@
 """Faults of the lightning indexer's kernels that the emulator has to find, by the program of test_indexer.py: (what,
 file in csrc/cuda/kernels, text there, text instead of it)."""
 
-_LIST, _TOPK, _COLUMNS, _GRADIENTS = (
-    f"sparse/{x}.cuh" for x in ("topk_list", "topk", "indexer_columns", "indexer_gradients")
+_LIST, _TOPK, _COLUMNS, _GRADIENTS, _TASK = (
+    f"sparse/{x}.cuh" for x in ("topk_list", "topk", "indexer_columns", "indexer_gradients", "task")
 )
 TOPK = {
     "64-bf16": [
@@ -38,14 +38,14 @@ LOSS = {
         ("the target's entropy is left out", _COLUMNS, "(ptx::log2(p) - logit)", "-logit"),
         ("the target is not divided by its sum", _COLUMNS, "factor - target[i] * inverse", "factor - target[i]"),
         ("a slot without a name has a gradient", _COLUMNS, "scores[i] = there ?", "scores[i] = true ?"),
-        ("keys read before they have landed", _GRADIENTS, "@tile_landed", ""),
+        ("keys read before they have landed", _TASK, "@tile_landed", ""),
         ("gradient: products read before they are there", _GRADIENTS, "@products_there", ""),
         ("gradients read before they are there", _GRADIENTS, "@gradients_there", ""),
         ("a score below 0 has a gradient", _GRADIENTS, "score <= Real(0) ? Real(0) : d * weight", "d * weight"),
         ("the weights' gradient without grad_loss", _GRADIENTS, "weighed(d, score)", "weighed(d / grad, score)"),
         ("of a row's threads one sums", _GRADIENTS,
          "for (int w = kPer / 2; w > 0; w /= 2) of_weight += ptx::shfl_xor(of_weight, w);", ""),
-        ("keys: rows read before they have landed", _GRADIENTS, "@rows_landed", ""),
+        ("keys: rows read before they have landed", _TASK, "@rows_landed", ""),
         ("keys: products read before they are there", _GRADIENTS, "@key_products_there", ""),
         ("keys: gradients read before they are there", _GRADIENTS, "@key_gradients_there", ""),
         ("a key named twice adds once", _GRADIENTS, "valid) own = of_all(", "valid) of_all("),
@@ -54,7 +54,7 @@ LOSS = {
          "!(products[row * kPitch + k] * scale <= Real(0))", "true"),
     ],
     "fma-fp32": [
-        ("the tile that is read is written", _GRADIENTS, "@tile_read", ""),
-        ("keys: the rows that are read are written", _GRADIENTS, "@rows_read", ""),
+        ("the tile that is read is written", _TASK, "@tile_read", ""),
+        ("keys: the rows that are read are written", _TASK, "@rows_read", ""),
     ],
 }  # fmt: skip

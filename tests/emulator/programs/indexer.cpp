@@ -4,42 +4,19 @@
 #include "emulator/machine/driver.h"
 //
 #include "kernels/indexer.h"
+//
+#include "sparse_launch.h"
 
 template <class X>
 emulator::Buffer<X> given(int64_t count, const char* name) {
   return {driver::read<X>(static_cast<size_t>(count)), name};
 }
 
-struct Launch {
-  emulator::Options options;
-  template <class... Parameters, class... Args>
-  void run(void (*kernel)(Parameters...), int64_t blocks, int threads, int64_t bytes, const Args&... args) const {
-    if (blocks > 0)
-      emulator::launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
-                       static_cast<size_t>(bytes), options, args...);
-  }
-  static void clear(uint32_t* p, int64_t count) {
-    std::fill(p, p + count, 0u);
-    emulator::mark_initialised(p, static_cast<size_t>(4 * count));
-  }
-  void mark(const SparseTask& t, const SparsePairs& p) const {
-    run(sparse_mark<SparseLists>, sparse_mark_blocks(t, p.lists), kListThreads, 0, t, p.lists);
-  }
-  void count(const SparseTask& t, const SparsePairs& p) const {
-    run(sparse_count<SparseLists>, sparse_count_blocks(t, p.lists) * t.batch, kListThreads, kListThreads / 32 * 4, t,
-        p.lists);
-  }
-  void places(const SparseTask& t, const SparsePairs& p) const {
-    run(sparse_places<SparseLists>, sparse_count_blocks(t, p.lists) * t.batch, kListThreads, kListThreads / 32 * 4, t,
-        p.lists);
-  }
+struct Launch : SparseLaunch {
   void key_gradient(const IndexerTask& t, const SparsePairs& p) const {
     const int64_t tiles = (t.index.params.index_count + KeyGradient::kKeys - 1) / KeyGradient::kKeys;
     run(indexer_key_gradient<KeyGradient>, tiles * p.lists.rows * t.index.batch, KeyGradient::kThreads,
         KeyGradient::smem_bytes(dim(t.index)), t, p);
-  }
-  void key_sums(const SparseTask& t, const SparsePairs& p) const {
-    run(sparse_key_sums<C>, sparse_sum_blocks(t), kSumThreads, 0, t, p);
   }
   template <class Kernel>
   void columns(const IndexerTask& t, const SparseTask& of) const {
@@ -92,7 +69,7 @@ int main(int argc, char** argv) {
     t.attention.lse = lse.data, t.attention.stats = stats.data, t.index.grad_query = grad_query.data;
     t.weights = weights.data, t.target = target.data, t.loss = loss.data, t.grad_scores = grad_scores.data;
     t.grad_loss = grad_loss.data, t.grad_weights = grad_weights.data;
-    const Launch launch{a.options()};
+    const Launch launch{{a.options()}};
     launch.run(sparse_forward<Stats>, rows * k.heads * Stats::tiles(t.attention.group), Stats::kThreads,
                Stats::smem_bytes(q.dim, 0), t.attention);
     launch.columns<TargetColumns>(t, t.attention);

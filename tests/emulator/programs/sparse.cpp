@@ -5,6 +5,8 @@
 #include "emulator/machine/driver.h"
 //
 #include "kernels/sparse.h"
+//
+#include "sparse_launch.h"
 
 template <class X>
 using Buffer = std::unique_ptr<emulator::Buffer<X>>;
@@ -22,36 +24,11 @@ X* data(const Buffer<X>& b) {
   return b ? b->data : nullptr;
 }
 
-struct Launch {
-  emulator::Options options;
-  template <class... Parameters, class... Args>
-  void run(void (*kernel)(Parameters...), int64_t blocks, int threads, int64_t bytes, const Args&... args) const {
-    if (blocks > 0)
-      emulator::launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
-                       static_cast<size_t>(bytes), options, args...);
-  }
-  static void clear(uint32_t* p, int64_t count) {
-    std::fill(p, p + count, 0u);
-    emulator::mark_initialised(p, static_cast<size_t>(4 * count));
-  }
-  void mark(const SparseTask& t, const SparsePairs& p) const {
-    run(sparse_mark<SparseLists>, sparse_mark_blocks(t, p.lists), kListThreads, 0, t, p.lists);
-  }
-  void count(const SparseTask& t, const SparsePairs& p) const {
-    run(sparse_count<SparseLists>, sparse_count_blocks(t, p.lists) * t.batch * p.lists.index_heads, kListThreads,
-        kListThreads / 32 * 4, t, p.lists);
-  }
-  void places(const SparseTask& t, const SparsePairs& p) const {
-    run(sparse_places<SparseLists>, sparse_count_blocks(t, p.lists) * t.batch * p.lists.index_heads, kListThreads,
-        kListThreads / 32 * 4, t, p.lists);
-  }
+struct Launch : SparseLaunch {
   void key_gradient(const SparseTask& t, const SparsePairs& p) const {
     const int64_t tiles = (t.params.index_count + KeyGradient::kKeys - 1) / KeyGradient::kKeys;
     run(sparse_key_gradient<KeyGradient>, tiles * p.lists.rows * t.batch * t.kv_heads, KeyGradient::kThreads,
         smem<KeyGradient>(t), t, p);
-  }
-  void key_sums(const SparseTask& t, const SparsePairs& p) const {
-    run(sparse_key_sums<C>, sparse_sum_blocks(t), kSumThreads, 0, t, p);
   }
   template <class Kernel>
   static int smem(const SparseTask& t) {
@@ -101,7 +78,7 @@ int main(int argc, char** argv) {
     t.score_scale = scale * kLog2E;
     if (softcap > 0) t.cap = softcap * kLog2E, t.cap_factor = scale / softcap;
     t.sinks = data(sinks), t.out = data(out), t.lse = data(lse), t.stats = data(stats);
-    const Launch launch{a.options()};
+    const Launch launch{{a.options()}};
     launch.units<Forward>(sparse_forward<Forward>, t);
     driver::write(*out);
     driver::write(*lse);

@@ -40,7 +40,7 @@ struct Decode {
   struct Shape {
     int64_t rows, groups, keys, qd, vd;
     ATTN_INLINE Shape(const DecodeParams& params, int64_t count) {
-      rows = count >= 5 ? 8 : count >= 3 ? 4 : count;
+      rows = rows_of_pass(count);
       groups = (count + rows - 1) / rows;
       // 16 KB of keys; where many passes read queries and outputs again for every block, what the second-level cache
       // holds
@@ -97,20 +97,6 @@ struct Decode {
   }
 
   static constexpr bool by_pairs(int64_t rows) { return ByPairs::on && rows == ByPairs::rows; }
-  // calls f(Rows<rows>) for the rows of a pass
-  template <class F>
-  static ATTN_INLINE void with_pass(int64_t rows, F&& f) {
-    switch (rows) {
-      case 1:
-        return f(Rows<1>{});
-      case 2:
-        return f(Rows<2>{});
-      case 4:
-        return f(Rows<4>{});
-      default:
-        return f(Rows<8>{});
-    }
-  }
 
   static ATTN_NOINLINE void copy_queries(const DecodeParams& params, const DecodeRows& rows, const Shape& shape,
                                          Real factor, Real* query) {

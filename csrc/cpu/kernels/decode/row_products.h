@@ -1,6 +1,7 @@
 // The two products of a few rows with many: dot products with lanes over the dimension, and weighted sums with lanes
 // over the columns. The many rows are read once, in their dtype.
 #pragma once
+#include "cpu/kernels/common/tile.h"
 #include "line_prefetch.h"
 
 namespace attnjourney {
@@ -12,6 +13,22 @@ ATTN_NOINLINE Vec<Compute<T>> load_part(const T* from, int64_t n) {
   Compute<T> numbers[Vec<Compute<T>>::width] = {};
   for (int64_t i = 0; i < n; i++) numbers[i] = load_one(from + i);
   return load(numbers);
+}
+
+// Few rows go in passes: the rows of one, a power of two up to 8, of so many; and f(Rows<rows>) for them.
+ATTN_INLINE int64_t rows_of_pass(int64_t count) { return count >= 5 ? 8 : count >= 3 ? 4 : count; }
+template <class F>
+ATTN_INLINE void with_pass(int64_t rows, F&& f) {
+  switch (rows) {
+    case 1:
+      return f(Rows<1>{});
+    case 2:
+      return f(Rows<2>{});
+    case 4:
+      return f(Rows<4>{});
+    default:
+      return f(Rows<8>{});
+  }
 }
 
 // How numbers of T are read where any_nan has found none among them.

@@ -13,23 +13,14 @@ constexpr int64_t keys_of_block = 64;  // that all passes take before the next o
 struct Passes {
   int64_t rows, count;  // of a pass, a power of two up to 8; passes
   ATTN_INLINE explicit Passes(int64_t all) {
-    rows = all >= 5 ? 8 : all >= 3 ? 4 : max_of(1, all);
+    rows = rows_of_pass(max_of(1, all));
     count = (all + rows - 1) / rows;
   }
   int64_t all() const { return rows * count; }
   // calls f(Rows<rows>)
   template <class F>
   ATTN_INLINE void with(F&& f) const {
-    switch (rows) {
-      case 1:
-        return f(Rows<1>{});
-      case 2:
-        return f(Rows<2>{});
-      case 4:
-        return f(Rows<4>{});
-      default:
-        return f(Rows<8>{});
-    }
+    with_pass(rows, static_cast<F&&>(f));
   }
 };
 

@@ -36,7 +36,7 @@ struct IndexerColumns {
 
   static __device__ __forceinline__ void run(const IndexerTask& all) {
     const SparseTask& task = Target ? all.attention : all.index;
-    const int tid = threadIdx.x, warp = tid / 32;
+    const int tid = threadIdx.x;
     const int head_dim = static_cast<int>(task.params.head_dim);
     const Layout at(head_dim);
     const auto tiles = static_cast<int>((task.params.index_count + Keys - 1) / Keys);
@@ -52,17 +52,12 @@ struct IndexerColumns {
       const SparseUnit unit(task, batch, head, number % task.blocks);
       const T* const key = static_cast<const T*>(task.key) + batch * task.k.batch + head * task.k.head;
       const auto start = [&](int item0, int stage) {
-        const Tile q(smem + at.queries + stage * at.tile, head_dim);
-        for (int r = warp; r < Rows; r += Math::kWarps) {
-          const bool valid = item0 + r < unit.items;
-          q.load(r, unit.row_in<T>(task.query, task.q, task, valid ? item0 + r : item0), valid, head_dim);
-        }
+        load_items<Math, Rows>(Tile(smem + at.queries + stage * at.tile, head_dim), task, unit, task.query, task.q,
+                               item0, head_dim);
         Math::commit();
       };
-      Gather::start(Gather::fetch(task, unit, tile), names, [&](int slot, int name) {
-        const bool valid = name >= 0;
-        keys.load(slot, key + (valid ? name * task.k.row : 0), valid, head_dim);
-      });
+      Gather::start(Gather::fetch(task, unit, tile), names,
+                    [&](int slot, int name) { load_named(keys, slot, key, task.k.row, name, head_dim); });
       start(0, 0);
       for (int item0 = 0; item0 < unit.items; item0 += Rows) {
         const int stage = Math::kStages > 1 ? item0 / Rows & 1 : 0;

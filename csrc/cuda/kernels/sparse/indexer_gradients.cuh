@@ -16,9 +16,8 @@ struct IndexerQueryGradient {
   using Weights = typename Math::template Weights<Rows, Keys, false>;
   using Gather = SparseGather<Math, Keys>;
   static constexpr int kRows = Rows, kThreads = Math::kThreads, kPitch = Math::template kPitch<Keys>;
-  static constexpr int kPer = kThreads / Rows < Keys / 2 ? kThreads / Rows : Keys / 2;  // threads of a row
-  static constexpr int kPairs = Keys / 2 / kPer;
-  static_assert(kPer * Rows <= kThreads && Keys / 2 % kPer == 0 && kPer <= 32);
+  static constexpr int kPer = SparseThreads<Math, Rows, Keys>::kPer, kPairs = SparseThreads<Math, Rows, Keys>::kPairs;
+  static_assert(kPer <= 32);
 
   struct Layout {
     int keys, tile, products, weights, names, bytes;
@@ -35,7 +34,7 @@ struct IndexerQueryGradient {
 
   static __device__ __forceinline__ void run(const IndexerTask& all) {
     const SparseTask& task = all.index;
-    const int tid = threadIdx.x, warp = tid / 32, head_dim = static_cast<int>(task.params.head_dim);
+    const int tid = threadIdx.x, head_dim = static_cast<int>(task.params.head_dim);
     const Layout at(head_dim);
     const int row_tiles = tiles(task.group), number = blockIdx.x / row_tiles;
     const int first = (blockIdx.x - number * row_tiles) * Rows;
@@ -49,46 +48,20 @@ struct IndexerQueryGradient {
     const auto keys_of = [&](int stage) { return Tile(smem + at.keys + stage * at.tile, head_dim); };
     const auto start = [&](int fetched, int stage) {
       const Tile k = keys_of(stage);
-      Gather::start(fetched, names + stage * Keys, [&](int slot, int name) {
-        const bool valid = name >= 0;
-        k.load(slot, key + (valid ? name * task.k.row : 0), valid, head_dim);
-      });
+      Gather::start(fetched, names + stage * Keys,
+                    [&](int slot, int name) { load_named(k, slot, key, task.k.row, name, head_dim); });
       Math::commit();
     };
-    for (int r = warp; r < Rows; r += Math::kWarps) {
-      const bool valid = first + r < unit.items;
-      queries.load(r, unit.row_in<T>(task.query, task.q, task, valid ? first + r : first), valid, head_dim);
-    }
+    load_items<Math, Rows>(queries, task, unit, task.query, task.q, first, head_dim);
     Math::commit();
-    const int64_t count = task.params.index_count;
-    const auto tile_count = static_cast<int>((count + Keys - 1) / Keys);
-    int fetched = tile_count > 0 ? Gather::fetch(task, unit, 0) : -1;
-    if (Math::kStages > 1 && tile_count > 0) {
-      start(fetched, 0);
-      fetched = Gather::fetch(task, unit, 1);
-    }
     const int row = tid / kPer, own = tid % kPer;
     const bool there = row < Rows && first + row < unit.items;
     const Real weight = there ? static_cast<const Real*>(all.weights)[unit.place(task, first + row)] : Real(0);
     const Real grad = static_cast<const Real*>(all.grad_loss)[number], scale = static_cast<Real>(task.params.scale);
-    const Real* const grad_scores = static_cast<const Real*>(all.grad_scores) + number * count;
+    const Real* const grad_scores = static_cast<const Real*>(all.grad_scores) + number * task.params.index_count;
     Real of_weight = 0;
     typename Math::template Sums<Rows, D> sums;
-    for (int tile = 0; tile < tile_count; tile++) {
-      const int stage = Math::kStages > 1 ? tile & 1 : 0;
-      if (Math::kStages == 1) {
-        __syncthreads();  // @tile_read: every thread is past the tile before
-        start(fetched, 0);
-        fetched = Gather::fetch(task, unit, tile + 1);
-      }
-      Math::wait();
-      __syncthreads();  // @tile_landed: with the queries; every thread is past the tile before
-      if (Math::kStages > 1 && tile + 1 < tile_count) {
-        start(fetched, stage ^ 1);
-        fetched = Gather::fetch(task, unit, tile + 2);
-      }
-      const int* const named = names + stage * Keys;
-      if (!Gather::any(named)) continue;
+    Gather::walk(task, unit, names, start, [&](int tile, int stage, const int* named) {
       Math::template products<Rows, Keys, 0>(products, queries, keys_of(stage), head_dim);
       __syncthreads();  // @products_there
       if (row < Rows) {
@@ -108,8 +81,7 @@ struct IndexerQueryGradient {
       }
       __syncthreads();  // @gradients_there
       sums.add(weights, keys_of(stage), head_dim, true);
-    }
-    Math::wait();
+    });
     if (row < Rows) {
 #pragma unroll
       for (int w = kPer / 2; w > 0; w /= 2) of_weight += ptx::shfl_xor(of_weight, w);
@@ -133,9 +105,7 @@ struct IndexerKeyGradient {
   using Weights = typename Math::template Weights<Rows, Keys, true>;
   using Gather = SparseGather<Math, Keys>;
   static constexpr int kKeys = Keys, kThreads = Math::kThreads, kPitch = Math::template kPitch<Keys>;
-  static constexpr int kPer = kThreads / Rows < Keys / 2 ? kThreads / Rows : Keys / 2;  // threads of a row
-  static constexpr int kPairs = Keys / 2 / kPer;
-  static_assert(kPer * Rows <= kThreads && Keys / 2 % kPer == 0);
+  static constexpr int kPer = SparseThreads<Math, Rows, Keys>::kPer, kPairs = SparseThreads<Math, Rows, Keys>::kPairs;
 
   struct Layout {
     int queries, tile, products, weights, names, grads, bytes;
@@ -163,7 +133,7 @@ struct IndexerKeyGradient {
 
   static __device__ __forceinline__ void run(const IndexerTask& all, const SparsePairs& to) {
     const SparseTask& task = all.index;
-    const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, head_dim = static_cast<int>(task.params.head_dim);
+    const int tid = threadIdx.x, lane = tid % 32, head_dim = static_cast<int>(task.params.head_dim);
     const Layout at(head_dim);
     const SparseLists& lists = to.lists;
     const auto key_tiles = static_cast<int>((task.params.index_count + Keys - 1) / Keys);
@@ -181,36 +151,22 @@ struct IndexerKeyGradient {
     const Real* const grad_scores = static_cast<const Real*>(all.grad_scores) + row_number * task.params.index_count;
     const auto queries_of = [&](int stage) { return Tile(smem + at.queries + stage * at.tile, head_dim); };
     const auto start = [&](int item0, int stage) {
-      const Tile q = queries_of(stage);
-      for (int r = warp; r < Rows; r += Math::kWarps) {
-        const bool valid = item0 + r < unit.items;
-        q.load(r, unit.row_in<T>(task.query, task.q, task, valid ? item0 + r : item0), valid, head_dim);
-      }
+      load_items<Math, Rows>(queries_of(stage), task, unit, task.query, task.q, item0, head_dim);
       Math::commit();
     };
     const int64_t list = lists.list(unit.batch, 0);
     const bool repeats = lists.repeats[list * lists.words + part_row / 32] >> part_row % 32 & 1;
     Gather::start(Gather::fetch(task, unit, tile), names, [&](int slot, int name) {
       const bool valid = name >= 0;
-      keys.load(slot, key + (valid ? name * task.k.row : 0), valid, head_dim);
+      load_named(keys, slot, key, task.k.row, name, head_dim);
       bool first = true;
       Real own = valid ? grad_scores[int64_t{tile} * Keys + slot] : Real(0);
       if (repeats && valid) own = of_all(task, unit, tile * Keys + slot, name, grad_scores, first);
       if (lane == 0) grads[slot] = grad * own, firsts[slot] = first;
     });
-    start(0, 0);
     const int row = tid / kPer, own = tid % kPer;
     typename Math::template Sums<Keys, D> sums;
-    for (int item0 = 0; item0 < unit.items; item0 += Rows) {
-      const int stage = Math::kStages > 1 ? item0 / Rows & 1 : 0;
-      if (Math::kStages == 1 && item0 > 0) {
-        __syncthreads();  // @rows_read: every thread is past the rows before
-        start(item0, 0);
-      }
-      Math::wait();
-      __syncthreads();  // @rows_landed: with the keys; every thread is past the rows before
-      if (Math::kStages > 1 && item0 + Rows < unit.items) start(item0 + Rows, stage ^ 1);
-      if (item0 == 0 && !Gather::any(names)) break;
+    Gather::template walk_items<Rows>(unit, names, start, [&](int item0, int stage) {
       Math::template products<Rows, Keys, 0>(products, queries_of(stage), keys, head_dim);
       __syncthreads();  // @key_products_there
       if (row < Rows) {
@@ -230,8 +186,7 @@ struct IndexerKeyGradient {
       }
       __syncthreads();  // @key_gradients_there
       sums.add(gradients, queries_of(stage), head_dim, true);
-    }
-    Math::wait();
+    });
     Real* const pairs = static_cast<Real*>(to.pairs) + unit.batch * to.most * head_dim;
     sums.each(head_dim, [&](int k, int column, const auto& x) {
       if (names[k] < 0 || !firsts[k]) return;

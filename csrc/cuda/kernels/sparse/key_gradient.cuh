@@ -27,9 +27,7 @@ struct SparseKeyGradient {
   using Weights = typename Math::template Weights<Rows, Keys, true>;
   using Gather = SparseGather<Math, Keys>;
   static constexpr int kKeys = Keys, kThreads = Math::kThreads, kPitch = Math::template kPitch<Keys>;
-  static constexpr int kPer = kThreads / Rows < Keys / 2 ? kThreads / Rows : Keys / 2;  // threads of a row
-  static constexpr int kPairs = Keys / 2 / kPer;
-  static_assert(kPer * Rows <= kThreads && Keys / 2 % kPer == 0);
+  static constexpr int kPer = SparseThreads<Math, Rows, Keys>::kPer, kPairs = SparseThreads<Math, Rows, Keys>::kPairs;
 
   struct Layout {
     int values, queries, grads, products, weights, gradients, names, times, bytes, tile, out_tile;
@@ -70,7 +68,7 @@ struct SparseKeyGradient {
   }
 
   static __device__ __forceinline__ void run(const SparseTask& task, const SparsePairs& to) {
-    const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
+    const int tid = threadIdx.x, lane = tid % 32;
     const int head_dim = static_cast<int>(task.params.head_dim), v_head_dim = static_cast<int>(task.params.v_head_dim);
     const Layout at(head_dim, v_head_dim);
     const SparseLists& lists = to.lists;
@@ -89,42 +87,25 @@ struct SparseKeyGradient {
     const auto queries_of = [&](int stage) { return Tile(smem + at.queries + stage * at.tile, head_dim); };
     const auto grads_of = [&](int stage) { return OutTile(smem + at.grads + stage * at.out_tile, v_head_dim); };
     const auto start = [&](int item0, int stage) {
-      const Tile q = queries_of(stage);
-      const OutTile g = grads_of(stage);
-      for (int r = warp; r < Rows; r += Math::kWarps) {
-        const bool valid = item0 + r < unit.items;
-        const int item = valid ? item0 + r : item0;
-        q.load(r, unit.row_in<T>(task.query, task.q, task, item), valid, head_dim);
-        g.load(r, unit.row_in<T>(task.grad_out, task.g, task, item), valid, v_head_dim);
-      }
+      load_items<Math, Rows>(queries_of(stage), task, unit, task.query, task.q, item0, head_dim);
+      load_items<Math, Rows>(grads_of(stage), task, unit, task.grad_out, task.g, item0, v_head_dim);
       Math::commit();
     };
 
     const int64_t list = lists.list(unit.batch, unit.head);
     const bool repeats = lists.repeats[list * lists.words + part_row / 32] >> part_row % 32 & 1;
     Gather::start(Gather::fetch(task, unit, tile), names, [&](int slot, int name) {
-      const bool valid = name >= 0;
-      keys.load(slot, key + (valid ? name * task.k.row : 0), valid, head_dim);
-      if constexpr (!Latent) values.load(slot, value + (valid ? name * task.v.row : 0), valid, v_head_dim);
-      const int often = repeats && valid ? times_named(task, unit, tile * Keys + slot, name) : 1;
+      load_named(keys, slot, key, task.k.row, name, head_dim);
+      if constexpr (!Latent) load_named(values, slot, value, task.v.row, name, v_head_dim);
+      const int often = repeats && name >= 0 ? times_named(task, unit, tile * Keys + slot, name) : 1;
       if (lane == 0) times[slot] = often;
     });
-    start(0, 0);
 
     const int row = tid / kPer, own = tid % kPer;
     const bool hides = unit.hides(task);
     typename Math::template Sums<Keys, D> of_key;
     typename Math::template Sums<Keys, Dv> of_value;
-    for (int item0 = 0; item0 < unit.items; item0 += Rows) {
-      const int stage = Math::kStages > 1 ? item0 / Rows & 1 : 0;
-      if (Math::kStages == 1 && item0 > 0) {
-        __syncthreads();  // @rows_read: every thread is past the rows before
-        start(item0, 0);
-      }
-      Math::wait();
-      __syncthreads();  // @rows_landed: with keys and values; every thread is past the rows before
-      if (Math::kStages > 1 && item0 + Rows < unit.items) start(item0 + Rows, stage ^ 1);
-      if (item0 == 0 && !Gather::any(names)) break;
+    Gather::template walk_items<Rows>(unit, names, start, [&](int item0, int stage) {
       const SparseRow<Real> stats(task, unit, row < Rows ? item0 + row : unit.items);
       Math::template products<Rows, Keys, 0>(products, queries_of(stage), keys, head_dim);
       Math::template products<Rows, Keys, Math::kWarps / 2>(of_values, grads_of(stage), values, v_head_dim);
@@ -144,8 +125,7 @@ struct SparseKeyGradient {
       __syncthreads();  // @weights_there
       of_value.add(weights, grads_of(stage), v_head_dim, hides);
       of_key.add(gradients, queries_of(stage), head_dim, hides);
-    }
-    Math::wait();
+    });
     Real* const pairs = static_cast<Real*>(to.pairs) +
                         (int64_t{unit.batch} * task.kv_heads + unit.head) * to.most * (head_dim + v_head_dim);
     const auto write = [&](const auto& sums, int dim, int offset, Real scale) {

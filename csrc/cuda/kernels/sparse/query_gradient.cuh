@@ -16,9 +16,7 @@ struct SparseQueryGradient {
   using Weights = typename Math::template Weights<Rows, Keys, false>;
   using Gather = SparseGather<Math, Keys>;
   static constexpr int kRows = Rows, kThreads = Math::kThreads, kPitch = Math::template kPitch<Keys>;
-  static constexpr int kPer = kThreads / Rows < Keys / 2 ? kThreads / Rows : Keys / 2;  // threads of a row
-  static constexpr int kPairs = Keys / 2 / kPer;
-  static_assert(kPer * Rows <= kThreads && Keys / 2 % kPer == 0);
+  static constexpr int kPer = SparseThreads<Math, Rows, Keys>::kPer, kPairs = SparseThreads<Math, Rows, Keys>::kPairs;
 
   struct Layout {
     int grads, keys, values, products, weights, names, bytes, tile, value_tile;
@@ -44,13 +42,12 @@ struct SparseQueryGradient {
   static constexpr __host__ __device__ int tiles(int items) { return (items + Rows - 1) / Rows; }
 
   static __device__ __forceinline__ void run(const SparseTask& task) {
-    const int tid = threadIdx.x, warp = tid / 32;
+    const int tid = threadIdx.x;
     const int head_dim = static_cast<int>(task.params.head_dim), v_head_dim = static_cast<int>(task.params.v_head_dim);
     const Layout at(head_dim, v_head_dim);
     const int row_tiles = tiles(task.group * static_cast<int>(task.params.rows));
     const int number = blockIdx.x / row_tiles, first = (blockIdx.x - number * row_tiles) * Rows;
-    const SparseUnit unit(task, number / task.blocks / task.kv_heads, number / task.blocks % task.kv_heads,
-                          number % task.blocks);
+    const SparseUnit unit(task, number);
     if (first >= unit.items) return;
     unsigned char* const smem = ptx::dynamic_smem();
     const Tile queries(smem, head_dim);
@@ -68,44 +65,19 @@ struct SparseQueryGradient {
       const Tile k = keys_of(stage);
       const ValueTile v = values_of(stage);
       Gather::start(fetched, names + stage * Keys, [&](int slot, int name) {
-        const bool valid = name >= 0;
-        k.load(slot, key + (valid ? name * task.k.row : 0), valid, head_dim);
-        if constexpr (!Latent) v.load(slot, value + (valid ? name * task.v.row : 0), valid, v_head_dim);
+        load_named(k, slot, key, task.k.row, name, head_dim);
+        if constexpr (!Latent) load_named(v, slot, value, task.v.row, name, v_head_dim);
       });
       Math::commit();
     };
-    for (int r = warp; r < Rows; r += Math::kWarps) {
-      const bool valid = first + r < unit.items;
-      const int item = valid ? first + r : first;
-      queries.load(r, unit.row_in<T>(task.query, task.q, task, item), valid, head_dim);
-      grads.load(r, unit.row_in<T>(task.grad_out, task.g, task, item), valid, v_head_dim);
-    }
+    load_items<Math, Rows>(queries, task, unit, task.query, task.q, first, head_dim);
+    load_items<Math, Rows>(grads, task, unit, task.grad_out, task.g, first, v_head_dim);
     Math::commit();
-    const int count = static_cast<int>((task.params.index_count + Keys - 1) / Keys);
-    int fetched = count > 0 ? Gather::fetch(task, unit, 0) : -1;
-    if (Math::kStages > 1 && count > 0) {
-      start(fetched, 0);
-      fetched = Gather::fetch(task, unit, 1);
-    }
     const int row = tid / kPer, own = tid % kPer;
     const SparseRow<Real> stats(task, unit, row < Rows ? first + row : unit.items);
     const bool hides = unit.hides(task);
     typename Math::template Sums<Rows, D> sums;
-    for (int tile = 0; tile < count; tile++) {
-      const int stage = Math::kStages > 1 ? tile & 1 : 0;
-      if (Math::kStages == 1) {
-        __syncthreads();  // @tile_read: every thread is past the tile before
-        start(fetched, 0);
-        fetched = Gather::fetch(task, unit, tile + 1);
-      }
-      Math::wait();
-      __syncthreads();  // @tile_landed: with query and grad_out; every thread is past the tile before
-      if (Math::kStages > 1 && tile + 1 < count) {
-        start(fetched, stage ^ 1);
-        fetched = Gather::fetch(task, unit, tile + 2);
-      }
-      const int* const named = names + stage * Keys;
-      if (!Gather::any(named)) continue;
+    Gather::walk(task, unit, names, start, [&](int, int stage, const int* named) {
       Math::template products<Rows, Keys, 0>(products, queries, keys_of(stage), head_dim);
       Math::template products<Rows, Keys, Math::kWarps / 2>(of_values, grads, values_of(stage), v_head_dim);
       __syncthreads();  // @products_there
@@ -122,8 +94,7 @@ struct SparseQueryGradient {
       }
       __syncthreads();  // @gradients_there
       sums.add(weights, keys_of(stage), head_dim, hides);
-    }
-    Math::wait();
+    });
     const auto scale = static_cast<Real>(task.params.scale);
     sums.each(head_dim, [&](int r, int column, const auto& x) {
       if (first + r >= unit.items) return;

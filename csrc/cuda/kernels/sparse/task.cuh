@@ -45,6 +45,9 @@ struct SparseUnit {
     most = static_cast<int>(p.limit(first_row + rows - 1, length));
     names = batch * t.names.batch + head * t.names.head + block * t.names.row;
   }
+  // of [batch][kv_heads][blocks]
+  __device__ __forceinline__ SparseUnit(const SparseTask& t, int number)
+      : SparseUnit(t, number / t.blocks / t.kv_heads, number / t.blocks % t.kv_heads, number % t.blocks) {}
   // head and row of an item
   __device__ __forceinline__ int head_of(const SparseTask& t, int item) const { return head * t.group + item / rows; }
   __device__ __forceinline__ int row_of(int item) const { return first_row + item % rows; }
@@ -70,6 +73,30 @@ struct SparseUnit {
     return key >= 0 && key < most ? static_cast<int>(key) : -1;
   }
 };
+
+// The threads of a tile of Rows x Keys products: kPer, side by side, have a row, each kPairs pairs of its keys.
+template <class Math, int Rows, int Keys>
+struct SparseThreads {
+  static constexpr int kPer = Math::kThreads / Rows < Keys / 2 ? Math::kThreads / Rows : Keys / 2;
+  static constexpr int kPairs = Keys / 2 / kPer;
+  static_assert(kPer * Rows <= Math::kThreads && Keys / 2 % kPer == 0);
+};
+
+// Items of a unit, from `first` on, into the Rows rows of a tile; zeros past the last one.
+template <class Math, int Rows, class Tile>
+__device__ __forceinline__ void load_items(const Tile& to, const SparseTask& t, const SparseUnit& unit,
+                                           const void* base, const Strides& s, int first, int dim) {
+  for (int r = threadIdx.x / 32; r < Rows; r += Math::kWarps) {
+    const bool valid = first + r < unit.items;
+    to.load(r, unit.row_in<typename Math::T>(base, s, t, valid ? first + r : first), valid, dim);
+  }
+}
+// The row that a slot names into a tile's; -1: zeros.
+template <class Tile, class T>
+__device__ __forceinline__ void load_named(const Tile& to, int slot, const T* rows, int64_t row, int name, int dim) {
+  const bool valid = name >= 0;
+  to.load(slot, rows + (valid ? name * row : 0), valid, dim);
+}
 
 // The tiles of keys of a unit, each of Keys slots of its indices: what they name goes to shared memory by whole rows.
 template <class Math, int Keys>
@@ -101,6 +128,54 @@ struct SparseGather {
       some = some || (slot < Keys && at[slot] >= 0);
     }
     return ptx::any(some);
+  }
+  // A unit's tiles one after another, stage by stage. start(names of the lanes, stage): begins the copies of one and
+  // commits them; f(tile, stage, its names): once these and all before have landed. at: [stage][Keys].
+  template <class Start, class F>
+  static __device__ __forceinline__ void walk(const SparseTask& t, const SparseUnit& unit, const int* at, Start&& start,
+                                              F&& f) {
+    const int count = static_cast<int>((t.params.index_count + Keys - 1) / Keys);
+    int fetched = count > 0 ? fetch(t, unit, 0) : -1;
+    if (Math::kStages > 1 && count > 0) {
+      start(fetched, 0);
+      fetched = fetch(t, unit, 1);
+    }
+    for (int tile = 0; tile < count; tile++) {
+      const int stage = Math::kStages > 1 ? tile & 1 : 0;
+      if (Math::kStages == 1) {
+        __syncthreads();  // @tile_read: every thread is past the tile before
+        start(fetched, 0);
+        fetched = fetch(t, unit, tile + 1);
+      }
+      Math::wait();
+      __syncthreads();  // @tile_landed: every thread is past the tile before
+      if (Math::kStages > 1 && tile + 1 < count) {
+        start(fetched, stage ^ 1);
+        fetched = fetch(t, unit, tile + 2);
+      }
+      const int* const named = at + stage * Keys;
+      if (any(named)) f(tile, stage, named);
+    }
+    Math::wait();  // without any tile, what was copied before is still on its way
+  }
+  // The items of a unit, Rows at a time, against one tile, whose copies have begun; at: its names, of which there may
+  // be none. start(first item, stage), f(first item, stage): as above.
+  template <int Rows, class Start, class F>
+  static __device__ __forceinline__ void walk_items(const SparseUnit& unit, const int* at, Start&& start, F&& f) {
+    start(0, 0);
+    for (int first = 0; first < unit.items; first += Rows) {
+      const int stage = Math::kStages > 1 ? first / Rows & 1 : 0;
+      if (Math::kStages == 1 && first > 0) {
+        __syncthreads();  // @rows_read: every thread is past the rows before
+        start(first, 0);
+      }
+      Math::wait();
+      __syncthreads();  // @rows_landed: with the keys; every thread is past the rows before
+      if (Math::kStages > 1 && first + Rows < unit.items) start(first + Rows, stage ^ 1);
+      if (first == 0 && !any(at)) break;
+      f(first, stage);
+    }
+    Math::wait();
   }
 };
 
