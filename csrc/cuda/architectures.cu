@@ -9,10 +9,13 @@ namespace {
 
 constexpr bool is_16_bit(ElementType type) { return type == ElementType::bf16 || type == ElementType::fp16; }
 
-// Hopper's own kernels for 16-bit numbers serve all head dimensions.
-constexpr bool serves_sm90_forward(const AttentionCase& c) { return is_16_bit(c.type) && c.kv_len > 0; }
+// Hopper's own kernels for 16-bit numbers serve head dimensions up to 256; above, sm_80's run there.
+constexpr bool is_wide(const AttentionCase& c) {
+  return is_16_bit(c.type) && backward_size(c.head_dim, c.v_head_dim) > 256;
+}
+constexpr bool serves_sm90(const AttentionCase& c) { return is_16_bit(c.type) && !is_wide(c) && c.kv_len > 0; }
 constexpr bool serves_sm90_backward(const AttentionCase& c) {
-  return is_16_bit(c.type) && c.kv_len > 0 && backward_size(c.head_dim, c.v_head_dim) <= 128;
+  return serves_sm90(c) && backward_size(c.head_dim, c.v_head_dim) <= 128;
 }
 // float32 in planes of halves
 constexpr bool serves_fp16x2(const AttentionCase& c) {
@@ -25,6 +28,7 @@ constexpr BackwardTiles tiles_16_bit(int size, bool small) {
   const int rows = backward_rows(size);
   return {rows, backward_keys(size, Full, small), rows, size};
 }
+constexpr BackwardTiles wide_tiles(int, bool) { return {16, 32, 16, 512}; }
 constexpr BackwardTiles parts_tiles(int, bool) { return {64, 128, 64, 192}; }
 constexpr BackwardTiles columns_tiles(int, bool) { return {64, 64, 64, 256}; }
 constexpr BackwardTiles fp32_tiles(int size, bool small) {
@@ -37,9 +41,8 @@ constexpr BackwardTiles fp64_tiles(int size, bool small) {
 }
 
 constexpr ForwardKernelOf<float> sm90_forward[] = {
-    {"sm90_full_forward", [](const AttentionCase& c) { return c.full && serves_sm90_forward(c); },
-     launches::sm90_full_forward},
-    {"sm90_forward", serves_sm90_forward, launches::sm90_forward},
+    {"sm90_full_forward", [](const AttentionCase& c) { return c.full && serves_sm90(c); }, launches::sm90_full_forward},
+    {"sm90_forward", serves_sm90, launches::sm90_forward},
     {"sm90_fp16x2_forward", serves_fp16x2, launches::sm90_fp16x2_forward},
 };
 constexpr BackwardKernelOf<float> sm90_backward[] = {
@@ -50,7 +53,7 @@ constexpr BackwardKernelOf<float> sm90_backward[] = {
      .one_head_a_block = true,
      .writes_mask_gradient = true},
     {.name = "sm90_full_columns_backward",
-     .serves = [](const AttentionCase& c) { return is_16_bit(c.type) && c.full && c.kv_len > 0; },
+     .serves = [](const AttentionCase& c) { return c.full && serves_sm90(c); },
      .launch = launches::sm90_full_backward,
      .tiles = columns_tiles,
      .one_head_a_block = true,
@@ -63,15 +66,13 @@ constexpr BackwardKernelOf<float> sm90_backward[] = {
      .finishes_short_rows = true},
     {.name = "sm90_parts_backward",
      .serves =
-         [](const AttentionCase& c) {
-           return is_16_bit(c.type) && !c.full && c.kv_len > 0 && is_d192v128(c.head_dim, c.v_head_dim);
-         },
+         [](const AttentionCase& c) { return serves_sm90(c) && !c.full && is_d192v128(c.head_dim, c.v_head_dim); },
      .launch = launches::sm90_parts_backward,
      .tiles = parts_tiles,
      .one_head_a_block = true,
      .finishes_short_rows = true},
     {.name = "sm90_columns_backward",
-     .serves = [](const AttentionCase& c) { return is_16_bit(c.type) && !c.full && c.kv_len > 0; },
+     .serves = [](const AttentionCase& c) { return !c.full && serves_sm90(c); },
      .launch = launches::sm90_columns_backward,
      .tiles = columns_tiles,
      .one_head_a_block = true,
@@ -89,6 +90,7 @@ constexpr LatentKernel sm90_latents[] = {
 
 // mma.sync: every GPU from compute capability 8.0 on
 constexpr ForwardKernelOf<float> sm80_forward[] = {
+    {"sm80_wide_forward", is_wide, launches::sm80_wide_forward},
     {"sm80_full_forward", [](const AttentionCase& c) { return c.full && is_16_bit(c.type); },
      launches::sm80_full_forward},
     {"sm80_forward", [](const AttentionCase& c) { return is_16_bit(c.type); }, launches::sm80_forward},
@@ -98,6 +100,7 @@ constexpr ForwardKernelOf<double> fp64_forward[] = {
     {"fp64_forward", [](const AttentionCase&) { return true; }, launches::fp64_forward},
 };
 constexpr BackwardKernelOf<float> sm80_backward[] = {
+    {.name = "sm80_wide_backward", .serves = is_wide, .launch = launches::sm80_wide_backward, .tiles = wide_tiles},
     {.name = "sm80_full_backward",
      .serves = [](const AttentionCase& c) { return c.full && is_16_bit(c.type); },
      .launch = launches::sm80_full_backward,

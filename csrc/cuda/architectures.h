@@ -112,6 +112,7 @@ void sm90_full_forward(ForwardTaskOf<float>, const LaunchContext&);
 void sm90_fp16x2_forward(ForwardTaskOf<float>, const LaunchContext&);
 void sm80_forward(ForwardTaskOf<float>, const LaunchContext&);
 void sm80_full_forward(ForwardTaskOf<float>, const LaunchContext&);
+void sm80_wide_forward(ForwardTaskOf<float>, const LaunchContext&);
 void fp32_forward(ForwardTaskOf<float>, const LaunchContext&);
 void fp64_forward(ForwardTaskOf<double>, const LaunchContext&);
 
@@ -121,6 +122,7 @@ void sm90_columns_backward(const BackwardTaskOf<float>&, const LaunchContext&);
 void sm90_full_backward(const BackwardTaskOf<float>&, const LaunchContext&);
 void sm80_backward(const BackwardTaskOf<float>&, const LaunchContext&);
 void sm80_full_backward(const BackwardTaskOf<float>&, const LaunchContext&);
+void sm80_wide_backward(const BackwardTaskOf<float>&, const LaunchContext&);
 void fp16x2_backward(const BackwardTaskOf<float>&, const LaunchContext&);
 void fp32_backward(const BackwardTaskOf<float>&, const LaunchContext&);
 void fp64_backward(const BackwardTaskOf<double>&, const LaunchContext&);

@@ -73,6 +73,11 @@ void sm80_backward_bf16(BackwardTask, bool ranged, const Device&, cudaStream_t);
 void sm80_backward_fp16(BackwardTask, bool ranged, const Device&, cudaStream_t);
 void sm80_full_backward_bf16(BackwardTask, bool ranged, const Device&, cudaStream_t);
 void sm80_full_backward_fp16(BackwardTask, bool ranged, const Device&, cudaStream_t);
+// head dimensions above 256
+void sm80_wide_forward_bf16(ForwardTask, cudaStream_t);
+void sm80_wide_forward_fp16(ForwardTask, cudaStream_t);
+void sm80_wide_backward_bf16(const BackwardTask&, cudaStream_t);
+void sm80_wide_backward_fp16(const BackwardTask&, cudaStream_t);
 void sm90_backward_bf16(BackwardTask, bool ranged, const Device&, cudaStream_t);
 void sm90_backward_fp16(BackwardTask, bool ranged, const Device&, cudaStream_t);
 void sm90_parts_backward_bf16(BackwardTask, bool ranged, const Device&, cudaStream_t);
@@ -82,7 +87,8 @@ void sm90_columns_backward_fp16(BackwardTask, bool ranged, const Device&, cudaSt
 // kinds: of tiles of tile_rows x tile_keys
 void sm90_full_backward_bf16(BackwardTask, const TileKinds& kinds, const Device&, cudaStream_t);
 void sm90_full_backward_fp16(BackwardTask, const TileKinds& kinds, const Device&, cudaStream_t);
-// of sinks, slopes and a floating mask, after the Hopper kernel, which writes some masks' gradients itself
+// of sinks, slopes and a floating mask, after the Hopper kernel, which writes some masks' gradients itself, and after
+// that of more than 256 columns
 void sm80_option_gradients_bf16(const BackwardTask&, cudaStream_t);
 void sm80_option_gradients_fp16(const BackwardTask&, cudaStream_t);
 

@@ -40,7 +40,7 @@ void fp8_on_cpu(const AttentionCall& c, const AttentionResults& to) {
 }
 
 void checked_forward(AttentionCall& c, const AttentionResults& to) {
-  check_served(c, false);
+  check_served(c, most_head_dim(c));
   const auto& [query, key, value, o, fp8] = c.args;
   if (is_checked_alone(o)) return;
   if (fp8) return fp8_on_cpu(c, to);
@@ -54,7 +54,7 @@ void checked_forward(AttentionCall& c, const AttentionResults& to) {
 }
 
 void checked_backward(AttentionCall& c, const AttentionSaved& saved, const AttentionGradients& gradients) {
-  check_served(c, true);
+  check_served(c, most_head_dim(c));
   const auto& [query, key, value, o, fp8] = c.args;
   if (is_checked_alone(o)) return;
   const auto wanted = gradients.all();
@@ -75,7 +75,7 @@ void checked_backward(AttentionCall& c, const AttentionSaved& saved, const Atten
 }
 
 void checked_jvp(AttentionCall& c, const AttentionResults& results, const AttentionTangents& tangents) {
-  check_served(c, true);
+  check_served(c, 256);
   const auto& [query, key, value, o, fp8] = c.args;
   if (is_checked_alone(o)) return;
   const auto changes = cpu_operator(

@@ -12,12 +12,15 @@
 
 namespace attnjourney {
 
-inline void check_served(const AttentionCall& c, bool backward) {
-  const auto head_dim = static_cast<int>(std::min<int64_t>(c.params.head_dim, 1 << 20));
-  const auto v_head_dim = static_cast<int>(std::min<int64_t>(c.params.v_head_dim, 1 << 20));
-  check_value(
-      backward ? backward_size(head_dim, v_head_dim) != 0 : forward_size(head_dim, v_head_dim) != HeadSize::none,
-      "query: expected head dimensions of at most 256 on CUDA, got ", head_dim, " and (value) ", v_head_dim);
+// The largest head dimensions of the forward and the backward.
+inline int64_t most_head_dim(const AttentionCall& c) {
+  const bool is_16_bit = c.dtype == ScalarType::BFloat16 || c.dtype == ScalarType::Half;
+  return is_16_bit && !c.args.options.block_table && !c.args.fp8 ? 512 : 256;
+}
+inline void check_served(const AttentionCall& c, int64_t most) {
+  const int64_t head_dim = c.params.head_dim, v_head_dim = c.params.v_head_dim;
+  check_value(head_dim <= most && v_head_dim <= most, "query: expected head dimensions of at most ", most,
+              " on CUDA, got ", head_dim, " and (value) ", v_head_dim);
   const int64_t limit = 1 << 28;
   const int64_t blocks = c.args.options.block_table ? c.args.key.size(0) : 0;
   check_value(c.params.q_len < limit && c.params.kv_len < limit && c.batch * c.q_heads < limit && blocks < limit,

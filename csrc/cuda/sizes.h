@@ -18,22 +18,23 @@ struct Device {
 constexpr bool fits(int bytes, bool small) { return bytes <= (small ? kSmallShared : kMiddleShared); }
 
 // Head dimensions that forward kernels are built for: of query and key, and of value where it is smaller.
-enum class HeadSize { none, d64, d128, d192v128, d256 };
+enum class HeadSize { none, d64, d128, d192v128, d256, d512 };
 // The smallest one that takes these.
 constexpr HeadSize forward_size(int head_dim, int v_head_dim) {
   if (head_dim <= 64 && v_head_dim <= 64) return HeadSize::d64;
   if (head_dim <= 128 && v_head_dim <= 128) return HeadSize::d128;
   if (head_dim <= 192 && v_head_dim <= 128) return HeadSize::d192v128;
-  return head_dim <= 256 && v_head_dim <= 256 ? HeadSize::d256 : HeadSize::none;
+  const int d = head_dim > v_head_dim ? head_dim : v_head_dim;
+  return d <= 256 ? HeadSize::d256 : d <= 512 ? HeadSize::d512 : HeadSize::none;
 }
 // Keys of a tile of Hopper's forward
 constexpr int sm90_forward_keys(HeadSize size) { return size == HeadSize::d256 ? 64 : 128; }
-// Columns of the other kernels: 64, 128 or 256; 0: none takes these
+// Columns of the other kernels: 64, 128 or 256, of those for 16-bit numbers 512 too; 0: none takes these
 constexpr int backward_size(int head_dim, int v_head_dim) {
   const int d = head_dim > v_head_dim ? head_dim : v_head_dim;
-  return d <= 64 ? 64 : d <= 128 ? 128 : d <= 256 ? 256 : 0;
+  return d <= 64 ? 64 : d <= 128 ? 128 : d <= 256 ? 256 : d <= 512 ? 512 : 0;
 }
-// f<64>(), f<128>() or f<256>(); size: as backward_size says
+// f<64>(), f<128>() or f<256>(); size: as backward_size says, at most 256
 template <class F>
 void with_size(int size, F&& f) {
   if (size == 64) return f.template operator()<64>();

@@ -11,7 +11,7 @@ from tests.emulator.host import build
 TYPES = ["bf16", "fp16", "fp32", "fp64"]  # ElementType
 GPUS = [(80, 163), (86, 99), (87, 163), (89, 99), (90, 227), (100, 227), (120, 99)]  # capability, KB for a block
 GPUS += [(80, 227)]  # ATTNJOURNEY_CUDA_ARCH=80 on Hopper
-DIMS = [1, 64, 65, 128, 129, 192, 193, 256]
+DIMS = [1, 64, 65, 128, 129, 192, 193, 256, 257, 512]
 LENGTHS = [0, 1, 127, 128, 3000]
 
 
@@ -40,6 +40,8 @@ def forward_rule(capability, dtype, head_dim, v_head_dim, q_len, kv_len, full):
     if dtype == "fp32":
         halves = max(head_dim, v_head_dim) <= 128 and min(q_len, kv_len) >= 128
         return "sm90_fp16x2_forward" if hopper and halves and not full else "fp32_forward"
+    if max(head_dim, v_head_dim) > 256:
+        return "sm80_wide_forward"
     own = hopper and kv_len > 0
     return ("sm90" if own else "sm80") + ("_full" if full else "") + "_forward"
 
@@ -50,6 +52,8 @@ def backward_rule(capability, dtype, head_dim, v_head_dim, q_len, kv_len, full):
     small = max(head_dim, v_head_dim) <= 128
     if dtype == "fp32":
         return "fp16x2_backward" if small and min(q_len, kv_len) >= 128 and not full else "fp32_backward"
+    if max(head_dim, v_head_dim) > 256:
+        return "sm80_wide_backward"
     hopper = capability == 90 and kv_len > 0
     if hopper and not small:
         parts = not full and head_dim <= 192 and v_head_dim <= 128
@@ -63,6 +67,8 @@ def tiles_rule(name, dtype, dim, shared):
         return [64, 128, 64, 192]
     if name.endswith("_columns_backward"):
         return [64, 64, 64, 256]
+    if name == "sm80_wide_backward":
+        return [16, 32, 16, 512]
     dim = next(d for d in (64, 128, 256) if dim <= d)
     small = shared < 163
     if dtype in ("bf16", "fp16"):
@@ -76,6 +82,7 @@ def tiles_rule(name, dtype, dim, shared):
 
 def test_attention(choose):
     grid = list(itertools.product(GPUS, range(4), DIMS, DIMS, LENGTHS, LENGTHS, (False, True)))
+    grid = [case for case in grid if case[1] < 2 or max(case[2:4]) <= 256]  # float32 and float64 are refused above
     found = choose("attention", [(*gpu, *case) for gpu, *case in grid])
     assert len(found) == len(grid)
     for ((capability, shared), number, *case), (forward, backward, *tiles) in zip(grid, found):

@@ -79,6 +79,13 @@ def test_options(case, head_dim, deterministic):
     check_options(case, torch.bfloat16, head_dim, deterministic)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case[0]))
+def test_more_than_256_columns(case, deterministic, dtype):
+    check_options(case, dtype, 512, deterministic)
+
+
 @pytest.mark.parametrize("dtype,head_dim,deterministic", WIDE)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case[0]))
 def test_wide_options(case, dtype, head_dim, deterministic):
@@ -110,7 +117,7 @@ def check_options(case, dtype, head_dim, deterministic):
         assert_close_to_reference(got.cpu(), plain[i], values, rounding=width, **factor)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 @pytest.mark.parametrize("case", PACKED)
 def test_packed(case, head_dim):
     check_packed(case, torch.bfloat16, head_dim)
@@ -198,7 +205,8 @@ def test_streams_and_graph():
 @pytest.mark.parametrize(
     "change,message",
     [
-        ({"dim": 264}, "query: expected head dimensions of at most 256 on CUDA, got 264"),
+        ({"dim": 520}, "query: expected head dimensions of at most 512 on CUDA, got 520"),
+        ({"dim": 264, "dtype": torch.float32}, "query: expected head dimensions of at most 256 on CUDA, got 264"),
     ],
 )
 def test_what_is_not_served_raises(change, message):

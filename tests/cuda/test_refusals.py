@@ -21,6 +21,8 @@ tensors = {{
     "odd": torch.zeros(2, 2, 4, 7),
     "fp32_mask": torch.zeros(4, 4),
     "wide": torch.zeros(2, 2, 4, 1000, dtype=torch.bfloat16),
+    "wide_fp32": torch.zeros(2, 2, 4, 257),
+    "half_wide": torch.zeros(2, 2, 4, 512, dtype=torch.float16),
     "mask": torch.ones(4, 4, dtype=torch.bool),
     "lengths": torch.tensor([3, 4]),
     "heads": torch.zeros(2),
@@ -60,7 +62,8 @@ for name, options in json.load(sys.stdin):
 print(json.dumps(messages))
 """
 REFUSED = [
-    ({"x": "wide"}, "query: expected head dimensions of at most 256 on CUDA, got 1000 and (value) 1000"),
+    ({"x": "wide"}, "query: expected head dimensions of at most 512 on CUDA, got 1000 and (value) 1000"),
+    ({"x": "wide_fp32"}, "query: expected head dimensions of at most 256 on CUDA, got 257 and (value) 257"),
     ({"origin": [1 << 28, 0, 0, 0]}, "origin: expected fewer than 2^28 rows, keys and heads on CUDA, got (268435456"),
 ]
 SERVED = [
@@ -87,10 +90,15 @@ def test_what_is_not_served_is_refused_by_name(built):  # noqa: F811
     forward = run([("attention_forward", options) for options, _ in REFUSED])
     backward = run([("attention_backward", options) for options, _ in REFUSED])
     jvp = run([("attention_jvp", options) for options, _ in REFUSED])
-    for (options, message), *said in zip(REFUSED, forward, backward, jvp):
+    for (options, message), *said in zip(REFUSED, forward, backward):
         assert all(message in x for x in said), options
+    for (_, message), said in zip(REFUSED, jvp):
+        assert message.replace("512", "256") in said
     for name in ("attention_forward", "attention_backward", "attention_jvp"):
         assert run([(name, options) for options in SERVED]) == ["served"] * len(SERVED)
+    wide = {"x": "half_wide"}
+    said = run([(f"attention_{name}", wide) for name in ("forward", "backward", "jvp")])
+    assert said[:2] == ["served"] * 2 and "at most 256 on CUDA, got 512" in said[2]
 
 
 def test_a_mask_of_blocks_is_served(built):  # noqa: F811
@@ -104,7 +112,7 @@ def test_packed_rows_over_paged_caches_are_served(built):  # noqa: F811
     call = dict(cu_seqlens_q="offsets", cu_seqlens_k="offsets", block_table="table")
     calls = ({"x": "fp32", "query": "rows"}, {"x": "wide", "query": "wide_rows"})
     served, wide = run([("paged_attention", {**call, **more}) for more in calls])
-    assert served == "served" and REFUSED[0][1] in wide
+    assert served == "served" and REFUSED[0][1].replace("512", "256") in wide
 
 
 def test_what_linear_attention_does_not_serve_is_refused_by_name(built):  # noqa: F811

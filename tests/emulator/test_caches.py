@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+from attnjourney.ops import kv_cache as cpu
 from tests.emulator.faults import decode as faults_decode
 from tests.emulator.host import build, kv_cache, run
 from tests.emulator.host.noticed import is_noticed
@@ -187,10 +188,11 @@ PAGED = [  # verb, and what it takes: tokens and counts, new lengths, or batch_i
 
 
 def check_paged(program, order):
-    for unit, dim, v_dim, blocks in ((2, 3, 5, 9), (16, 8, 8, 300)):
+    for unit, dim, v_dim, blocks in ((2, 3, 5, 9), (16, 8, 8, 8240)):
         state = make_state(4, 4, dim, v_dim, blocks, 5)
-        if blocks > 260:  # free ones lie far up
-            state["block_refs"][:255] = 1
+        if blocks > 9:  # free ones in what two warps and two rounds of paged_plan look at
+            state["block_refs"][:8190] = 1
+            state["block_refs"][torch.tensor([30, 254, 255, 256])] = 0
         for seed, (verb, *given) in enumerate(PAGED):
             model = Pool(state)
             if verb == "append":
@@ -202,6 +204,39 @@ def check_paged(program, order):
                 how = dict(wanted=given[0])
             state = kv_cache.call(program, f"paged_{verb}", state, order=order, unit=unit, width=2, **how)
             assert_same(state, model.state, f"{verb} {given}, step {seed}, {blocks} blocks")
+
+
+AS_THE_CPU = [  # nothing that it refuses
+    ("append", 5, [5, 2, 0, 4]),
+    ("reorder", [0, 0, 1, 0]),
+    ("append", 1, None),
+    ("append", 3, [0, 3, 1, 2]),
+    ("truncate", [4, 2, 0, 3]),
+    ("append", 6, [6, 0, 5, 1]),
+    ("reorder", [2, 2, 3, 2]),
+    ("append", 2, None),
+    ("truncate", [0, 1, 0, 6]),
+    ("append", 7, [7, 3, 0, 2]),
+]
+
+
+def test_paged_caches_are_those_of_the_cpu():
+    """What the checks of paged caches expect, step by step: the same blocks, too."""
+    state = make_state(4, 4, 3, 5, 14, 5)
+    for seed, (verb, *given) in enumerate(AS_THE_CPU):
+        model, tables = Pool(state), [state[name] for name in ("lengths", "block_table", "block_refs")]
+        if verb == "append":
+            new = tokens(state, given[0], seed)
+            model.append(*new, given[1])
+            counts = None if given[1] is None else torch.tensor(given[1])
+            cpu.paged_append(state["key_cache"], state["value_cache"], *tables, *new, counts=counts)
+        elif verb == "truncate":
+            model.truncate(given[0])
+            cpu.paged_truncate(*tables, torch.tensor(given[0]), block_size=4)
+        else:
+            model.reorder(given[0])
+            cpu.paged_reorder(*tables, torch.tensor(given[0]))
+        assert_same(state, model.state, f"{verb} {given}, step {seed}")
 
 
 def check_gather(program, order):

@@ -138,7 +138,7 @@ void backward_in(const AttentionCall& c, const AttentionSaved& saved, const Atte
 }  // namespace
 
 void cuda_attention_forward(AttentionCall& c, const AttentionResults& results) {
-  check_served(c, false);
+  check_served(c, most_head_dim(c));
   if (c.args.fp8) return cuda_fp8_forward(c, results);
   if (c.args.options.block_table)
     return (c.lse_dtype == ScalarType::Double ? paged_forward<double> : paged_forward<float>)(c, results);
@@ -146,7 +146,7 @@ void cuda_attention_forward(AttentionCall& c, const AttentionResults& results) {
 }
 
 void cuda_attention_backward(AttentionCall& c, const AttentionSaved& saved, const AttentionGradients& gradients) {
-  check_served(c, true);
+  check_served(c, most_head_dim(c));
   (c.lse_dtype == ScalarType::Double ? backward_in<double> : backward_in<float>)(c, saved, gradients);
 }
 

@@ -37,6 +37,9 @@ void launches::sm80_forward(ForwardTask p, const LaunchContext& l) {
 void launches::sm80_full_forward(ForwardTask p, const LaunchContext& l) {
   (is_bf16(l) ? sm80_full_forward_bf16 : sm80_full_forward_fp16)(p, l.ranged, l.device, l.stream);
 }
+void launches::sm80_wide_forward(ForwardTask p, const LaunchContext& l) {
+  (is_bf16(l) ? sm80_wide_forward_bf16 : sm80_wide_forward_fp16)(p, l.stream);
+}
 void launches::fp32_forward(ForwardTask p, const LaunchContext& l) {
   fp32_forward_float(p, l.ranged, l.device, l.stream);
 }
@@ -63,6 +66,9 @@ void launches::sm80_backward(const BackwardTask& p, const LaunchContext& l) {
 }
 void launches::sm80_full_backward(const BackwardTask& p, const LaunchContext& l) {
   (is_bf16(l) ? sm80_full_backward_bf16 : sm80_full_backward_fp16)(p, l.ranged, l.device, l.stream);
+}
+void launches::sm80_wide_backward(const BackwardTask& p, const LaunchContext& l) {
+  (is_bf16(l) ? sm80_wide_backward_bf16 : sm80_wide_backward_fp16)(p, l.stream);
 }
 void launches::fp16x2_backward(const BackwardTask& p, const LaunchContext& l) {
   attnjourney::fp16x2_backward(p, l.query, l.device, l.stream);

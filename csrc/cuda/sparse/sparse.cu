@@ -61,7 +61,8 @@ class SparseProblem : public KeptTensors {
 
  private:
   static int columns(const SparseCall& c) {
-    return backward_size(static_cast<int>(c.params.head_dim), static_cast<int>(c.params.v_head_dim));
+    const int size = backward_size(static_cast<int>(c.params.head_dim), static_cast<int>(c.params.v_head_dim));
+    return size <= 256 ? size : 0;
   }
   OptionalTensor lengths_;
 };

@@ -64,6 +64,7 @@ SM80 = [
 FP32 = [
     ("K read before its copy landed", FP32_JVP, "@key_landed", ""),
     ("V read before its copy landed", FP32_JVP, "@value_landed", ""),
+    ("the block's place read before it is there", FP32_JVP, "@place_there", ""),
     ("hidden values leak", FP32_JVP, "if (border && moves) Forward::guard", "if (false) Forward::guard"),
     ("sums of the first walk kept", FP32_JVP, "rows[0].clear_sums(), rows[1].clear_sums();", ""),
     ("the first walk's output kept", FP32_JVP, "clear(acc);", ""),

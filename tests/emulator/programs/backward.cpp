@@ -1,7 +1,7 @@
-// Runs one backward kernel with its passes, named by -DKERNEL=... (an Sm80Backward) or -DSHAPE=... (an
-// Sm90BackwardShape, of the kernel -DENTRY=...; with -DOPTIONS an Sm90FullBackwardShape). stdin: query, key, value,
-// out, grad_out, stats, grad_lse, lengths, options; stdout: grad_query, grad_key, grad_value, and of options where
-// there are such: grad_sinks, grad_slopes, grad_mask. -DRANGED: as in forward.cpp.
+// Runs one backward kernel with its passes, named by -DKERNEL=... (an Sm80Backward, with -DWIDE an Sm80WideBackward) or
+// -DSHAPE=... (an Sm90BackwardShape, of the kernel -DENTRY=...; with -DOPTIONS an Sm90FullBackwardShape). stdin: query,
+// key, value, out, grad_out, stats, grad_lse, lengths, options; stdout: grad_query, grad_key, grad_value, and of
+// options where there are such: grad_sinks, grad_slopes, grad_mask. -DRANGED: as in forward.cpp.
 #include "backward_options.h"
 #include "tile_kinds_of.h"
 //
@@ -40,6 +40,9 @@ void launch_main(const BackwardTask& p, const driver::Shape& q, const driver::Sh
 #else
   emulator::launch(ENTRY<Kernel, Ranged>, dim3(blocks), dim3(Kernel::kThreads), Kernel::kSmemBytes, options, maps, p);
 #endif
+#elif defined(WIDE)
+  (void)q, (void)k, (void)v, (void)o;
+  emulator::launch(sm80_wide_backward<Kernel>, dim3(blocks), dim3(Kernel::kThreads), Kernel::kSmemBytes, options, p);
 #else
   (void)q, (void)k, (void)v, (void)o;
   emulator::launch(sm80_backward<Kernel, Ranged>, dim3(blocks), dim3(Kernel::kThreads), Kernel::kSmemBytes, options, p);

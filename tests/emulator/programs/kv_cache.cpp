@@ -80,7 +80,7 @@ struct Operator {
     const Buffer<int> takes(static_cast<size_t>(4 * batch), "takes"), free(static_cast<size_t>(blocks), "free");
     PagedTask p = paged();
     p.pools = tensors<Unit>(), p.plan = plan.data, p.takes = takes.data, p.free = free.data;
-    emulator::launch(paged_plan, dim3(1), block, kCacheThreads / 32 * 4, how, p);
+    emulator::launch(paged_plan, dim3(1), dim3(kPlanThreads), kPlanBytes, how, p);
     emulator::launch(paged_copy<Unit>, dim3(batch * heads), block, 0, how, p);
     append<Unit>(plan.data);
   }

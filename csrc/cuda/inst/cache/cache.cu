@@ -69,7 +69,7 @@ void launch_cache_gather(const GatherTask& task, int sequences, int unit, cudaSt
 }
 
 void launch_paged_plan(PagedTask task, const CacheTensors& scales, int unit, cudaStream_t stream) {
-  launch_kernel(paged_plan, 1, kCacheThreads, kCacheThreads / 32 * 4, stream, task);
+  launch_kernel(paged_plan, 1, kPlanThreads, kPlanBytes, stream, task);
   const int64_t blocks = int64_t{task.batch} * task.heads;
   with_unit(unit, [&]<class Unit>() { launch_kernel(paged_copy<Unit>, blocks, kCacheThreads, 0, stream, task); });
   task.pools = scales;

@@ -30,12 +30,14 @@ void launch_option_gradients(const BackwardTask& task, cudaStream_t stream) {
   if (task.grad_sinks) per_head(backward_per_head<true, float>, task.sinks_per_item);
   if (task.grad_slopes) per_head(backward_per_head<false, float>, task.slopes_per_item);
   if (!task.mask_gradient.sum) return;
-  with_size(backward_size(task.head_dim, task.v_head_dim), [&]<int D>() {
+  const auto go = [&]<int D>() {
     using Gradient = Sm80MaskGradient<T, D>;
     static_assert(fits(Gradient::kSmemBytes, true));
     launch_kernel(mask_gradient<Gradient, float>, mask_gradient_blocks<Gradient>(task), Gradient::kThreads,
                   Gradient::kSmemBytes, stream, task);
-  });
+  };
+  const int size = backward_size(task.head_dim, task.v_head_dim);
+  size == 512 ? go.template operator()<512>() : with_size(size, go);
 }
 
 template <class T>

@@ -5,6 +5,9 @@
 
 namespace attnjourney {
 
+constexpr int kPlanThreads = 1024, kPlanWords = 8, kPlanBlocks = kPlanThreads * kPlanWords;
+constexpr int kPlanBytes = 2 * kPlanThreads / 32 * 4;
+
 __device__ __forceinline__ int64_t blocks_for(int64_t tokens, int size) { return (tokens + size - 1) / size; }
 
 // One sequence's part of an append.
@@ -34,76 +37,103 @@ __device__ __forceinline__ int block_at(const PagedTask& task, int item, int ent
 }
 
 // Does sequence b copy the block that it goes on in? The last holder does not; sequences before b that copy have let
-// go.
+// go. takes[4 * item + 3]: the block that a sequence goes on in, -1: none.
 __device__ __forceinline__ bool copies_block(const PagedTask& task, int item, int block) {
   int holders = static_cast<int>(task.refs[block]);
-  for (int other = 0; other < item && holders > 1; other++) {
-    const PagedGrowth growth(task, other);
-    const int entry = growth.open_entry(task);
-    if (entry >= 0 && block_at(task, other, entry) == block) holders--;
-  }
+  for (int other = 0; other < item && holders > 1; other++) holders -= task.takes[4 * other + 3] == block;
   return holders > 1;
 }
 
-// Sum of x over the threads before this one, and over all: one barrier after it before `sums` is used again.
-__device__ __forceinline__ int sum_before(int x, int* sums, int& all) {
+// Sum of x, the same in all threads of a warp, over the warps before this one, and over all. One barrier; the next call
+// takes another `sums`.
+__device__ __forceinline__ int sum_of_warps(int x, int* sums, int& all) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  static_assert(kPlanThreads == 32 * 32);
+  if (lane == 0) sums[warp] = x;
+  __syncthreads();
+  int sum = sums[lane];
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const int below = static_cast<int>(ptx::shfl(static_cast<uint32_t>(sum), lane >= d ? lane - d : lane));
+    if (lane >= d) sum += below;
+  }
+  all = static_cast<int>(ptx::shfl(static_cast<uint32_t>(sum), 31));
+  return static_cast<int>(ptx::shfl(static_cast<uint32_t>(sum), warp)) - x;
+}
+// The same of an x of each thread, over the threads before this one.
+__device__ __forceinline__ int sum_before(int x, int* sums, int& all) {
+  const int lane = threadIdx.x % 32;
   int sum = x;
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
     const int below = static_cast<int>(ptx::shfl(static_cast<uint32_t>(sum), lane >= d ? lane - d : lane));
     if (lane >= d) sum += below;
   }
-  if (lane == 31) sums[warp] = sum;
-  __syncthreads();
-  int before = 0;
-  all = 0;
-  for (int w = 0; w < kCacheThreads / 32; w++) {
-    if (w < warp) before += sums[w];
-    all += sums[w];
-  }
-  __syncthreads();
-  return before + sum - x;
+  const int of_warp = static_cast<int>(ptx::shfl(static_cast<uint32_t>(sum), 31));
+  return sum_of_warps(of_warp, sums, all) + sum - x;
 }
 
-// One block: plans an append, takes the blocks, and moves the lengths on.
-__global__ void __launch_bounds__(kCacheThreads) paged_plan(const PagedTask task) {
-  int* const sums = reinterpret_cast<int*>(ptx::dynamic_smem());  // of each warp
-  const int tid = threadIdx.x;
-  int wanted = 0;  // by all
-  for (int first = 0; first < task.batch; first += kCacheThreads) {
+// One block: plans an append, takes the blocks, and moves the lengths on. Shared memory: kPlanBytes. Where nothing is
+// wanted no count is read, else 8192 at a time, about a microsecond: no list of free blocks that callers, who may write
+// the counts themselves, would have to keep.
+__global__ void __launch_bounds__(kPlanThreads, 1) paged_plan(const PagedTask task) {
+  int* const all_sums = reinterpret_cast<int*>(ptx::dynamic_smem());  // of each warp, in turns
+  const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
+  int turn = 0;
+  const auto sums = [&] { return all_sums + (turn ^= kPlanThreads / 32); };
+  for (int item = tid; item < task.batch; item += kPlanThreads) {
+    const int entry = PagedGrowth(task, item).open_entry(task);
+    task.takes[4 * item + 3] = entry < 0 ? -1 : block_at(task, item, entry);
+  }
+  __syncthreads();  // @open_blocks
+  int wanted = 0;   // by all
+  for (int first = 0; first < task.batch; first += kPlanThreads) {
     const int item = first + tid;
     int mine = 0;
     if (item < task.batch) {
       const PagedGrowth growth(task, item);
-      const int entry = growth.open_entry(task), shared = entry < 0 ? -1 : block_at(task, item, entry);
-      const bool copies = shared >= 0 && copies_block(task, item, shared);
+      const int open = task.takes[4 * item + 3];
+      const bool copies = open >= 0 && copies_block(task, item, open);
       mine = growth.end_new - growth.first_new + copies;
-      task.takes[4 * item + 2] = copies ? shared : -1;
+      task.takes[4 * item + 2] = copies ? open : -1;
     }
     int all;
-    const int before = sum_before(mine, sums, all);
+    const int before = sum_before(mine, sums(), all);
     if (item < task.batch) task.takes[4 * item] = mine, task.takes[4 * item + 1] = wanted + before;
     wanted += all;
   }
+  // Free blocks from the lowest number up: a warp looks at kPlanWords * 32 at once, all loads on their way together,
+  // and no further than to as many as are wanted.
   int found = 0;
-  for (int first = 0; first < task.blocks && found < wanted; first += kCacheThreads) {
-    const int block = first + tid;
-    const bool is_free = block < task.blocks && task.refs[block] == 0;
+  for (int first = 0; first < task.blocks && found < wanted; first += kPlanBlocks) {
+    const int own = first + warp * (32 * kPlanWords) + lane;
+    uint32_t is_free[kPlanWords];
+#pragma unroll
+    for (int i = 0; i < kPlanWords; i++) is_free[i] = own + 32 * i < task.blocks ? task.refs[own + 32 * i] : 1;
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < kPlanWords; i++)
+      is_free[i] = ptx::ballot(is_free[i] == 0), count += ptx::count_bits(is_free[i]);
     int all;
-    const int at = found + sum_before(is_free, sums, all);
-    if (is_free && at < wanted) task.free[at] = block;
+    int at = found + sum_of_warps(count, sums(), all);
+#pragma unroll
+    for (int i = 0; i < kPlanWords; i++) {
+      const int mine = at + ptx::count_bits(is_free[i] & ((1u << lane) - 1));
+      if ((is_free[i] >> lane & 1) && mine < wanted) {
+        task.free[mine] = own + 32 * i;
+        task.refs[own + 32 * i] = 1;
+      }
+      at += ptx::count_bits(is_free[i]);
+    }
     found += all;
   }
-  __syncthreads();  // @counts_read: every free block is known
-  for (int item = tid; item < task.batch; item += kCacheThreads) {
+  __syncthreads();  // @blocks_known: every block to take
+  for (int item = tid; item < task.batch; item += kPlanThreads) {
     const PagedGrowth growth(task, item);
     int next = task.takes[4 * item + 1];
     const auto take = [&] {
       const int i = next++;
-      if (i >= found) return -1;
-      task.refs[task.free[i]] = 1;
-      return task.free[i];
+      return i < found ? task.free[i] : -1;
     };
     int* const row = task.table + static_cast<int64_t>(item) * task.max_blocks;
     const int shared = task.takes[4 * item + 2];

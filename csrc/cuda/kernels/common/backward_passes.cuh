@@ -20,19 +20,22 @@ inline int64_t pass_blocks(int64_t rows, int d, int64_t pairs) {
 }
 
 // Before: delta = sum(out * grad_out) - grad_lse, stats in parts, the sum for dQ cleared.
-// Threads of a row in the pass before a kernel of D columns: D / 8, or the next power of two.
+// Threads of a row in the pass before a kernel of D columns: D / 8, or the next power of two, and at most a warp.
 template <int D>
-constexpr int kPrepareThreads = D == 192 ? 32 : D / 8;
+constexpr int kPrepareThreads = D == 192 || D > 256 ? 32 : D / 8;
 template <class T, int D>
 __global__ void __launch_bounds__(kPassThreads) backward_prepare(const BackwardTask p) {
-  constexpr int kPer = kPrepareThreads<D>, kRows = kPassThreads / kPer;
+  constexpr int kPer = kPrepareThreads<D>, kRows = kPassThreads / kPer, kChunks = (D / 8 + kPer - 1) / kPer;
   const int blocks = (p.rows + kRows - 1) / kRows, pair = blockIdx.x / blocks;
-  const int row = (blockIdx.x - pair * blocks) * kRows + threadIdx.x / kPer, c = threadIdx.x % kPer;
+  const int row = (blockIdx.x - pair * blocks) * kRows + threadIdx.x / kPer, first_chunk = threadIdx.x % kPer;
   const ScratchRow own(p, pair, row);
   const Sequence sequence = sequence_of<true>(p, own.batch);
   const bool exists = own.row < sequence.q_len;
   float sum = 0.f;
-  if (exists && c * 8 < p.v_head_dim) {
+#pragma unroll
+  for (int k = 0; k < kChunks; k++) {
+    const int c = first_chunk + k * kPer;
+    if (!exists || c * 8 >= p.v_head_dim) break;
     const auto read = [&](const void* base, const Strides& s) {
       return *reinterpret_cast<const uint4*>(static_cast<const T*>(base) + own.batch * s.batch + own.head * s.head +
                                              (sequence.q_begin + own.row) * s.row + c * 8);
@@ -49,16 +52,20 @@ __global__ void __launch_bounds__(kPassThreads) backward_prepare(const BackwardT
   for (int m = 1; m < kPer; m *= 2) sum += ptx::shfl_xor(sum, m);
   if (row >= p.rows) return;
   const int64_t first = int64_t(pair) * p.rows;
-  if (p.query_blocks && row == 0 && c == 0) p.query_blocks[pair] = 0;
-  if (c == 0) {
+  if (p.query_blocks && row == 0 && first_chunk == 0) p.query_blocks[pair] = 0;
+  if (first_chunk == 0) {
     const int64_t stat = stat_row(p, own, sequence.q_begin);
     const RowStats<float> stats = exists ? p.stats[stat] : RowStats<float>{0.f, 0.f};
     if (p.grad_lse && exists) sum -= p.grad_lse[stat];
     write_row(p, first + stat_position(row), stats, sum);
   }
-  if (c >= D / 8) return;
-  float4* z = reinterpret_cast<float4*>(p.query_sum + (first + row) * D + c * 8);
-  z[0] = z[1] = float4{0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+  for (int k = 0; k < kChunks; k++) {
+    const int c = first_chunk + k * kPer;
+    if (c >= D / 8) return;
+    float4* z = reinterpret_cast<float4*>(p.query_sum + (first + row) * D + c * 8);
+    z[0] = z[1] = float4{0.f, 0.f, 0.f, 0.f};
+  }
 }
 
 template <class T>

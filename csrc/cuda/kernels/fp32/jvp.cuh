@@ -22,16 +22,37 @@ struct Fp32Jvp {
   using Weights = typename Forward::Weights;
   using Sums = typename Forward::Sums;
   using Rows = TangentRow<T, Real>[2];
-  static constexpr int kSmemBytes = kTileBytes + Forward::kFlagBytes + Window::kBytes;
+  struct Place {  // what a block knows of where it stands
+    ForwardTile where;
+    int key_head;
+    Sequence sequence;
+    KeyTiles tiles;
+    HeadScoresOf<Real> scores;
+    HeadChange<Real> change;
+  };
+  static constexpr bool kPlaced = sizeof(Real) == 4;  // in shared memory: held in registers, it would spill
+  static constexpr int kPlaceAt = kTileBytes + Forward::kFlagBytes + Window::kBytes;
+  static constexpr int kSmemBytes = kPlaceAt + (kPlaced ? sizeof(Place) : 0);
 
   static __device__ __forceinline__ void run(const JvpTaskOf<Real>& p) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int first_group = warp % Parts * kOwn, own_row = warp / Parts * 16;
-    const ForwardTile where = packed_tile<kRows>(p, blockIdx.x);
-    const Sequence sequence = sequence_of<true>(p, where.batch);
-    if (where.row >= sequence.rows) return;
-    const int head_k = where.head / p.group, row = where.row + own_row + g;
-    const KeyTiles tiles = key_tiles_of<Keys, true>(p, sequence, where.row, where.row + kRows - 1);
+    const ForwardTile block = packed_tile<kRows>(p, blockIdx.x);
+    const Sequence held = sequence_of<true>(p, block.batch);
+    if (block.row >= held.rows) return;
+    const Place own_place{block,
+                          block.head / p.group,
+                          held,
+                          key_tiles_of<Keys, true>(p, held, block.row, block.row + kRows - 1),
+                          HeadScoresOf<Real>(p, p.q_heads, block.batch, block.head),
+                          HeadChange<Real>(p, block.batch, block.head)};
+    Place& placed = *reinterpret_cast<Place*>(ptx::dynamic_smem() + kPlaceAt);
+    if constexpr (kPlaced) {
+      if (threadIdx.x == 0) placed = own_place;
+      __syncthreads();  // @place_there
+    }
+    const auto& [where, key_head, sequence, tiles, scores, change] = kPlaced ? placed : own_place;
+    const int row = block.row + own_row + g;
     const KeyTiles own = key_tiles_of<Keys, true>(p, sequence, row - g, row - g + 15);
     const bool moves = p.moves(), blocks = p.scores.mask_kind == MaskElement::blocks;
     unsigned char* const query_tile = ptx::dynamic_smem();
@@ -51,7 +72,7 @@ struct Fp32Jvp {
                                       p.head_dim);
     };
     const auto load_tile = [&](unsigned char* tile, const void* base, const Strides& s, int n, int dim) {
-      load.template operator()<Keys>(tile, base, s, head_k, sequence.k_begin, n * Keys, tiles.key_end, dim);
+      load.template operator()<Keys>(tile, base, s, key_head, sequence.k_begin, n * Keys, tiles.key_end, dim);
     };
     const auto load_keys = [&](int n) {
       load_tile(key_tile, p.key, p.key_strides, n, p.head_dim);
@@ -64,8 +85,6 @@ struct Fp32Jvp {
       ptx::cp_async_commit();
     };
 
-    const HeadScoresOf<Real> scores(p, p.q_heads, where.batch, where.head);
-    const HeadChange<Real> change(p, where.batch, where.head);
     VisibleTile found;  // of the tile to come
     int flags_turn = 0;
     Window window{flags + Forward::kFlagBytes / 4};

@@ -279,7 +279,7 @@ struct GatedPairs : GatedBlock<T> {
 };
 
 template <class T>
-__global__ void __launch_bounds__(kGatedThreads) gated_pairs(const GatedTask task) {
+__global__ void __launch_bounds__(kGatedThreads, 3) gated_pairs(const GatedTask task) {
   GatedPairs<T, false>(task).run();
 }
 template <class T>

@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kGatedThreads) gated_decays(const GatedTask ta
 // Gradients of query (or, of_key, of key) from those of its heads: their sum, through the norm, times scale, in dtype.
 // One warp for each row; rows behind the last packed sequence are 0.
 template <class T>
-__global__ void __launch_bounds__(kGatedPassThreads) gated_finish(const GatedTask task, bool of_key) {
+__global__ void __launch_bounds__(kGatedPassThreads, 4) gated_finish(const GatedTask task, bool of_key) {
   using Real = Compute<T>;
   constexpr int kPer = kGatedMost / 32;
   const int heads = of_key ? task.kv_heads : task.q_heads, lane = threadIdx.x % 32;

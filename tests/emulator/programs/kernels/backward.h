@@ -22,7 +22,11 @@
 #endif
 #include "cuda/kernels/common/backward_heads.cuh"
 #include "cuda/kernels/common/mask_gradient.cuh"
+#ifdef WIDE
+#include "cuda/kernels/sm80/wide_backward.cuh"
+#else
 #include "cuda/kernels/sm80/backward.cuh"
+#endif
 #include "cuda/kernels/sm80/mask_gradient.cuh"
 #endif
 
@@ -58,6 +62,8 @@ INSTANCE(tile_kinds<Kernel::kKeys>);
 INSTANCE(ENTRY<Kernel>);
 #elif defined(SHAPE)
 INSTANCE(ENTRY<Kernel, true>);
+#elif defined(WIDE)
+INSTANCE(sm80_wide_backward<Kernel>);
 #else
 INSTANCE(sm80_backward<Kernel, true>);
 #endif

@@ -1,0 +1,5 @@
+#include "wide_forward.h"
+
+void attnjourney::sm80_wide_forward_bf16(ForwardTask task, cudaStream_t stream) {
+  launch_sm80_wide_forward<Bf16>(task, stream);
+}
