@@ -34,6 +34,11 @@ constexpr int backward_size(int head_dim, int v_head_dim) {
   const int d = head_dim > v_head_dim ? head_dim : v_head_dim;
   return d <= 64 ? 64 : d <= 128 ? 128 : d <= 256 ? 256 : d <= 512 ? 512 : 0;
 }
+// Columns of the tiles of token-sparse attention, of 16-bit numbers: 64, 128 or 256; 0: its kernels for any width
+constexpr int sparse_columns(int head_dim, int v_head_dim) {
+  const int size = backward_size(head_dim, v_head_dim);
+  return size <= 256 ? size : 0;
+}
 // f<64>(), f<128>() or f<256>(); size: as backward_size says, at most 256
 template <class F>
 void with_size(int size, F&& f) {

@@ -45,6 +45,10 @@ int main() {
       int64_t pairs, group, q_len, keys;
       std::cin >> pairs >> group >> q_len >> keys;
       std::cout << many_rows_are_split(pairs, group, q_len, keys, device) << "\n";
+    } else if (what == "sparse") {
+      int head_dim, v_head_dim;
+      std::cin >> head_dim >> v_head_dim;
+      std::cout << sparse_columns(head_dim, v_head_dim) << "\n";
     } else {
       LatentCase c{.type = static_cast<ElementType>(type)};
       std::cin >> c.rows >> c.v_head_dim >> c.chunked >> c.masked >> c.near >> c.bytes;

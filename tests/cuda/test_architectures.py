@@ -93,6 +93,13 @@ def test_attention(choose):
         assert [int(x) for x in tiles] == tiles_rule(backward, dtype, max(case[:2]), shared), where
 
 
+def test_sparse_attention(choose):
+    """No tile of 512 columns is there: what is wider than 256 stays with the kernels for any width."""
+    grid = [(*dims, next((x for x in (64, 128, 256) if x >= max(dims)), 0)) for dims in itertools.product(DIMS, DIMS)]
+    found = choose("sparse", [(80, 163, 0, *dims) for *dims, _ in grid])
+    assert [int(x) for (x,) in found] == [columns for *_, columns in grid]
+
+
 def test_splits_of_decoding(choose):
     """One sequence fills 100 multiprocessors, with as many blocks each as shared memory and registers allow."""
     grid = list(itertools.product(GPUS, range(4), (1 << 24,), (20, 48, 98), (1, 3)))

@@ -22,8 +22,8 @@ def backward_kernel(dtype, name, head_dim, deterministic=False):
 
 
 FORWARD = {
-    "bf16": forward_kernel(torch.bfloat16, "Bf16", 512, 512),
-    "fp16": forward_kernel(torch.float16, "Half", 320, 456),
+    "bf16": forward_kernel(torch.bfloat16, "Bf16", 512, 456),
+    "fp16": forward_kernel(torch.float16, "Half", 320, 512),
 }
 BACKWARD = {
     "fp16": backward_kernel(torch.float16, "Half", 512),

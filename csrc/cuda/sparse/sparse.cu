@@ -22,9 +22,10 @@ class SparseProblem : public KeptTensors {
     const bool latent = is_sparse_latent(c, in), chunked = in.query.element_size() == 2 && c.params.head_dim % 8 == 0 &&
                                                            in_whole_chunks(key) && in_whole_chunks(value);
     const int64_t rows = std::min(c.params.rows, std::max<int64_t>(1, c.params.q_len));
+    const int wide = sparse_columns(static_cast<int>(c.params.head_dim), static_cast<int>(c.params.v_head_dim));
     choice = {.columns = !chunked ? 0
                          : latent ? kLatentDim
-                                  : columns(c),
+                                  : wide,
               .latent = latent,
               .many = c.params.group * rows > 16,
               .small = device.small()};
@@ -60,10 +61,6 @@ class SparseProblem : public KeptTensors {
   cudaStream_t stream = nullptr;
 
  private:
-  static int columns(const SparseCall& c) {
-    const int size = backward_size(static_cast<int>(c.params.head_dim), static_cast<int>(c.params.v_head_dim));
-    return size <= 256 ? size : 0;
-  }
   OptionalTensor lengths_;
 };
 

@@ -106,9 +106,9 @@ int main(int argc, char** argv) {
 #endif
     in.write_gradients();
 #if defined(OPTIONS) && defined(SHAPE)
-    driver::options_gradients<Sm80MaskGradient<Element, Kernel::kD>>(p, a);
+    driver::options_gradients<OwnMaskGradient>(p, a);
 #elif defined(OPTIONS)
-    if constexpr (Kernel::kOptions) driver::options_gradients<Sm80MaskGradient<Element, Kernel::kD>>(p, a);
+    if constexpr (Kernel::kOptions) driver::options_gradients<OwnMaskGradient>(p, a);
 #endif
   });
 }

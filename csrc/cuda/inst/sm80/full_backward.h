@@ -30,14 +30,13 @@ void launch_option_gradients(const BackwardTask& task, cudaStream_t stream) {
   if (task.grad_sinks) per_head(backward_per_head<true, float>, task.sinks_per_item);
   if (task.grad_slopes) per_head(backward_per_head<false, float>, task.slopes_per_item);
   if (!task.mask_gradient.sum) return;
-  const auto go = [&]<int D>() {
+  const int size = backward_size(task.head_dim, task.v_head_dim);
+  with_size(size < 256 ? size : 256, [&]<int D>() {  // D = 256 takes more, too
     using Gradient = Sm80MaskGradient<T, D>;
     static_assert(fits(Gradient::kSmemBytes, true));
     launch_kernel(mask_gradient<Gradient, float>, mask_gradient_blocks<Gradient>(task), Gradient::kThreads,
                   Gradient::kSmemBytes, stream, task);
-  };
-  const int size = backward_size(task.head_dim, task.v_head_dim);
-  size == 512 ? go.template operator()<512>() : with_size(size, go);
+  });
 }
 
 template <class T>

@@ -1,4 +1,5 @@
-// The gradient of a floating mask (mask_gradient.cuh) on mma.sync, for 16 bits, in slices of up to 128 columns.
+// The gradient of a floating mask (mask_gradient.cuh) on mma.sync, for 16 bits, in slices of up to 128 columns. D: 64,
+// 128, or 256 for any number of slices.
 #pragma once
 #include "cuda/kernels/common/backward_passes.cuh"
 #include "cuda/kernels/common/mask_gradient.cuh"
@@ -39,8 +40,9 @@ struct Sm80MaskGradient : MaskGradientOfTiles<Sm80MaskGradient<T_, D>, float, 64
     const uint32_t tile = ptx::smem_addr(ptx::dynamic_smem());
 #pragma unroll
     for (int i = 0; i < kKeys / 2; i++) s[i / 4][i % 4] = dp[i / 4][i % 4] = 0.f;
+    const int columns = D > kColumns ? max(p.head_dim, p.v_head_dim) : D;
 #pragma unroll 1
-    for (int c = 0; c < D; c += kColumns) {
+    for (int c = 0; c < columns; c += kColumns) {
       const auto load = [&](int slot, const void* base, const Strides& s, int head_, int row0, int rows, int dim) {
         Tiles::template load_tile<kColumns, 64>(tile + slot * kTileBytes,
                                                 static_cast<const T*>(base) + batch * s.batch + head_ * s.head + c,

@@ -25,6 +25,7 @@ struct Sm80WideBackward {
     // the tile of queries that is worked on: its head, its number in the scratch, how many blocks add to it before
     int head, turn;
     int64_t number;
+    bool border;  // may anything be hidden in it?
   };
   static constexpr int kPlaceAt = kTileBytes + Window::kBytes + kWarps * 4;
   static constexpr int kSmemBytes = kPlaceAt + sizeof(Place);
@@ -223,10 +224,10 @@ struct Sm80WideBackward {
     }
 
     // dQ of a tile: added to query_sum, with turns in the order of the blocks.
-    __device__ __forceinline__ void add_query(bool border) const {
+    __device__ __forceinline__ void add_query() const {
       const int tid = threadIdx.x;
       float dq[kChunks][4] = {};
-      if (!border || finite<kKeys>(key_tile, Lane()))
+      if (!own().border || finite<kKeys>(key_tile, Lane()))
         query_product<false>(dq, score_grad_tile, key_tile, Lane());
       else
         query_product<true>(dq, score_grad_tile, key_tile, Lane());
@@ -247,13 +248,12 @@ struct Sm80WideBackward {
     // Works on tile n, which is on its way; returns the number of the next one.
     __device__ __forceinline__ int step(int n) {
       const int tid = threadIdx.x;
-      const bool border = found.hides;
       const uint32_t seen = found.seen;
       const Lane l;
       ptx::cp_async_wait<0>();
       __syncthreads();  // @tile_landed: every warp is done with P and dS of the one before
       if (tid == 0) {
-        own().head = at.head, own().number = scratch_of(at.head) / kRows + at.tile;
+        own().head = at.head, own().number = scratch_of(at.head) / kRows + at.tile, own().border = found.hides;
         if (Deterministic) own().turn = at.turn(p, own().tile, sequence());
       }
       float acc[4] = {};
@@ -266,11 +266,11 @@ struct Sm80WideBackward {
       __syncthreads();  // @grads_read: by all warps
       if (!l.of_values()) softmax(acc, grads, seen, l);
       __syncthreads();  // @scores_complete: P and dS
-      if (!border || finite<kRows>(grad_out_tile, Lane()))
+      if (!own().border || finite<kRows>(grad_out_tile, Lane()))
         accumulate<false>(dv, weight_tile, grad_out_tile, Lane());
       else
         accumulate<true>(dv, weight_tile, grad_out_tile, Lane());
-      if (!border || finite<kRows>(query_tile, Lane()))
+      if (!own().border || finite<kRows>(query_tile, Lane()))
         accumulate<false>(dk, score_grad_tile, query_tile, Lane());
       else
         accumulate<true>(dk, score_grad_tile, query_tile, Lane());
@@ -278,7 +278,7 @@ struct Sm80WideBackward {
       at.next();
       const int next = next_visible(n + 1);
       if (next < total) load();
-      add_query(border);
+      add_query();
       if (p.slope_sum && (next >= total || at.head != own().head)) {
         add_slopes<kKeys, kWarps>(p, own().tile, own().head, slope_sum,
                                   reinterpret_cast<float*>(smem + kTileBytes + Window::kBytes));

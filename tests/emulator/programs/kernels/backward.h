@@ -45,13 +45,14 @@ INSTANCE(backward_query<Kernel>);
 INSTANCE(backward_key_value<Kernel>);
 #endif
 #ifdef OPTIONS
+using OwnMaskGradient = Sm80MaskGradient<Element, (Kernel::kD < 256 ? Kernel::kD : 256)>;
 #ifdef SHAPE
-using MaskGradientTiles = Sm80MaskGradient<Element, Kernel::kD>;
+using MaskGradientTiles = OwnMaskGradient;
 #else
 struct NoGradient {  // of a kernel without options
   static void run(const BackwardTask&) {}
 };
-using MaskGradientTiles = std::conditional_t<Kernel::kOptions, Sm80MaskGradient<Element, Kernel::kD>, NoGradient>;
+using MaskGradientTiles = std::conditional_t<Kernel::kOptions, OwnMaskGradient, NoGradient>;
 #endif
 INSTANCE(mask_gradient<MaskGradientTiles, float>);
 INSTANCE(backward_per_head<true, float>);
