@@ -42,7 +42,7 @@ class Case:
         "bhnd"  # "bnhd": views of (batch, length, heads, dim); "packed": of one (batch, length, 3, heads, dim)
     )
     layer: str = ""  # "mha", "gpt", "gqa", "mla": projections and attention, width heads * head_dim
-    function: str = ""  # "linear", "gated_delta", "kda", "infini", "longformer", "sparse": see functions.py
+    function: str = ""  # "linear", "gated_delta", "kda", "infini", "longformer", "sparse", ...: see functions.py
     extent: int = 0  # window, segment or block (of option "window": keys that a row sees)
     # The last rows of sequences over a cache: "dense", "paged", "ring", or "latent" (the absorbed form of multi-head
     # latent attention: one key head, whose first v_head_dim numbers are the value)
@@ -69,6 +69,11 @@ class Case:
     def visible_keys(self) -> int:
         """Keys left by a padding mask."""
         return self.kv_len - self.kv_len * 3 // 8 if self.mask == "padding" else self.kv_len
+
+    @property
+    def latents(self) -> bool:
+        """Values are the first v_head_dim numbers of their keys."""
+        return self.decode == "latent" or self.function == "sparse_latents"
 
     @property
     def pairs(self) -> int:
@@ -121,7 +126,7 @@ class Case:
         query = self.batch * self.heads * self.q_len * self.head_dim
         out = self.batch * self.heads * self.q_len * self.v_head_dim
         key = self.batch * self.kv_heads * self.kv_len * self.head_dim
-        value = self.batch * self.kv_heads * self.kv_len * self.v_head_dim * (self.decode != "latent")
+        value = self.batch * self.kv_heads * self.kv_len * self.v_head_dim * (not self.latents)
         if self.decode in BYTE_CACHES:  # with a float32 scale for each key and each value
             return (query + out) * size + key + value + 8 * self.batch * self.kv_heads * self.kv_len
         mask = self.batch * self.heads * self.q_len * self.kv_len * size if self.mask.startswith("float") else 0
@@ -333,6 +338,11 @@ CASES = _dense() + _decode() + _few() + _linear() + _gated() + _options() + [
       for dtype in ("fp32", "bf16")),
     *(Case(f"sparse-{dtype}-h16-l128", "functions", heads=16, kv_heads=1, q_len=128, kv_len=32768, head_dim=576,
            v_head_dim=512, dtype=dtype, function="sparse", extent=2048, check=False) for dtype in ("fp32", "bf16")),
+    *(Case(f"sparse-latents-{dtype}-h128-l{rows}", "functions", heads=128, kv_heads=1, q_len=rows, kv_len=32768,
+           head_dim=576, v_head_dim=512, dtype=dtype, function="sparse_latents", extent=2048, check=False,
+           passes=("forward",)) for dtype in ("fp32", "bf16") for rows in (4, 32)),
+    Case("sparse-indexer-bf16-h64-l16", "functions", heads=64, kv_heads=1, q_len=16, kv_len=32768, head_dim=128,
+         dtype="bf16", function="indexer", extent=2048, check=False, passes=("forward",)),
     Case("longformer-fp32-n32768", "functions", heads=2, q_len=32768, function="longformer", extent=256, check=False),
     # numbers in e4m3, beside the dense cases of the same shape
     Case("fp8-bf16-d64-n1024", "functions", dtype="bf16", function="fp8", passes=("forward",)),

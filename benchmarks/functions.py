@@ -1,7 +1,7 @@
 """Functions that are no single softmax attention: ours, plain PyTorch beside it, fp64, FLOP and bytes.
 
 Tensors: query, key, value (batch, heads, length, dim). `extent` of a case: the window of `longformer`, the segment of
-`infini`, the keys that a row of `sparse` names.
+`infini`, the keys that a row of `sparse` names, or the `indexer` chooses.
 """
 
 from __future__ import annotations
@@ -271,6 +271,37 @@ def _sparse_flops(case, which: str) -> int:
     return case.batch * case.heads * case.q_len * case.extent * 2 * (d + dv if which == "forward" else 3 * d + 2 * dv)
 
 
+# ---- the indexer: `extent` keys of each row, by all its heads. Weights are numbers of query; the output is the sum of
+# the scores chosen, for every head and column.
+
+
+def _of_scores(case, scores):
+    return scores.sum(-1)[:, None, :, None].expand(-1, case.heads, -1, case.v_head_dim)
+
+
+def _indexer(case, q, k, v):
+    import attnjourney
+
+    return _of_scores(
+        case,
+        attnjourney.lightning_indexer(q, k[:, 0], q[..., 0], case.extent, is_causal=False, return_scores=True)[1],
+    )
+
+
+def _indexer_rows(case, q, k, v):
+    """The scores of one row at a time, and the highest."""
+    rows = [(F.relu(row @ k[:, 0].mT) * row[..., :1]).sum(1).topk(case.extent).values for row in q.unbind(2)]
+    return _of_scores(case, torch.stack(rows, 1))
+
+
+def _exact_indexer(case, q, k, v):
+    return _indexer_rows(case, q, k, v) + 0 * v.sum()
+
+
+def _indexer_flops(case, which: str) -> int:
+    return 2 * case.batch * case.heads * case.pairs * case.head_dim
+
+
 @dataclass(frozen=True)
 class Function:
     ours: Callable  # (case, query, key, value) -> out
@@ -290,4 +321,6 @@ FUNCTIONS = {
     "fp8": Function(_fp8, None, _exact_fp8, _fp8_flops, _in_e4m3),
     "longformer": Function(_longformer, None, _exact_longformer, _longformer_flops),
     "sparse": Function(_sparse, _gathered, _exact_sparse, _sparse_flops),
+    "sparse_latents": Function(_sparse, _gathered, _exact_sparse, _sparse_flops),
+    "indexer": Function(_indexer, _indexer_rows, _exact_indexer, _indexer_flops),
 }

@@ -54,7 +54,7 @@ def make(case, device: str = "cpu", seed: int = 0) -> Inputs:
     else:
         query = heads_first(case.heads, case.q_len, case.head_dim)
         key = heads_first(case.kv_heads, case.kv_len, case.head_dim)
-        if case.decode == "latent":
+        if case.latents:
             value = key[..., : case.v_head_dim]
         else:
             value = heads_first(case.kv_heads, case.kv_len, case.v_head_dim)

@@ -23,7 +23,7 @@ class Softmax(TorchPeer):
     same_function = False
 
     def function(self, case, inputs):
-        if case.function not in ("linear", "sparse", "fp8"):
+        if case.function not in ("linear", "sparse", "sparse_latents", "fp8"):
             raise Skip("only beside linear and token-sparse attention and numbers in e4m3")
         import attnjourney
 

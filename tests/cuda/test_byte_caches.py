@@ -8,8 +8,10 @@ from attnjourney import KVCache, PagedKVCache, WindowCache
 from tests.cache.test_decode_options import OPTIONS, check, make, noise
 from tests.cache.test_quantized_cache import BYTES, DTYPES, check_latents, quantized, rows
 from tests.cuda.test_decode import to_device
+from tests.sparse.test_sparse_latents import BYTES as CHOSEN
+from tests.sparse.test_sparse_latents import check_bytes
 from tests.support.decode_checks import paged
-from tests.support.testing import random_tensor
+from tests.support.testing import random_tensor, row_id
 
 pytestmark = pytest.mark.cuda
 CACHES = {
@@ -63,3 +65,8 @@ def test_the_verbs_do_what_they_do_on_the_cpu(where, kind, dtype):
 @pytest.mark.parametrize("kind, dtype, q_len", rows(kind=BYTES, dtype=DTYPES, q_len=(1, 3, 40)))
 def test_latents(kind, dtype, q_len):
     check_latents(kind, dtype, q_len, "cuda")
+
+
+@pytest.mark.parametrize("row", CHOSEN, ids=row_id)
+def test_latents_that_indices_name(row):
+    check_bytes(**row, device="cuda")

@@ -158,7 +158,7 @@ SMALL = [case.tiny() for case in CASES if case.group != "dense" or case.q_len ==
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_every_case_is_built_alike_for_ours_and_the_peers(case):
-    tensors, forward_only = inputs.make(case), case.decode or case.function == "fp8"
+    tensors, forward_only = inputs.make(case), case.decode or case.function in ("fp8", "indexer")
     assert [t.stride(-1) for t in tensors.tensors] == [1] * len(tensors.tensors)
     if case.layout != "bhnd":
         assert not any(t.is_contiguous() for t in tensors.tensors[:3])

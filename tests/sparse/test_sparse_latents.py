@@ -8,7 +8,15 @@ import attnjourney
 from attnjourney import reference
 from tests.cache.test_mla_decode import absorbed
 from tests.sparse.test_sparse_attention import make_indices
-from tests.support.testing import FLOOR_ULPS, OUTPUT_FACTOR, assert_close_to_reference, pairs, random_tensor, threads
+from tests.support.testing import (
+    FLOOR_ULPS,
+    OUTPUT_FACTOR,
+    assert_close_to_reference,
+    pairs,
+    random_tensor,
+    row_id,
+    threads,
+)
 
 B, H, ROWS, CAPACITY, RANK, ROPE, NOPE, V = 2, 4, 3, 64, 24, 8, 16, 12
 
@@ -60,19 +68,7 @@ def in_blocks(size, *tensors):
     return *pools, table.int()
 
 
-@pytest.mark.parametrize(
-    "kind, dtype, options",
-    [
-        tuple(row.values())
-        for row in pairs(
-            kind=(torch.int8, torch.float8_e4m3fn),
-            dtype=(torch.float32, torch.bfloat16, torch.float16),
-            options=({}, dict(is_causal=False, softcap=1.5), dict(scale=0.3, sinks=1), dict(sinks=2)),
-        )
-    ],
-    ids=str,
-)
-def test_bytes(kind, dtype, options):
+def check_bytes(kind, dtype, options, device="cpu"):
     """Beside float64 of the numbers that the bytes stand for; what no row may see is NaN; dense and in blocks of 16 and
     of one, the same bits for any number of threads."""
     query, latent, lengths, weight, indices = inputs(dtype)
@@ -91,19 +87,34 @@ def test_bytes(kind, dtype, options):
     seen = dict(return_lse=True, **options)
     wide = reference.mla_decode(query.double(), exact, lengths, weight.double(), attn_mask=mask, **seen)
     plain = absorbed(query, exact.to(dtype), lengths, weight, attn_mask=mask.to(dtype), **seen)
-    call = dict(indices=indices, return_lse=True, **options)
-    out, lse = attnjourney.mla_decode(query, stored, lengths, weight, latent_scale=factor, **call)
-    for name, ours, p, w in zip(("out", "lse"), (out, lse), plain, wide):
+    move = lambda x: x.to(device) if isinstance(x, torch.Tensor) else x  # noqa: E731
+
+    def call(stored, scale, table=None):
+        given = map(move, (query, stored, lengths, weight))
+        more = dict(indices=indices, latent_scale=scale, block_table=table, return_lse=True, **options)
+        return [x.cpu() for x in attnjourney.mla_decode(*given, **{name: move(x) for name, x in more.items()})]
+
+    found = call(stored, factor)
+    for name, ours, p, w in zip(("out", "lse"), found, plain, wide):
         floor = torch.full_like(w, 2 * FLOOR_ULPS * torch.finfo(ours.dtype).eps * float(w[w.isfinite()].abs().max()))
         assert_close_to_reference(ours, p, w, OUTPUT_FACTOR, name, floor)
-    assert out[0, :, 0].count_nonzero() == 0
+    assert found[0][0, :, 0].count_nonzero() == 0
     with threads(2):
-        again = attnjourney.mla_decode(query, stored, lengths, weight, latent_scale=factor, **call)
-    assert torch.equal(again[0], out) and torch.equal(again[1], lse)
+        assert all(map(torch.equal, call(stored, factor), found))
     for size in (16, 1):
-        pool, scale, table = in_blocks(size, stored, factor)
-        paged = attnjourney.mla_decode(query, pool, lengths, weight, latent_scale=scale, block_table=table, **call)
-        assert torch.equal(paged[0], out) and torch.equal(paged[1], lse), size
+        assert all(map(torch.equal, call(*in_blocks(size, stored, factor)), found)), size
+
+
+BYTES = pairs(
+    kind=(torch.int8, torch.float8_e4m3fn),
+    dtype=(torch.float32, torch.bfloat16, torch.float16),
+    options=({}, dict(is_causal=False, softcap=1.5), dict(scale=0.3, sinks=1), dict(sinks=2)),
+)
+
+
+@pytest.mark.parametrize("row", BYTES, ids=row_id)
+def test_bytes(row):
+    check_bytes(**row)
 
 
 def test_gradients_reach_query_latents_and_weights():
