@@ -45,10 +45,12 @@ for name, options in json.load(sys.stdin):
         library.define("_cuda_" + str(torch._C._get_schema("attnjourney::" + name, "")).split("::", 1)[1])
     x = tensors[options.pop("x", "two")]
     options = {{k: tensors.get(v, v) if isinstance(v, str) else v for k, v in options.items()}}
-    if name in ("attention_backward", "attention_jvp"):
+    if name in ("attention_backward", "attention_jvp", "attention_backward_jvp"):
         lse = torch.zeros(x.shape[:-1], dtype=x.dtype if x.dtype == torch.float64 else torch.float32)
         options |= dict(out=x, lse=lse, stats=torch.stack([lse, lse], -1), attn_mask=options.get("attn_mask"))
-        options |= dict(grad_out=x, grad_lse=None) if name == "attention_backward" else dict(query_tangent=x)
+        options |= dict(query_tangent=x) if "jvp" in name else {{}}
+        options |= dict(grad_out=x, grad_lse=None) if "backward" in name else {{}}
+        options |= dict(out_tangent=x, lse_tangent=lse) if "backward_jvp" in name else {{}}
     try:
         options = {{"query": x, "key": x, "value": x, **options}}
         if "indexer" in name:
@@ -59,6 +61,7 @@ for name, options in json.load(sys.stdin):
         messages.append(f"{{type(error).__name__}}: {{str(error).splitlines()[0]}}")
 print(json.dumps(messages))
 """
+CHANGES = ("attention_jvp", "attention_backward_jvp")  # in a direction
 REFUSED = [
     ({"x": "wide"}, "query: expected head dimensions of at most 256 on CUDA, got 1000 and (value) 1000"),
     ({"origin": [1 << 28, 0, 0, 0]}, "origin: expected fewer than 2^28 rows, keys and heads on CUDA, got (268435456"),
@@ -86,10 +89,10 @@ def run(calls, program=PROGRAM):
 def test_what_is_not_served_is_refused_by_name(built):  # noqa: F811
     forward = run([("attention_forward", options) for options, _ in REFUSED])
     backward = run([("attention_backward", options) for options, _ in REFUSED])
-    jvp = run([("attention_jvp", options) for options, _ in REFUSED])
-    for (options, message), *said in zip(REFUSED, forward, backward, jvp):
+    changes = [run([(name, options) for options, _ in REFUSED]) for name in CHANGES]
+    for (options, message), *said in zip(REFUSED, forward, backward, *changes):
         assert all(message in x for x in said), options
-    for name in ("attention_forward", "attention_backward", "attention_jvp"):
+    for name in ("attention_forward", "attention_backward", *CHANGES):
         assert run([(name, options) for options in SERVED]) == ["served"] * len(SERVED)
 
 
