@@ -19,8 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("conformance", "warmup", "tests", "sanitizer", "bench")
 FAMILIES = {  # name: (arguments of pytest, seconds); a file in two families is in one of them without the other's tests
-    "attention": (["tests/cuda/test_attention.py", "-k", "not (options or packed)"], 29),
-    "options": (["tests/cuda/test_attention.py", "-k", "options or packed"], 29),
+    "attention": (["tests/cuda/test_attention.py", "-k", "not (options or packed)"], 27),
+    "options": (["tests/cuda/test_attention.py", "-k", "options or packed"], 27),
     "blocks": (["tests/cuda/test_blocks.py"], 25),
     "fp32": (["tests/cuda/test_fp16x2.py"], 15),
     "fp8": (["tests/cuda/test_fp8.py"], 8),
@@ -31,7 +31,8 @@ FAMILIES = {  # name: (arguments of pytest, seconds); a file in two families is 
     "mla": (["tests/cuda/test_mla_decode.py"], 18),
     "linear": (["tests/cuda/test_linear.py"], 14),
     "gated": (["tests/cuda/test_gated.py"], 14),
-    "jvp": (["tests/cuda/test_jvp.py"], 12),
+    "jvp": (["tests/cuda/test_jvp.py"], 8),
+    "backward_jvp": (["tests/cuda/test_backward_jvp.py"], 8),
     "sparse": (["tests/cuda/test_sparse.py"], 15),
     "indexer": (["tests/cuda/test_indexer.py"], 10),
     "layers": (["tests/cuda/test_layers.py"], 13),

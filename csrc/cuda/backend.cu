@@ -16,6 +16,7 @@ constexpr Backend cuda_backend{
     .attention = {.forward = cuda_attention_forward,
                   .backward = cuda_attention_backward,
                   .jvp = cuda_attention_jvp,
+                  .backward_jvp = cuda_attention_backward_jvp,
                   .weights = cuda_attention_weights},
     .decode = {.decode = cuda_decode,
                .decode_latents = cuda_decode_latents,

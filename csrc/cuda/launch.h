@@ -56,6 +56,9 @@ void fp32_forward_float(ForwardTaskOf<float>, bool ranged, const Device&, cudaSt
 void fp32_forward_double(ForwardTaskOf<double>, bool ranged, const Device&, cudaStream_t);
 void fp32_backward_float(BackwardTaskOf<float>, bool ranged, const Device&, cudaStream_t);
 void fp32_backward_double(BackwardTaskOf<double>, bool ranged, const Device&, cudaStream_t);
+// of sinks and slopes, from what a backward has left
+void fp32_head_gradients_float(const BackwardTaskOf<float>&, cudaStream_t);
+void fp32_head_gradients_double(const BackwardTaskOf<double>&, cudaStream_t);
 
 // the derivative in a direction, all options (kernels/common/jvp_task.cuh)
 template <class Real>
@@ -64,6 +67,13 @@ void sm80_jvp_bf16(JvpTaskOf<float>, cudaStream_t);
 void sm80_jvp_fp16(JvpTaskOf<float>, cudaStream_t);
 void fp32_jvp_float(JvpTaskOf<float>, cudaStream_t);
 void fp32_jvp_double(JvpTaskOf<double>, cudaStream_t);
+// that of the backward (kernels/common/backward_jvp_task.cuh)
+template <class Real>
+struct BackwardJvpTaskOf;
+void sm80_backward_jvp_bf16(BackwardJvpTaskOf<float>, cudaStream_t);
+void sm80_backward_jvp_fp16(BackwardJvpTaskOf<float>, cudaStream_t);
+void fp32_backward_jvp_float(BackwardJvpTaskOf<float>, cudaStream_t);
+void fp32_backward_jvp_double(BackwardJvpTaskOf<double>, cudaStream_t);
 
 // float without options, head_dim up to 128: the same in two steps
 void fp16x2_backward_float(const BackwardTask&, const Fp16x2BackwardPlanes&, const Device&, cudaStream_t);

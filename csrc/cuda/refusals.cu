@@ -53,18 +53,9 @@ void checked_forward(AttentionCall& c, const AttentionResults& to) {
   copy(to.stats, tensor(results[2]));
 }
 
-void checked_backward(AttentionCall& c, const AttentionSaved& saved, const AttentionGradients& gradients) {
-  check_served(c, most_head_dim(c));
-  const auto& [query, key, value, o, fp8] = c.args;
-  if (is_checked_alone(o)) return;
-  const auto wanted = gradients.all();
-  int64_t need = 0;
-  for (size_t i = 0; i < wanted.size(); i++) need |= int64_t{wanted[i]->has_value()} << i;
-  const auto results =
-      cpu_operator("attnjourney::attention_backward", wanted.size(), saved.grad_out, saved.grad_lse, query, key, value,
-                   o.attn_mask, saved.out, saved.lse, saved.stats, o.dropout_p, o.is_causal, o.scale, o.enable_gqa,
-                   o.causal_alignment, window_of(o), o.prefix_length, o.key_lengths, o.query_lengths, o.softcap,
-                   o.sinks, o.alibi_slopes, numbers_of(o.origin), o.dropout_seed, need);
+// results: of a CPU operator that gives all gradients in the shapes of what they belong to
+void copy_gradients(const std::vector<StableIValue>& results, const AttentionGradients& to) {
+  const auto wanted = to.all();
   for (size_t i = 0; i < results.size(); i++) {
     const Tensor grad = tensor(results[i]);
     if (!*wanted[i]) continue;
@@ -72,6 +63,24 @@ void checked_backward(AttentionCall& c, const AttentionSaved& saved, const Atten
     const auto sizes = target.sizes();
     copy(target, aten::call("aten::sum_to_size", "", grad, std::vector<int64_t>(sizes.begin(), sizes.end())));
   }
+}
+int64_t need_of(const AttentionGradients& gradients) {
+  const auto wanted = gradients.all();
+  int64_t need = 0;
+  for (size_t i = 0; i < wanted.size(); i++) need |= int64_t{wanted[i]->has_value()} << i;
+  return need;
+}
+
+void checked_backward(AttentionCall& c, const AttentionSaved& saved, const AttentionGradients& gradients) {
+  check_served(c, most_head_dim(c));
+  const auto& [query, key, value, o, fp8] = c.args;
+  if (is_checked_alone(o)) return;
+  copy_gradients(
+      cpu_operator("attnjourney::attention_backward", 6, saved.grad_out, saved.grad_lse, query, key, value, o.attn_mask,
+                   saved.out, saved.lse, saved.stats, o.dropout_p, o.is_causal, o.scale, o.enable_gqa,
+                   o.causal_alignment, window_of(o), o.prefix_length, o.key_lengths, o.query_lengths, o.softcap,
+                   o.sinks, o.alibi_slopes, numbers_of(o.origin), o.dropout_seed, need_of(gradients)),
+      gradients);
 }
 
 void checked_jvp(AttentionCall& c, const AttentionResults& results, const AttentionTangents& tangents) {
@@ -85,6 +94,20 @@ void checked_jvp(AttentionCall& c, const AttentionResults& results, const Attent
       o.query_lengths, o.softcap, o.sinks, o.alibi_slopes, numbers_of(o.origin), o.dropout_seed);
   copy(*tangents.out, tensor(changes[0]));
   copy(*tangents.lse, tensor(changes[1]));
+}
+
+void checked_backward_jvp(AttentionCall& c, const AttentionSaved& saved, const AttentionTangents& t,
+                          const AttentionGradients& gradients) {
+  check_served(c, 256);
+  const auto& [query, key, value, o, fp8] = c.args;
+  if (is_checked_alone(o)) return;
+  copy_gradients(
+      cpu_operator("attnjourney::attention_backward_jvp", 6, saved.grad_out, saved.grad_lse, query, key, value,
+                   o.attn_mask, saved.out, saved.lse, saved.stats, *t.out, *t.lse, t.grad_out, t.grad_lse, t.query,
+                   t.key, t.value, t.attn_mask, t.sinks, t.alibi_slopes, o.dropout_p, o.is_causal, o.scale,
+                   o.enable_gqa, o.causal_alignment, window_of(o), o.prefix_length, o.key_lengths, o.query_lengths,
+                   o.softcap, o.sinks, o.alibi_slopes, numbers_of(o.origin), o.dropout_seed, need_of(gradients)),
+      gradients);
 }
 
 // ---- decoding ----
@@ -192,7 +215,10 @@ void rms_backward(const Tensor& grad_y, const Tensor& x, const Tensor& weight, c
 }  // namespace
 
 constexpr Backend refusing_backend{
-    .attention = {.forward = checked_forward, .backward = checked_backward, .jvp = checked_jvp},
+    .attention = {.forward = checked_forward,
+                  .backward = checked_backward,
+                  .jvp = checked_jvp,
+                  .backward_jvp = checked_backward_jvp},
     .decode = {.decode = checked_decode,
                .decode_latents = checked_decode_latents,
                .products = aten_head_products,

@@ -47,10 +47,12 @@ for name, options in json.load(sys.stdin):
         library.define("_cuda_" + str(torch._C._get_schema("attnjourney::" + name, "")).split("::", 1)[1])
     x = tensors[options.pop("x", "two")]
     options = {{k: tensors.get(v, v) if isinstance(v, str) else v for k, v in options.items()}}
-    if name in ("attention_backward", "attention_jvp"):
+    if name in ("attention_backward", "attention_jvp", "attention_backward_jvp"):
         lse = torch.zeros(x.shape[:-1], dtype=x.dtype if x.dtype == torch.float64 else torch.float32)
         options |= dict(out=x, lse=lse, stats=torch.stack([lse, lse], -1), attn_mask=options.get("attn_mask"))
-        options |= dict(grad_out=x, grad_lse=None) if name == "attention_backward" else dict(query_tangent=x)
+        options |= dict(query_tangent=x) if "jvp" in name else {{}}
+        options |= dict(grad_out=x, grad_lse=None) if "backward" in name else {{}}
+        options |= dict(out_tangent=x, lse_tangent=lse) if "backward_jvp" in name else {{}}
     try:
         options = {{"query": x, "key": x, "value": x, **options}}
         if "indexer" in name:
@@ -61,6 +63,7 @@ for name, options in json.load(sys.stdin):
         messages.append(f"{{type(error).__name__}}: {{str(error).splitlines()[0]}}")
 print(json.dumps(messages))
 """
+CHANGES = ("attention_jvp", "attention_backward_jvp")  # in a direction
 REFUSED = [
     ({"x": "wide"}, "query: expected head dimensions of at most 512 on CUDA, got 1000 and (value) 1000"),
     ({"x": "wide_fp32"}, "query: expected head dimensions of at most 256 on CUDA, got 257 and (value) 257"),
@@ -89,12 +92,13 @@ def run(calls, program=PROGRAM):
 def test_what_is_not_served_is_refused_by_name(built):  # noqa: F811
     forward = run([("attention_forward", options) for options, _ in REFUSED])
     backward = run([("attention_backward", options) for options, _ in REFUSED])
-    jvp = run([("attention_jvp", options) for options, _ in REFUSED])
+    changes = [run([(name, options) for options, _ in REFUSED]) for name in CHANGES]
     for (options, message), *said in zip(REFUSED, forward, backward):
         assert all(message in x for x in said), options
-    for (_, message), said in zip(REFUSED, jvp):
-        assert message.replace("512", "256") in said
-    for name in ("attention_forward", "attention_backward", "attention_jvp"):
+    for said in changes:
+        for (_, message), text in zip(REFUSED, said):
+            assert message.replace("512", "256") in text
+    for name in ("attention_forward", "attention_backward", *CHANGES):
         assert run([(name, options) for options in SERVED]) == ["served"] * len(SERVED)
     wide = {"x": "half_wide"}
     said = run([(f"attention_{name}", wide) for name in ("forward", "backward", "jvp")])

@@ -1,4 +1,4 @@
-// The CUDA entries of attention: AttentionBackend, without the derivative of the backward.
+// The CUDA entries of attention: AttentionBackend.
 #pragma once
 #include "attention/attention.h"
 
@@ -7,6 +7,8 @@ namespace attnjourney {
 void cuda_attention_forward(AttentionCall&, const AttentionResults&);
 void cuda_attention_backward(AttentionCall&, const AttentionSaved&, const AttentionGradients&);
 void cuda_attention_jvp(AttentionCall&, const AttentionResults&, const AttentionTangents&);
+void cuda_attention_backward_jvp(AttentionCall&, const AttentionSaved&, const AttentionTangents&,
+                                 const AttentionGradients&);
 template <class Real>                                                  // float, or double for float64
 void paged_forward(const AttentionCall&, const AttentionResults&);     // beside a block_table: paged.cu
 void cuda_fp8_forward(const AttentionCall&, const AttentionResults&);  // numbers in e4m3: fp8.cu

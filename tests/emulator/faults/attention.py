@@ -306,7 +306,7 @@ FORWARD_OPTIONS = [
     ),
     ("the first item's mask for all", "common/scores.cuh", " + batch_offset(s, s.mask_batch, batch)", ""),
     ("the first head's mask for all", "common/scores.cuh", "head * s.mask_head + ", ""),
-    ("halves of a boolean mask exchanged", "common/scores.cuh", "mask[F::row(i) *", "mask[F::row(i ^ 2) *"),
+    ("halves of a boolean mask exchanged", "common/scores.cuh", "mask[f.row(i) *", "mask[f.row(i ^ 2) *"),
     (
         "columns of a floating mask exchanged",
         "common/scores.cuh",
@@ -445,7 +445,7 @@ BACKWARD_BLOCKS = [
         "head = first_head;",
     ),
     ("partial tiles are not looked at", "common/next_tile.cuh", "blocks && !window.whole(n)", "false"),
-    ("elements of another group", "common/block_tiles.cuh", "(row0 + F::row(kGroup * m)) % size", "row0 % size"),
+    ("elements of another group", "common/block_tiles.cuh", "(row0 + f.row(kGroup * m)) % size", "row0 % size"),
 ]
 DETERMINISTIC_BLOCKS = [
     (

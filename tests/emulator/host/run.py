@@ -183,25 +183,33 @@ def weights(program, query, key, lse, rows, heads, ranges, order="forward", rows
     return out.unflatten(0, (query.shape[0], len(heads)))
 
 
-def jvp(program, inputs, out, stats, tangents, ranges, order="forward", rows_first=False, options=None):
-    """Changes of out and lse in the direction `tangents`: of query, key, value, attn_mask, sinks and alibi_slopes those
-    that move, by name. They are stored in another layout than what they belong to."""
-    arguments, lengths = _arguments(*inputs, ranges, order)
-    more, given = _options(inputs[0], options or {}, arguments["batch"])
-    names = ("query", "key", "value", "attn_mask", "sinks", "alibi_slopes")
-    arguments |= {"moving": sum(1 << i for i, name in enumerate(names) if name in tangents), **more}
-    moving = []
-    for name in names:
+def _turned(x, rows_first):
+    """Four dimensions, flat, in the other layout."""
+    return (x if rows_first else x.transpose(1, 2)).contiguous().flatten()
+
+
+def _directions(inputs, tangents, batch, rows_first):
+    """Those of query, key, value, attn_mask, sinks and alibi_slopes that move, by name; stored in another layout than
+    what they belong to. (bits of `moving`, tensors)"""
+    moving, bits = [], 0
+    for i, name in enumerate(("query", "key", "value", "attn_mask", "sinks", "alibi_slopes")):
         x = tangents.get(name)
         if x is None:
             continue
+        bits |= 1 << i
         if name in ("sinks", "alibi_slopes"):
-            x = x.to(_statistics(inputs[0])).expand(arguments["batch"], inputs[0].shape[1])
-        elif name == "attn_mask":
-            x = x.transpose(2, 3)
-        elif not rows_first:
-            x = x.transpose(1, 2)
-        moving.append(x.contiguous().flatten())
+            moving.append(x.to(_statistics(inputs[0])).expand(batch, inputs[0].shape[1]).contiguous().flatten())
+        else:
+            moving.append(x.transpose(2, 3).flatten() if name == "attn_mask" else _turned(x, rows_first))
+    return bits, moving
+
+
+def jvp(program, inputs, out, stats, tangents, ranges, order="forward", rows_first=False, options=None):
+    """Changes of out and lse in the direction `tangents`, by name."""
+    arguments, lengths = _arguments(*inputs, ranges, order)
+    more, given = _options(inputs[0], options or {}, arguments["batch"])
+    bits, moving = _directions(inputs, tangents, arguments["batch"], rows_first)
+    arguments |= {"moving": bits, **more}
     shape = (*inputs[0].shape[:3], inputs[2].shape[3])
     written = shape if rows_first else (shape[0], shape[2], shape[1], shape[3])
     outputs = [((math.prod(shape),), inputs[0].dtype), (shape[:3], _statistics(inputs[0]))]
@@ -209,3 +217,27 @@ def jvp(program, inputs, out, stats, tangents, ranges, order="forward", rows_fir
     changes = run(program, tensors, outputs, arguments, rows_first)[0]
     of_out = changes[0].view(written)
     return (of_out if rows_first else of_out.transpose(1, 2)), changes[1]
+
+
+def backward_jvp(program, inputs, saved, tangents, changes, ranges, order="forward", rows_first=False, options=None):
+    """Changes of the gradients that backward() gives, by name, in the direction `tangents`, which may have grad_out and
+    grad_lse too. saved: out, stats, grad_out, grad_lse; changes: of out and lse."""
+    arguments, lengths = _arguments(*inputs, ranges, order)
+    options = options or {}
+    more, given = _options(inputs[0], options, arguments["batch"])
+    bits, moving = _directions(inputs, tangents, arguments["batch"], rows_first)
+    if "grad_out" in tangents:
+        bits, moving = bits | 64, [*moving, _turned(tangents["grad_out"], rows_first)]
+    if "grad_lse" in tangents:
+        bits, moving = bits | 128, [*moving, tangents["grad_lse"]]
+    arguments |= {"moving": bits, **more}
+    trained = {name: options.get(name) for name in ("sinks", "alibi_slopes", "attn_mask")}
+    trained = {n: t for n, t in trained.items() if isinstance(t, torch.Tensor) and t.is_floating_point()}
+    outputs = [(tuple(t.shape), t.dtype) for t in inputs]
+    outputs += [((t.numel(),), _statistics(inputs[0])) for t in trained.values()]
+    out, stats, grad_out, grad_lse = saved
+    tensors = [*inputs, out, grad_out, stats, grad_lse, *lengths, *given, *moving]
+    tensors += [_turned(changes[0], rows_first), changes[1]]
+    grads = run(program, tensors, outputs, arguments, rows_first)[0]
+    named = dict(zip(("query", "key", "value"), grads))
+    return named | {n: grad.view(t.shape) for (n, t), grad in zip(trained.items(), grads[3:], strict=True)}

@@ -7,14 +7,14 @@
 namespace driver {
 
 // stdin: query, key, value, out, grad_out, stats, grad_lse, lengths, options
-template <class Element, class Real>
+template <class Element, class Real, class Task = attnjourney::BackwardTaskOf<Real>>
 struct BackwardInputs {
   Shape q, k, v, o;
   emulator::Buffer<Element> query, key, value, out, grad_out;
   emulator::Buffer<attnjourney::RowStats<Real>> stats;
   emulator::Buffer<Real> grad_lse;
   emulator::Buffer<Element> grad_query, grad_key, grad_value;
-  attnjourney::BackwardTaskOf<Real> p{};
+  Task p{};
   Lengths lengths;
   Options<Element, Real> given;
   explicit BackwardInputs(const Arguments& a)

@@ -33,6 +33,15 @@ constexpr bool has_planned_tiles(bool small) {
 }
 
 template <class Real>
+void launch_head_gradients(const BackwardTaskOf<Real>& task, cudaStream_t stream) {
+  const auto per_head = [&](auto kernel, bool per_item) {
+    launch_kernel(kernel, int64_t{per_item ? task.batch : 1} * task.q_heads, kPassThreads, kHeadsBytes, stream, task);
+  };
+  if (task.grad_sinks) per_head(backward_per_head<true, Real>, task.sinks_per_item);
+  if (task.grad_slopes) per_head(backward_per_head<false, Real>, task.slopes_per_item);
+}
+
+template <class Real>
 void launch_fp32_backward(const BackwardTaskOf<Real>& task, const Device& device, cudaStream_t stream) {
   with_size(backward_size(task.head_dim, task.v_head_dim), [&]<int D>() {
     using Usual = Fp32BackwardOf<Real, D>;
@@ -41,11 +50,7 @@ void launch_fp32_backward(const BackwardTaskOf<Real>& task, const Device& device
     static_assert(has_planned_tiles<Usual>(false) && has_planned_tiles<Small>(true));
     device.small() ? launch_fp32_backward_of<Small>(task, stream) : launch_fp32_backward_of<Usual>(task, stream);
   });
-  const auto per_head = [&](auto kernel, bool per_item) {
-    launch_kernel(kernel, int64_t{per_item ? task.batch : 1} * task.q_heads, kPassThreads, kHeadsBytes, stream, task);
-  };
-  if (task.grad_sinks) per_head(backward_per_head<true, Real>, task.sinks_per_item);
-  if (task.grad_slopes) per_head(backward_per_head<false, Real>, task.slopes_per_item);
+  launch_head_gradients(task, stream);
   using Gradient = Fp32MaskGradient<Real>;
   static_assert(fits(Gradient::kSmemBytes, true));
   if (task.mask_gradient.sum)

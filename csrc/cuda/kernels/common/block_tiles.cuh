@@ -64,21 +64,22 @@ struct HeadBlocks {
 // a thread, or of half as many, which lie in one block each; each of the first lanes looks one up. All lanes of the
 // warp.
 template <class F>
-__device__ __forceinline__ uint32_t seen_in_blocks(const HeadBlocks& b, int row, int key, int lane, uint32_t seen) {
+__device__ __forceinline__ uint32_t seen_in_blocks(const HeadBlocks& b, int row, int key, int lane, uint32_t seen,
+                                                   F f = {}) {
   constexpr int kGroup = F::kCount < 8 ? F::kCount : 8, kGroups = F::kCount / kGroup;
   const int row0 = row & ~15, key0 = key & ~15, size = b.lists.size;
   int mine = HeadBlocks::kHidden;
-  if (lane < kGroups) mine = b.block_of(row0 + F::row(kGroup * lane), key0 + F::key(kGroup * lane));
+  if (lane < kGroups) mine = b.block_of(row0 + f.row(kGroup * lane), key0 + f.key(kGroup * lane));
 #pragma unroll
   for (int m = 0; m < kGroups; m++) {
     const int number = static_cast<int>(ptx::shfl(static_cast<uint32_t>(mine), m));
     if (number == HeadBlocks::kHidden) seen &= ~(0xffu << kGroup * m);
     if (number < 0) continue;
-    const int r = (row0 + F::row(kGroup * m)) % size + row - row0, k = (key0 + F::key(kGroup * m)) % size + key - key0;
+    const int r = (row0 + f.row(kGroup * m)) % size + row - row0, k = (key0 + f.key(kGroup * m)) % size + key - key0;
     const unsigned char* elements = b.lists.elements + (int64_t(number) * size + r) * size + k;
 #pragma unroll
     for (int i = kGroup * m; i < kGroup * (m + 1); i++)
-      if (!elements[(F::row(i) - F::row(kGroup * m)) * size + F::key(i) - F::key(kGroup * m)]) seen &= ~(1u << i);
+      if (!elements[(f.row(i) - f.row(kGroup * m)) * size + f.key(i) - f.key(kGroup * m)]) seen &= ~(1u << i);
   }
   return seen;
 }

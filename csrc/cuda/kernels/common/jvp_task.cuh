@@ -9,23 +9,27 @@
 
 namespace attnjourney {
 
-// `out` and `stats` are read, `lse` is not used.
+// Directions, null for zero: like what they belong to, with strides of their own; sinks and slopes [batch, q_heads].
 template <class Real>
-struct JvpTaskOf : ForwardTaskOf<Real> {
-  Real scale;
-  // Directions, null for zero: like what they belong to, with strides of their own; sinks and slopes [batch, q_heads].
+struct DirectionsOf {
   const void *query_tangent, *key_tangent, *value_tangent, *mask_tangent;
   Strides query_tangent_strides, key_tangent_strides, value_tangent_strides;
   int64_t mask_tangent_batch[kMaskDims], mask_tangent_head, mask_tangent_row, mask_tangent_col;
   const Real *sinks_tangent, *slopes_tangent;
-  void* out_tangent;  // like out
-  Strides out_tangent_strides;
-  Real* lse_tangent;  // like lse
 
   // does any score change?
   __device__ __forceinline__ bool moves() const {
     return query_tangent || key_tangent || mask_tangent || slopes_tangent;
   }
+};
+
+// `out` and `stats` are read, `lse` is not used.
+template <class Real>
+struct JvpTaskOf : ForwardTaskOf<Real>, DirectionsOf<Real> {
+  Real scale;
+  void* out_tangent;  // like out
+  Strides out_tangent_strides;
+  Real* lse_tangent;  // like lse
 };
 using JvpTask = JvpTaskOf<float>;
 
@@ -34,14 +38,15 @@ template <class Real>
 struct HeadChange {
   const unsigned char* mask;
   Real slope;
-  __device__ __forceinline__ HeadChange(const JvpTaskOf<Real>& p, int batch, int head) : mask(nullptr), slope(0) {
+  template <class Task>
+  __device__ __forceinline__ HeadChange(const Task& p, int batch, int head) : mask(nullptr), slope(0) {
     if (p.slopes_tangent) slope = p.slopes_tangent[batch * p.q_heads + head];
     if (!p.mask_tangent) return;
     const int64_t at = head * p.mask_tangent_head + batch_offset(p.scores, p.mask_tangent_batch, batch);
     mask = static_cast<const unsigned char*>(p.mask_tangent) + at * p.scores.mask_bytes;
   }
-  template <class T>
-  __device__ __forceinline__ Real of_mask(const JvpTaskOf<Real>& p, int row, int key) const {
+  template <class T, class Task>
+  __device__ __forceinline__ Real of_mask(const Task& p, int row, int key) const {
     const int64_t at = row * p.mask_tangent_row + key * p.mask_tangent_col;
     return p.scores.mask_kind == MaskElement::fp32 ? reinterpret_cast<const float*>(mask)[at]
                                                    : ptx::to_float(reinterpret_cast<const T*>(mask)[at]);

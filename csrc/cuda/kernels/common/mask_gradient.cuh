@@ -8,14 +8,16 @@
 namespace attnjourney {
 
 // Tiles, which derives from this: the type T of the tensors, where a row's statistics lie (stat_position), and
-// products(s, dp, task, sequence, batch, head, row0, n0), which begins with a barrier. Real: of the sums.
+// products(s, dp, task, sequence, batch, head, row0, n0), which begins with a barrier; or an add() of its own. Real: of
+// the sums.
 template <class Tiles, class Real, int Keys>
 struct MaskGradientOfTiles {
   static constexpr int kRows = 64, kKeys = Keys, kThreads = 128, kBlocks = 2;  // kBlocks: on a multiprocessor, or more
   using Fragment = RowFragment<kKeys / 8>;
   using Products = Real[kKeys / 8][4];
 
-  static __device__ __forceinline__ void run(const BackwardTaskOf<Real>& p) {
+  template <class Task>
+  static __device__ __forceinline__ void run(const Task& p) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const MaskGradientOf<Real>& out = p.mask_gradient;
     const int row_tiles = (p.q_len + kRows - 1) / kRows, key_tiles = (p.kv_len + kKeys - 1) / kKeys;
@@ -34,7 +36,7 @@ struct MaskGradientOfTiles {
         for (int r = out.row ? row_tile : 0; r < (out.row ? row_tile + 1 : row_tiles); r++) {
           const KeyTiles tiles = key_tiles_of<kKeys, true>(p, sequence, r * kRows, r * kRows + kRows - 1);
           for (int n = out.col ? key_tile : 0; n < (out.col ? key_tile + 1 : key_tiles); n++)
-            if (tiles.has(n)) add(sum, p, sequence, b, h, r * kRows, n * kKeys);
+            if (tiles.has(n)) Tiles::add(sum, p, sequence, b, h, r * kRows, n * kKeys);
         }
     }
     const int64_t first = own_item * item_size + own_head * out.head;

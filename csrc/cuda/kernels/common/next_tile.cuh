@@ -30,7 +30,7 @@ struct VisibleTile {
 // takes them. All threads of the block.
 template <class Fragment, int Warps, class Real, class Walk, class Window>
 __device__ __forceinline__ int next_visible_tile(int n, VisibleTile& found, const ScoresOf<Real>& options, Walk&& walk,
-                                                 Window& window, uint32_t* flags, int& flags_turn) {
+                                                 Window& window, uint32_t* flags, int& flags_turn, Fragment f = {}) {
   const bool blocks = options.mask_kind == MaskElement::blocks;
   const Sequence sequence = walk.sequence();
   for (; n < walk.end(); n = walk.after(n)) {
@@ -39,14 +39,13 @@ __device__ __forceinline__ int next_visible_tile(int n, VisibleTile& found, cons
       if (n >= walk.end()) break;
     }
     const TilePlace place = walk.place(n, sequence);
-    found.seen = place.whole ? kAllSeen<Fragment> : seen_in_range<Fragment>(sequence, place.row, place.key);
+    found.seen = place.whole ? kAllSeen<Fragment> : seen_in_range(sequence, place.row, place.key, f);
     const bool some_blocks = blocks && !window.whole(n);
     found.hides = !place.whole || some_blocks || options.mask_kind >= MaskElement::boolean;
     if (some_blocks)
-      found.seen =
-          seen_in_blocks<Fragment>(walk.scores().blocks(options), place.row, place.key, walk.lane(), found.seen);
+      found.seen = seen_in_blocks(walk.scores().blocks(options), place.row, place.key, walk.lane(), found.seen, f);
     if (options.mask_kind != MaskElement::boolean) break;
-    found.seen = seen_in_mask<Fragment>(options, walk.scores(), place.row, place.key, found.seen);
+    found.seen = seen_in_mask(options, walk.scores(), place.row, place.key, found.seen, f);
     if (block_any(found.seen != 0, flags, flags_turn, Warps)) break;
     walk.leave(n);
   }

@@ -23,17 +23,18 @@ struct KeyFragment {
   static constexpr __host__ __device__ int key(int i) { return i / (4 * RowTiles) * 16 + i / 2 % 2 * 8; }
 };
 
-// One bit for each element: does its row see its key?
+// One bit for each element: does its row see its key? f: a fragment whose rows and keys are known when it runs
+// (backward_jvp_task.cuh)
 template <class F>
 constexpr uint32_t kAllSeen = F::kCount == 32 ? ~0u : (1u << F::kCount % 32) - 1;
 
 template <class F>
-__device__ __forceinline__ uint32_t seen_in_range(const Sequence& s, int row, int key) {
+__device__ __forceinline__ uint32_t seen_in_range(const Sequence& s, int row, int key, F f = {}) {
   uint32_t seen = 0;
 #pragma unroll
   for (int i = 0; i < F::kCount; i++) {
-    const int r = row + F::row(i);
-    if (r < s.q_len && s.keys.visible(r, key + F::key(i))) seen |= 1u << i;
+    const int r = row + f.row(i);
+    if (r < s.q_len && s.keys.visible(r, key + f.key(i))) seen |= 1u << i;
   }
   return seen;
 }
@@ -81,11 +82,11 @@ using HeadScores = HeadScoresOf<float>;
 // `seen` without what a boolean mask hides
 template <class F, class Real>
 __device__ __forceinline__ uint32_t seen_in_mask(const ScoresOf<Real>& s, const HeadScoresOf<Real>& h, int row, int key,
-                                                 uint32_t seen) {
+                                                 uint32_t seen, F f = {}) {
   const unsigned char* mask = h.mask + row * s.mask_row + key * s.mask_col;
 #pragma unroll
   for (int i = 0; i < F::kCount; i++)
-    if (seen >> i & 1 && !mask[F::row(i) * s.mask_row + F::key(i) * s.mask_col]) seen &= ~(1u << i);
+    if (seen >> i & 1 && !mask[f.row(i) * s.mask_row + f.key(i) * s.mask_col]) seen &= ~(1u << i);
   return seen;
 }
 
@@ -187,38 +188,26 @@ __device__ __forceinline__ uint32_t kept_octet(const ScoresOf<Real>& s, uint32_t
   return kept >> s.first_key % 8 & 0xff;
 }
 
-// Dropout of a fragment with rows down: the four threads of a row draw a quarter of its octets each. row, key: of
-// the thread's element 0, so key = a multiple of 8, plus 2 t.
-template <class F, class Real>
-__device__ __forceinline__ uint32_t kept(const ScoresOf<Real>& s, const HeadScoresOf<Real>& h, int row, int key,
-                                         int lane, F) {
+// What a thread's elements have of the octets that it and its neighbours have drawn (kept). Rows down:
+template <int Tiles>
+__device__ __forceinline__ uint32_t of_octets(uint32_t mine, int lane, RowFragment<Tiles>) {
+  constexpr int kCount = 4 * Tiles;
   const int t = lane % 4;
-  uint32_t mine = 0, bits = 0;
-#pragma unroll
-  for (int m = 0; m < (F::kCount + 7) / 8; m++) {
-    const int c = m * 4 + t;  // octet c / 2 of row + 8 (c % 2)
-    mine |= kept_octet(s, h.index, row + c % 2 * 8, key / 8 + c / 2) << (8 * m);
-  }
+  uint32_t bits = 0;
 #pragma unroll
   for (int u = 0; u < 4; u++) {
     const uint32_t theirs = ptx::shfl(mine, (lane & ~3) | u) >> (2 * t);
 #pragma unroll
-    for (int m = 0; m < (F::kCount + 7) / 8; m++) bits |= (theirs >> (8 * m) & 3) << (2 * (m * 4 + u));
+    for (int m = 0; m < (kCount + 7) / 8; m++) bits |= (theirs >> (8 * m) & 3) << (2 * (m * 4 + u));
   }
   return bits;
 }
-// With keys down: eight threads, of the same rows, an eighth each. key = a multiple of 8, plus lane / 4.
-template <int KeyTiles, int RowTiles, class Real>
-__device__ __forceinline__ uint32_t kept(const ScoresOf<Real>& s, const HeadScoresOf<Real>& h, int row, int key,
-                                         int lane, KeyFragment<KeyTiles, RowTiles>) {
+// and keys down.
+template <int KeyTiles, int RowTiles>
+__device__ __forceinline__ uint32_t of_octets(uint32_t mine, int lane, KeyFragment<KeyTiles, RowTiles>) {
   constexpr int kCount = 4 * KeyTiles * RowTiles;
   const int g = lane / 4, t = lane % 4;
-  uint32_t mine = 0, bits = 0;
-#pragma unroll
-  for (int m = 0; m < (kCount + 7) / 8; m++) {
-    const int c = m * 8 + g, octet = c / 2 / RowTiles;  // of row 8 (c / 2 % RowTiles) + c % 2
-    mine |= kept_octet(s, h.index, row + c / 2 % RowTiles * 8 + c % 2, key / 8 + octet) << (8 * m);
-  }
+  uint32_t bits = 0;
 #pragma unroll
   for (int u = 0; u < 8; u++) {
     const uint32_t theirs = ptx::shfl(mine, u * 4 + t) >> g;
@@ -231,6 +220,34 @@ __device__ __forceinline__ uint32_t kept(const ScoresOf<Real>& s, const HeadScor
     }
   }
   return bits;
+}
+
+// Dropout of a fragment with rows down: the four threads of a row draw a quarter of its octets each. row, key: of
+// the thread's element 0, so key = a multiple of 8, plus 2 t.
+template <class F, class Real>
+__device__ __forceinline__ uint32_t kept(const ScoresOf<Real>& s, const HeadScoresOf<Real>& h, int row, int key,
+                                         int lane, F f) {
+  const int t = lane % 4;
+  uint32_t mine = 0;
+#pragma unroll
+  for (int m = 0; m < (F::kCount + 7) / 8; m++) {
+    const int c = m * 4 + t;  // octet c / 2 of row + 8 (c % 2)
+    mine |= kept_octet(s, h.index, row + c % 2 * 8, key / 8 + c / 2) << (8 * m);
+  }
+  return of_octets(mine, lane, f);
+}
+// With keys down: eight threads, of the same rows, an eighth each. key = a multiple of 8, plus lane / 4.
+template <int KeyTiles, int RowTiles, class Real>
+__device__ __forceinline__ uint32_t kept(const ScoresOf<Real>& s, const HeadScoresOf<Real>& h, int row, int key,
+                                         int lane, KeyFragment<KeyTiles, RowTiles> f) {
+  constexpr int kCount = 4 * KeyTiles * RowTiles;
+  uint32_t mine = 0;
+#pragma unroll
+  for (int m = 0; m < (kCount + 7) / 8; m++) {
+    const int c = m * 8 + lane / 4, octet = c / 2 / RowTiles;  // of row 8 (c / 2 % RowTiles) + c % 2
+    mine |= kept_octet(s, h.index, row + c / 2 % RowTiles * 8 + c % 2, key / 8 + octet) << (8 * m);
+  }
+  return of_octets(mine, lane, f);
 }
 
 // A fragment with rows down: products to scores, -inf where hidden; returns `seen` without what a

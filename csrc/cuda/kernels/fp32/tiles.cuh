@@ -144,31 +144,39 @@ __device__ __forceinline__ void row_operands(Fp32Operand<Real> (&a)[kFp32Lanes<R
   for (int s = 0; s < kFp32Lanes<Real> / 2; s++) a[s].set(x[2 * s], y[2 * s], x[2 * s + 1], y[2 * s + 1]);
 }
 
-// s = A B^T: `operands(a, chunks)` supplies rows of A; B: rows [row0, row0 + 8 Tiles) of a tile. Columns from `dim` on
-// are zeros.
+// sum += A B^T over Columns columns from `first` on. `operands(a, chunks)` supplies rows of A; b: rows of B.
+template <class Real, int D, int Columns, int Tiles, class Operands>
+__device__ __forceinline__ void add_rows_product(Fp32Sum<Real> (&sum)[Tiles], Operands&& operands,
+                                                 const RowReader<Real, D>& b, int first) {
+  constexpr int kStep = 4 * kFp32Lanes<Real>;
+  constexpr int kUnroll = sizeof(Real) == 4 ? Columns / kStep : 2;  // double: more of them would spill
+#pragma unroll kUnroll
+  for (int c = first; c < first + Columns; c += kStep) {
+    const int chunks = c / kFp32Lanes<Real>;
+    Fp32Operand<Real> a[kFp32Lanes<Real> / 2];
+    operands(a, chunks);
+#pragma unroll
+    for (int j = 0; j < Tiles; j++) {
+      Real x[kFp32Lanes<Real>];
+      read_chunk(x, b.at(8 * j, chunks));
+#pragma unroll
+      for (int i = 0; i < kFp32Lanes<Real> / 2; i++) sum[j].add(a[i], x[2 * i], x[2 * i + 1]);
+    }
+  }
+}
+
+// s = A B^T: B: rows [row0, row0 + 8 Tiles) of a tile. Columns from `dim` on are zeros.
+constexpr int kSumColumns = 64;  // that have sums of their own
 template <class Real, int D, int Tiles, class Operands>
 __device__ __forceinline__ void rows_product(Real (&s)[Tiles][4], Operands&& operands, const unsigned char* b, int row0,
                                              int dim, int lane) {
-  constexpr int kSlice = D < 64 ? D : 64, kStep = 4 * kFp32Lanes<Real>;
-  constexpr int kUnroll = sizeof(Real) == 4 ? kSlice / kStep : 2;  // double: more of them would spill
+  constexpr int kSlice = D < kSumColumns ? D : kSumColumns;
   const RowReader<Real, D> reader(b, row0, lane);
 #pragma unroll
   for (int slice = 0; slice < D; slice += kSlice) {
     Fp32Sum<Real> sum[Tiles];
     if (slice && slice >= dim) break;
-#pragma unroll kUnroll
-    for (int c = slice; c < slice + kSlice; c += kStep) {
-      const int chunks = c / kFp32Lanes<Real>;
-      Fp32Operand<Real> a[kFp32Lanes<Real> / 2];
-      operands(a, chunks);
-#pragma unroll
-      for (int j = 0; j < Tiles; j++) {
-        Real x[kFp32Lanes<Real>];
-        read_chunk(x, reader.at(8 * j, chunks));
-#pragma unroll
-        for (int i = 0; i < kFp32Lanes<Real> / 2; i++) sum[j].add(a[i], x[2 * i], x[2 * i + 1]);
-      }
-    }
+    add_rows_product<Real, D, kSlice>(sum, operands, reader, slice);
 #pragma unroll
     for (int j = 0; j < Tiles; j++)
 #pragma unroll
