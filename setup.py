@@ -18,7 +18,8 @@ Environment:
   ATTNJOURNEY_SANITIZE=1  address and undefined-behaviour sanitizers, objects in build/sanitize; a list of instruction
                           sets (scalar,avx2) in place of 1: the kernels of these alone, the others as in a release
   ATTNJOURNEY_KERNELS=1   the objects of the CPU kernels alone, nothing is linked: for tests of another machine's
-  ATTNJOURNEY_AMX_TWIN=1  the matrix unit of `amx` in plain C++, for tests where there is none, objects in build/twin
+  ATTNJOURNEY_AMX_TWIN=1  the matrix unit of `amx` and `amx_fp16` in plain C++, for tests where there is none, objects
+                          in build/twin
 """
 
 import sys
@@ -68,6 +69,7 @@ ISAS = {
     "avx512": (X86, AVX512),
     "avx512_bf16": (X86, [*AVX512, "-mavx512bf16"]),
     "amx": (X86, [*AVX512, "-mavx512bf16"]),  # its own instructions are written in assembly
+    "amx_fp16": (X86, [*AVX512, "-mavx512bf16"]),
     "neon": (ARM64, NEON),
     "neon_bf16": (ARM64, [*NEON, "-march=armv8.2-a+bf16"]),
 }
@@ -80,8 +82,9 @@ if not SANITIZED <= set(ISAS):
 SANITIZE = bool(SANITIZED)
 OBJECTS = Path("build", "release" if MACHINE == os.uname().machine else f"release-{MACHINE}")
 BUILD = Path("build", "sanitize") if SANITIZE else OBJECTS
-# the matrix unit's kernel, and the file that says who can run it; all other objects are those of the release
-TWIN = {"csrc/cpu/isa/amx.cpp", "csrc/cpu/dispatch.cpp"} if os.environ.get("ATTNJOURNEY_AMX_TWIN") == "1" else set()
+# the matrix unit's kernels, and the file that says who can run them; all other objects are those of the release
+TWIN = {"csrc/cpu/isa/amx.cpp", "csrc/cpu/isa/amx_fp16.cpp", "csrc/cpu/dispatch.cpp"}
+TWIN = TWIN if os.environ.get("ATTNJOURNEY_AMX_TWIN") == "1" else set()
 KERNELS = os.environ.get("ATTNJOURNEY_KERNELS") == "1"
 CXX = shlex.split(os.environ.get("CXX") or "g++")
 RELEASE = ["-O2", "-DNDEBUG"]  # not -O3: the loops that matter are unrolled by hand

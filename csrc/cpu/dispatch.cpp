@@ -8,6 +8,9 @@
 
 #include "tuning.h"
 
+#ifdef ATTNJOURNEY_X86
+#include <cpuid.h>
+#endif
 #if defined(ATTNJOURNEY_X86) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -40,6 +43,13 @@ bool amx_runs() {
 #else
   return false;
 #endif
+}
+bool amx_fp16_runs() {
+#ifndef ATTNJOURNEY_AMX_TWIN
+  unsigned a = 0, b, c, d;  // compilers before g++ 13 do not know its name
+  if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & 1 << 21)) return false;
+#endif
+  return amx_runs();
 }
 #endif
 
@@ -99,28 +109,22 @@ bool matrix_everywhere() {
 }
 // From so many rows and keys a row on attention is faster there, measured on a Xeon 6; with fewer, packing costs more
 // than products.
-template <int dtype>
-constexpr int64_t matrix_rows = dtype == of_bf16                        ? 32
-                                : dtype == static_cast<int>(DType::f16) ? 64
-                                                                        : 128;
-template <int dtype>
-constexpr int64_t matrix_keys = dtype == of_bf16                        ? 40
-                                : dtype == static_cast<int>(DType::f16) ? 96
-                                                                        : 400;
-constexpr int64_t pairs_keys = 64;  // of the backward by pairs of bfloat16
+struct Least {
+  int64_t rows, keys;
+};
+constexpr Least of_one_part{32, 40}, of_two_parts{64, 96}, of_three_parts{128, 400};
+constexpr Least of_pairs{32, 64};  // the backward by pairs of bfloat16
 
 // Known of a call, not of its parts: all kernels of a call then have the same scores.
-template <int dtype>
-bool matrix_pays(const AttentionParams& p, int64_t keys = matrix_keys<dtype>) {
+bool matrix_pays(const AttentionParams& p, const Least& least) {
   if (matrix_everywhere()) return true;
-  if (p.q_len < matrix_rows<dtype>) return false;
+  if (p.q_len < least.rows) return false;
   const auto seen = [&](int64_t row) { return static_cast<double>(std::max<int64_t>(0, p.keys.row(row).count())); };
-  return p.density * (seen(0) + 2 * seen(p.q_len / 2) + seen(p.q_len - 1)) / 4 >= static_cast<double>(keys);
+  return p.density * (seen(0) + 2 * seen(p.q_len / 2) + seen(p.q_len - 1)) / 4 >= static_cast<double>(least.keys);
 }
 // Whether it does for calls of up to these sizes: for their scratch memory.
-template <int dtype>
-bool matrix_may_pay(const AttentionParams& p, int64_t keys = matrix_keys<dtype>) {
-  return matrix_everywhere() || (p.q_len >= matrix_rows<dtype> && p.kv_len >= keys);
+bool matrix_may_pay(const AttentionParams& p, const Least& least) {
+  return matrix_everywhere() || (p.q_len >= least.rows && p.kv_len >= least.keys);
 }
 
 // the table's own for as many rows as a call on the matrix unit takes
@@ -131,48 +135,48 @@ void plain_forward(const AttentionParams& params, const HeadPointers& head, int6
   for (int64_t done = 0; done < rows; done += most)
     plain.forward(params, head, first + done, std::min(most, rows - done), space);
 }
-template <int dtype, const MatrixKernels (&matrix)[dtype_count], int64_t keys>
+template <int dtype, const MatrixKernels (&matrix)[dtype_count], const Least& least>
 void take_matrix_backward(AttentionKernels& attention) {
   attention.backward_key_block = matrix[dtype].backward_key_block;
   attention.backward_space = [](const AttentionParams& params) {
     const int64_t plain = avx512_kernels.attention[dtype].backward_space(params);
-    return matrix_may_pay<dtype>(params, keys) ? std::max(plain, matrix[dtype].backward_space(params)) : plain;
+    return matrix_may_pay(params, least) ? std::max(plain, matrix[dtype].backward_space(params)) : plain;
   };
   attention.backward = [](const AttentionParams& params, const HeadPointers* heads, const HeadGradients* gradients,
                           int64_t part, int64_t parts, void* partial, void* space) {
     const auto plain = avx512_kernels.attention[dtype].backward;
-    if (matrix_pays<dtype>(params, keys))
+    if (matrix_pays(params, least))
       matrix[dtype].backward(params, heads, gradients, part, parts, partial, space, plain);
     else
       plain(params, heads, gradients, part, parts, partial, space);
   };
 }
 // the attention of one dtype on the matrix unit
-template <int dtype>
+template <int dtype, const MatrixKernels (&matrix)[dtype_count], const Least& least>
 void take_matrix(KernelTable& t) {
   AttentionKernels& attention = t.attention[dtype];
   attention.forward_space = [](const AttentionParams& params, int64_t rows) {
     const AttentionKernels& table = avx512_kernels.attention[dtype];
     const int64_t plain = table.forward_space(params, std::min(rows, table.forward_tile * table.forward_tiles));
-    return matrix_may_pay<dtype>(params) ? std::max(plain, amx_matrix[dtype].forward_space(params, rows)) : plain;
+    return matrix_may_pay(params, least) ? std::max(plain, matrix[dtype].forward_space(params, rows)) : plain;
   };
   attention.forward = [](const AttentionParams& params, const HeadPointers& head, int64_t first, int64_t rows,
                          void* space) {
-    if (matrix_pays<dtype>(params))
-      amx_matrix[dtype].forward(params, head, first, rows, space, plain_forward<dtype>);
+    if (matrix_pays(params, least))
+      matrix[dtype].forward(params, head, first, rows, space, plain_forward<dtype>);
     else
       plain_forward<dtype>(params, head, first, rows, space);
   };
-  take_matrix_backward<dtype, amx_matrix, matrix_keys<dtype>>(attention);
+  take_matrix_backward<dtype, matrix, least>(attention);
   attention.weights_space = [](const AttentionParams& params) {
     const int64_t plain = avx512_kernels.attention[dtype].weights_space(params);
-    return matrix_may_pay<dtype>(params) ? std::max(plain, amx_matrix[dtype].weights_space(params)) : plain;
+    return matrix_may_pay(params, least) ? std::max(plain, matrix[dtype].weights_space(params)) : plain;
   };
   attention.weights = [](const AttentionParams& params, const HeadPointers& head, int64_t first, int64_t rows,
                          void* space) {
     const auto plain = avx512_kernels.attention[dtype].weights;
-    if (matrix_pays<dtype>(params))
-      amx_matrix[dtype].weights(params, head, first, rows, space, plain);
+    if (matrix_pays(params, least))
+      matrix[dtype].weights(params, head, first, rows, space, plain);
     else
       plain(params, head, first, rows, space);
   };
@@ -180,7 +184,7 @@ void take_matrix(KernelTable& t) {
 const KernelTable& avx512_bf16_table() {
   static const KernelTable table = [] {
     KernelTable t = with_pairs<avx512_bf16_forward, avx512_bf16_pairs, avx512_kernels>();
-    take_matrix_backward<of_bf16, avx512_bf16_matrix, pairs_keys>(t.attention[of_bf16]);
+    take_matrix_backward<of_bf16, avx512_bf16_matrix, of_pairs>(t.attention[of_bf16]);
     return t;
   }();
   return table;
@@ -205,12 +209,21 @@ const KernelTable& amx_table() {
   static const KernelTable table = [] {
     KernelTable t = avx512_kernels;
     t.isa = "amx";
-    take_matrix<static_cast<int>(DType::f32)>(t);
-    take_matrix<static_cast<int>(DType::bf16)>(t);
-    take_matrix<static_cast<int>(DType::f16)>(t);
+    take_matrix<static_cast<int>(DType::f32), amx_matrix, of_three_parts>(t);
+    take_matrix<of_bf16, amx_matrix, of_one_part>(t);
+    take_matrix<static_cast<int>(DType::f16), amx_matrix, of_two_parts>(t);
     take_matrix_decode<0>(t.decode[of_bf16]);
     take_matrix_decode<1>(t.quantized[of_bf16 - 1][0].decode);
     take_matrix_decode<2>(t.quantized[of_bf16 - 1][1].decode);
+    return t;
+  }();
+  return table;
+}
+const KernelTable& amx_fp16_table() {
+  static const KernelTable table = [] {
+    KernelTable t = amx_table();
+    t.isa = "amx_fp16";
+    take_matrix<static_cast<int>(DType::f16), amx_fp16_matrix, of_one_part>(t);
     return t;
   }();
   return table;
@@ -225,6 +238,7 @@ const KernelTable& table() {
 // __builtin_cpu_supports looks at CPUID and at XGETBV: the operating system must save the registers, too.
 const IsaEntry entries[] = {
 #ifdef ATTNJOURNEY_X86
+    {amx_fp16_table, amx_fp16_runs},
     {amx_table, amx_runs},
     {avx512_bf16_table, avx512_bf16_runs, pairs_pay},
     {table<avx512_kernels>, avx512_runs},

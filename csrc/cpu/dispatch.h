@@ -160,6 +160,7 @@ extern const SparseTable avx2_sparse, avx512_sparse;
 extern const PairKernels avx512_bf16_pairs;
 extern const PairForward avx512_bf16_forward;
 extern const MatrixKernels amx_matrix[dtype_count];                 // none for float64
+extern const MatrixKernels amx_fp16_matrix[dtype_count];            // of float16
 extern const MatrixKernels avx512_bf16_matrix[dtype_count];         // the backward of bfloat16
 extern const MatrixDecodeKernels amx_decode[1 + byte_dtype_count];  // of bfloat16, int8, e4m3
 #endif

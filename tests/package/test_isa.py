@@ -18,6 +18,7 @@ TESTS = ROOT / "tests"
 AVX2 = {"avx2", "fma", "f16c"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 X86 = {
+    "amx_fp16": AVX512 | {"avx512_bf16", "amx_bf16", "amx_fp16"},
     "amx": AVX512 | {"avx512_bf16", "amx_bf16"},
     "avx512_bf16": AVX512 | {"avx512_bf16"},
     "avx512": AVX512,
@@ -122,6 +123,9 @@ def outcomes():
     return dict(zip(choices, map(json.loads, result.stdout.splitlines()), strict=True))
 
 
+OF_FLOAT16 = ("-k", "torch.float16 and not bfloat16")
+
+
 def isa_of(process_environment):
     """The instruction set that a fresh process uses."""
     result = run("-c", "import attnjourney; print(attnjourney.cpu_info()['isa'])", **process_environment)
@@ -134,8 +138,9 @@ def isa_of(process_environment):
 def test_values_on(isa):
     if isa not in HERE_RUNS:
         pytest.skip(f"this CPU has no {isa}")
-    if isa == "amx":  # by itself it takes sizes that few tests have
-        run_selection(SELECTION, ATTNJOURNEY_ISA=isa, ATTNJOURNEY_TUNING="matrix")
+    if isa.startswith("amx"):  # by itself it takes sizes that few tests have; but for float16 both are the same
+        only = OF_FLOAT16 if isa == "amx_fp16" else ()
+        run_selection(SELECTION, *only, ATTNJOURNEY_ISA=isa, ATTNJOURNEY_TUNING="matrix")
         return
     if isa == (os.environ.get("ATTNJOURNEY_ISA") or DEFAULT):
         pytest.skip(f"{isa} is what all other tests run on")
@@ -157,13 +162,18 @@ def run_selection(selection, *options, **environment):
 )
 @pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="no sources to build from")
 def test_the_kernel_of_a_matrix_unit_on_a_twin_of_it():
-    """The kernels of `amx`, their matrix instructions replaced by the same in C++: two files are built anew."""
+    """The kernels of `amx` and `amx_fp16`, their matrix instructions replaced by the same in C++: three files are
+    built anew."""
     twin = {"ATTNJOURNEY_AMX_TWIN": "1"}
     built = run("setup.py", "-q", "build_ext", "--build-lib", "build/twin", **twin)
     assert built.returncode == 0, built.stdout + built.stderr
-    library = {"ATTNJOURNEY_LIBRARY_DIR": str(ROOT / "build/twin/attnjourney"), "ATTNJOURNEY_ISA": "amx"}
-    assert isa_of(library) == "amx"
+    library = {"ATTNJOURNEY_LIBRARY_DIR": str(ROOT / "build/twin/attnjourney")}
+    for isa in ("amx", "amx_fp16"):
+        library["ATTNJOURNEY_ISA"] = isa
+        assert isa_of(library) == isa
     library["ATTNJOURNEY_TUNING"] = "matrix"
+    run_selection(SELECTION + IN_KERNELS, *OF_FLOAT16, **library)
+    library["ATTNJOURNEY_ISA"] = "amx"
     run_selection(SELECTION + IN_KERNELS, "-k", "bfloat16 or nan or row or length", **library)
 
 
@@ -213,7 +223,8 @@ def test_the_tuning_is_that_of_the_vendor():
 
 @pytest.mark.parametrize("name", ("generic", "intel"))
 def test_values_with_the_tuning(name):
-    isa = next(isa for isa in HERE_RUNS if isa not in ("amx", "avx512_bf16"))  # which take most of it themselves
+    others = ("amx_fp16", "amx", "avx512_bf16")  # which take most of it themselves
+    isa = next(isa for isa in HERE_RUNS if isa not in others)
     selection = ["attention/test_attention_forward.py::test_longer_than_a_tile"]
     run_selection(selection, ATTNJOURNEY_TUNING=name, ATTNJOURNEY_ISA=isa)
 

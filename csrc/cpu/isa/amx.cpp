@@ -4,28 +4,11 @@
 #include "tuning_amx.h"
 
 // what follows is compiled for these
-#include "cpu/dispatch.h"
-#include "cpu/kernels/attention/forward.h"
-#include "cpu/kernels/attention/matrix_backward.h"
-#include "cpu/kernels/attention/matrix_products.h"
-#include "cpu/kernels/attention/matrix_weights.h"
 #include "cpu/kernels/decode/matrix_decode.h"
+#include "matrix_kernels.h"
 
 namespace attnjourney {
 namespace {
-template <class T>
-constexpr MatrixKernels matrix_kernels() {
-  using F = Forward<T, MatrixProducts<T, MatrixUnit>>;
-  using B = MatrixBackward<T, MatrixUnit>;
-  using W = MatrixWeights<T, MatrixUnit>;
-  return {.backward_key_block = B::key_block,
-          .forward_space = F::space,
-          .forward = F::run,
-          .backward_space = B::space,
-          .backward = B::run,
-          .weights_space = W::space,
-          .weights = W::run};
-}
 template <class Stored>
 constexpr MatrixDecodeKernels matrix_decode() {
   using D = MatrixDecode<Stored, MatrixUnit>;
@@ -33,7 +16,7 @@ constexpr MatrixDecodeKernels matrix_decode() {
 }
 }  // namespace
 constinit const MatrixKernels amx_matrix[dtype_count] = {
-    {}, matrix_kernels<float>(), matrix_kernels<bf16>(), matrix_kernels<f16>()};
+    {}, matrix_kernels<float, MatrixUnit>(), matrix_kernels<bf16, MatrixUnit>(), matrix_kernels<f16, MatrixUnit>()};
 constinit const MatrixDecodeKernels amx_decode[1 + byte_dtype_count] = {matrix_decode<bf16>(), matrix_decode<i8>(),
                                                                         matrix_decode<e4m3>()};
 }  // namespace attnjourney

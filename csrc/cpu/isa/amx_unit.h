@@ -1,15 +1,18 @@
-// The matrix unit of AMX-BF16: eight registers of 16 rows of 64 bytes. One session per kernel call sets their shape.
+// The matrix unit of AMX-BF16, and of AMX-FP16: eight registers of 16 rows of 64 bytes. One session per kernel call
+// sets their shape.
 //
 // With ATTNJOURNEY_AMX_TWIN the same operations in plain C++, so that a machine without AMX can test the kernel.
 #pragma once
 #include <cstdint>
 #include <cstring>
 
+#include "cpu/kernels/common/common.h"
+
 namespace attnjourney {
 namespace {
 
 struct MatrixUnit {
-  static constexpr bool on = true;
+  using Number = bf16;
 
 #ifdef ATTNJOURNEY_AMX_TWIN
   static inline thread_local uint32_t registers[8][16][16];
@@ -25,22 +28,21 @@ struct MatrixUnit {
   static void store(void* p, int64_t stride) {
     for (int r = 0; r < 16; r++) memcpy(static_cast<char*>(p) + r * stride, registers[T][r], 64);
   }
-  // C[m][n] += A[m][2k] B[k][2n] + A[m][2k + 1] B[k][2n + 1], float32 += bfloat16 * bfloat16
-  template <int C, int A, int B>
+  // C[m][n] += A[m][2k] B[k][2n] + A[m][2k + 1] B[k][2n + 1], float32 += Number * Number
+  template <int C, int A, int B, class N = Number>
   static void dot() {
     const auto number = [](uint32_t bits) {
-      float x;
-      memcpy(&x, &bits, 4);
-      return x;
+      const N x{uint16_t(bits)};
+      return load_one(&x);
     };
     for (int m = 0; m < 16; m++)
       for (int n = 0; n < 16; n++) {
-        float sum = number(registers[C][m][n]);
+        float sum = bits_float(registers[C][m][n]);
         for (int k = 0; k < 16; k++) {
           const uint32_t a = registers[A][m][k], b = registers[B][k][n];
-          sum += number(a << 16) * number(b << 16) + number(a & 0xffff0000u) * number(b & 0xffff0000u);
+          sum += number(a) * number(b) + number(a >> 16) * number(b >> 16);
         }
-        memcpy(&registers[C][m][n], &sum, 4);
+        registers[C][m][n] = float_bits(sum);
       }
   }
 #else
@@ -69,12 +71,25 @@ struct MatrixUnit {
   static void store(void* p, int64_t stride) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride), "i"(T) : "memory");
   }
-  // C[m][n] += A[m][2k] B[k][2n] + A[m][2k + 1] B[k][2n + 1], float32 += bfloat16 * bfloat16
+  // C[m][n] += A[m][2k] B[k][2n] + A[m][2k + 1] B[k][2n + 1], float32 += Number * Number
   template <int C, int A, int B>
   static void dot() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
   }
 #endif
+};
+
+// Of float16 numbers, also the subnormal ones; sums that are not normal float32 numbers become 0.
+struct MatrixUnitF16 : MatrixUnit {
+  using Number = f16;
+  template <int C, int A, int B>
+  static void dot() {
+#ifdef ATTNJOURNEY_AMX_TWIN
+    MatrixUnit::dot<C, A, B, f16>();
+#else  // tdpfp16ps %tmm<B>, %tmm<A>, %tmm<C>, which assemblers before binutils 2.40 do not know
+    asm volatile(".byte 0xc4, 0xe2, 0x7b - 8 * %c2, 0x5c, 0xc0 + 8 * %c0 + %c1" ::"i"(C), "i"(A), "i"(B));
+#endif
+  }
 };
 
 }  // namespace

@@ -101,6 +101,16 @@ ATTN_INLINE Pairs join_upper(Vf low, Vf high) {
   const __m512i upper = _mm512_set1_epi32(int(0xffff0000)), shifted = _mm512_srli_epi32(_mm512_castps_si512(low.v), 16);
   return {_mm512_ternarylogic_epi32(shifted, _mm512_castps_si512(high.v), upper, 0xf8)};  // a | (b & c)
 }
+ATTN_INLINE Vf rounded_to_f16(Vf x) {
+  return {_mm512_cvtph_ps(_mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))};
+}
+// both rounded to float16, side by side; too large a number becomes inf, a small one subnormal
+ATTN_INLINE Pairs join_halves(Vf low, Vf high) {
+  const auto rounded = [](Vf x) __attribute__((always_inline)) {
+    return _mm512_cvtepu16_epi32(_mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  };
+  return {_mm512_or_si512(rounded(low), _mm512_slli_epi32(rounded(high), 16))};
+}
 // the lower halves
 ATTN_INLINE Pairs join_lower(Pairs low, Pairs high) {
   const __m512i lower = _mm512_set1_epi32(0xffff), shifted = _mm512_slli_epi32(high.v, 16);

@@ -6,8 +6,9 @@
 // arithmetic, attention/pair_products.h by pairs of bfloat16 numbers, attention/matrix_products.h on a matrix unit.
 //
 // exp2 is applied on the accumulators against a reference that starts at 0 and moves, with that block redone, only when
-// a row's maximum leaves (-40, 60) in log2 units: no pass for the maximum, no rescaling per block. Rows whose values
-// are too large or too small for weights against such a reference are computed again, against their maximum.
+// a row's maximum leaves (-40, 60) in log2 units, (-4, 9) for weights in float16: no pass for the maximum, no rescaling
+// per block. Rows whose values are too large or too small for weights against such a reference are computed again,
+// against their maximum.
 #pragma once
 #include "attention/params.h"
 #include "cpu/dispatch.h"
@@ -26,6 +27,7 @@ namespace {
 //   tile, keys_at_once(params)  queries, keys of a block
 //   Out, writes_rows(params)    rows of out that it can write in place of sums, and whether it does
 //   rounds, weight_unit         products with values take rounded weights; what P is counted in
+//   narrow                      products with values take weights as float16 numbers
 //   own_scores                  of large scores the last bits are not those that derivatives compute
 //   pack_query(tile)            Q^T
 //   load_block(k0, keys, K, V)  a key block and where its rows lie (PlacedRows), to which all that follows refers
@@ -34,6 +36,7 @@ namespace {
 //   weights(tile, running, seen, masked, prefetch)   P of the keys seen
 //   top(j)                      the largest scores of vector j of the tile
 //   save_running(tile, running) the running state after that
+//   round_totals(tile, running) the sums of the rounded weights, where `narrow`
 //   drop(tile, seen)            dropout on P
 //   reaches_past(seen)          whether products with values take in keys that no row sees
 //   values_finite()             whether every value of the block is
@@ -209,7 +212,9 @@ class Forward {
 
   // Largest scores against the reference, in log2 units. Under ALiBi the first keys of a row are its farthest: their
   // maximum says nothing of what is to come, and references do not move down.
-  static constexpr Real lowest_top = Real(-40), highest_top = Real(60), unseen = -Real(__builtin_inff());
+  static constexpr bool narrow = Products::narrow;
+  static constexpr Real lowest_top = narrow ? Real(-4) : Real(-40), highest_top = narrow ? Real(9) : Real(60);
+  static constexpr Real unseen = -Real(__builtin_inff());
   bool leaves_range(Real top, Real above) const {
     return above >= highest_top || (!params_.alibi && above <= lowest_top && top > unseen);
   }
@@ -258,6 +263,7 @@ class Forward {
       return head_.sink == -__builtin_inf() ? row_sum(reference, sum, unit_)
                                             : row_sum(head_.sink, reference, sum, unit_);
     };
+    if constexpr (narrow) Products::round_totals(rows, running, float(unit_.exponents));
     for (int64_t i = 0; i < rows.count; i++) {
       const Real reference = -running.reference[i];
       if constexpr (Products::own_scores)
@@ -273,10 +279,10 @@ class Forward {
   // Rows to be computed again keep their next reference in running.top: those that ended below the range, and those far
   // from their reference whose weighted values were so small that they were not normal numbers, get their largest
   // score; those whose output is not finite one so far above it that no sum of weighted values is larger than the
-  // largest.
+  // largest, but of float16 weights and values all sums are finite.
   ATTN_INLINE void look_again(const QueryTile& rows, const RunningRows<Real>& running, const T* out) {
     constexpr Real far = Real(8);
-    const bool finite = all_finite(out, params_.out_row, rows.count, params_.v_head_dim);
+    const bool finite = narrow || all_finite(out, params_.out_row, rows.count, params_.v_head_dim);
     for (int64_t i = 0; i < rows.count; i++) {
       const Real top = running.top[i], above = (top + running.reference[i]) * Real(unit_.exponents);
       const T* const row = out + i * params_.out_row;

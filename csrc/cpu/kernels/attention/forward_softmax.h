@@ -19,6 +19,15 @@ ATTN_INLINE Vf exp2_short(Vf t, float least = -125.f) {
   return scale_by_power(fma(y, f + Vf::set(-4.657926231e+01f) + y, Vf::set(5.761803277e+02f)), n);
 }
 
+// Weights in their unit, by exp2_short or times a power of two.
+template <bool Short, int Factor = 1>
+struct WeightPower {
+  static constexpr float unit = Short ? exp2_unit : 1.f / Factor;
+  ATTN_INLINE Vf operator()(Vf t, float least = -125.f) const {
+    return Short ? exp2_short(t, least) : exp2<Factor>(t, least);
+  }
+};
+
 // cap * tanh(y) of z = 2 log2(e) y, to 1e-7 cap: as exact as an lse beside 16 bits need be
 ATTN_INLINE Vf cap_short(Vf z, float cap) {
   const Vf far = Vf::set(40.f), one = Vf::set(1.f);
@@ -92,12 +101,11 @@ struct TileScores {
 };
 
 // The weight of one key for a vector of rows, from lane `lane` of the tile on, and the largest score with it.
-// Short: for a result that is rounded to bfloat16, in units of exp2_unit. bias: what is added, with by_bias and by_sum.
-template <Hidden H, bool Short>
+// Power: WeightPower. bias: what is added, with by_bias and by_sum.
+template <Hidden H, class Power>
 ATTN_INLINE Vf weight_of(const TileScores& x, Vf product, int64_t lane, int64_t key, const float* bias,
                          RunningQueries& mine) {
-  const auto power = [](Vf t, float least = -125.f)
-                         __attribute__((always_inline)) { return Short ? exp2_short(t, least) : exp2(t, least); };
+  constexpr Power power{};
   const Vf reference = mine.reference, zero = Vf::zero(), hidden = Vf::set(-__builtin_inff());
   // rounded after every step, as the maximum that the reference came from
   Vf score = product * x.scale, weight;

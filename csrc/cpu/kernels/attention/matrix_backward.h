@@ -1,6 +1,7 @@
 // Attention backward on a matrix unit: the tiles, steps and walk of attention/backward.h, with all five products of
-// bfloat16 parts (common/parts.h). One part for bfloat16, whose weights are rounded as PyTorch rounds them; two for
-// float16; three for float32, exact to 2^-26 of a product.
+// parts (common/parts.h). One part for bfloat16, whose weights are rounded as PyTorch rounds them; two for float16;
+// three for float32, exact to 2^-26 of a product. Where the unit multiplies float16 numbers one for those, see
+// `narrow`.
 //
 // S^T = K Q^T and dP^T = V dO^T: [key][query], a group of 32 keys at a time by way of memory. dV = P^T dO and
 // dK = dS^T Q sum over queries, of which i and i + 16 of every 32 lie side by side; dQ^T = K^T dS sums over keys.
@@ -18,7 +19,12 @@ namespace {
 template <class T, class Unit>
 struct MatrixBackward : TileStages<float> {
   using S = TileStages<float>;
-  static constexpr int parts = part_count<T>;
+  using Number = typename Unit::Number;
+  static constexpr int parts = part_count<T, Number>;
+  // P and dS as float16 numbers: multiplied by powers of two that put the largest that may come at the end of their
+  // range, which the sums undo. That of dS is a head's own, whatever its group.
+  static constexpr bool narrow = __is_same(Number, f16);
+  static constexpr float weight_factor = narrow ? 0x1p15f : 1.f;
   using Matrix = MatrixBlock<Unit, parts>;
   static constexpr int64_t side = Matrix::side, group = Matrix::depth;  // keys, and queries, of a step
   static constexpr int64_t key_block = Tuning::matrix_backward_keys;
@@ -37,6 +43,7 @@ struct MatrixBackward : TileStages<float> {
     uint32_t *query_z, *grad_z;  // ... over queries
     float* grad_query;           // [tile of dim][tile of queries], sum of K^T dS
     float* minus_delta;          // [tile]
+    float grad_factor = 1;       // of dS
   };
   static void take_tile(const AttentionParams& params, Scratch& scratch, QueryTile& queries) {
     const int64_t part = query_tiles * Matrix::pairs;
@@ -63,6 +70,7 @@ struct MatrixBackward : TileStages<float> {
     float* row_sum;                  // [key_block][dim, padded to a line]
     float *grad_key, *grad_value;    // sums of each key block
     uint8_t *hurt_query, *hurt_key;  // [group][q_len], [kv_len]: see `Poison`
+    float *of_head, *of_block;       // factors of dS: of each head, and in the sums of each key block; where `narrow`
     Buffers(const AttentionParams& params, Scratch& scratch)
         : chunk(S::template chunk_tiles<QueryTile>(params, take_tile)) {
       for (int64_t i = 0; i < chunk; i++) take_tile(params, scratch, tiles[i]);
@@ -85,6 +93,8 @@ struct MatrixBackward : TileStages<float> {
       grad_value = scratch.take<float>(sum_tiles * tiles_of(params.v_head_dim) * Matrix::sums);
       hurt_query = scratch.take<uint8_t>(params.group * params.q_len);
       hurt_key = scratch.take<uint8_t>(params.kv_len);
+      of_head = scratch.take<float>(narrow ? params.group : 0);
+      of_block = scratch.take<float>(narrow ? sum_tiles : 0);
     }
   };
   static int64_t space(const AttentionParams& params) { return scratch_bytes<Buffers>(params); }
@@ -107,7 +117,7 @@ struct MatrixBackward : TileStages<float> {
                            uint32_t* t, uint32_t* z) {
     const int64_t steps = (dim + group - 1) / group, used = (count + group - 1) / group * 2,
                   part = query_tiles * steps * Matrix::numbers;
-    left_in_parts(X, row, count, dim, rows, used, part);
+    left_in_parts<Number>(X, row, count, dim, rows, used, part);
     drop_rows(dropped, count, rows, steps, part);
     for (int p = 0; p < parts; p++) {
       transpose_tiles(rows + p * part, used * steps, t + p * part / 2);
@@ -129,7 +139,7 @@ struct MatrixBackward : TileStages<float> {
     // last bit
     const int64_t steps = value_dim(params), part = query_tiles * steps * Matrix::numbers;
     const T* const out = static_cast<const T*>(head.out) + first * params.out_row;
-    left_in_parts(out, params.out_row, count, params.v_head_dim, buffers.rows, tiles_of(count), part);
+    left_in_parts<Number>(out, params.out_row, count, params.v_head_dim, buffers.rows, tiles_of(count), part);
     drop_rows(dropped, count, buffers.rows, steps, part);
     for (int64_t r0 = 0; r0 < tile; r0 += side) {
       alignas(64) float products[Matrix::sums];
@@ -145,7 +155,8 @@ struct MatrixBackward : TileStages<float> {
           if (grad_sink && head.sink != -__builtin_inf())
             *grad_sink -= S::sink_weight_of(params, queries, r) * double(delta);
         }
-        queries.minus_delta[r] = -delta;
+        queries.minus_delta[r] = -delta * (queries.grad_factor / weight_factor);
+        queries.inverse[r] *= weight_factor;
       }
     }
     memset(queries.grad_query, 0, size_t(tiles_of(params.head_dim) * query_tiles * Matrix::sums) * sizeof(float));
@@ -154,10 +165,10 @@ struct MatrixBackward : TileStages<float> {
   static ATTN_NOINLINE void load_keys(const AttentionParams& params, const HeadPointers& head, int64_t k0,
                                       int64_t block, const Buffers& b, const uint8_t* dropped) {
     const int64_t used = (block + group - 1) / group * 2, steps = key_dim(params);
-    left_in_parts(static_cast<const T*>(head.key) + k0 * params.k_row, params.k_row, block, params.head_dim, b.key,
-                  used, key_part(params));
-    left_in_parts(static_cast<const T*>(head.value) + k0 * params.v_row, params.v_row, block, params.v_head_dim,
-                  b.value, used, value_part(params));
+    left_in_parts<Number>(static_cast<const T*>(head.key) + k0 * params.k_row, params.k_row, block, params.head_dim,
+                          b.key, used, key_part(params));
+    left_in_parts<Number>(static_cast<const T*>(head.value) + k0 * params.v_row, params.v_row, block, params.v_head_dim,
+                          b.value, used, value_part(params));
     drop_rows(dropped, block, b.key, steps, key_part(params));
     drop_rows(dropped, block, b.value, value_dim(params), value_part(params));
     for (int p = 0; p < parts; p++) {  // K^T: what is summed up lies side by side in the right side, too
@@ -257,9 +268,10 @@ struct MatrixBackward : TileStages<float> {
   static ATTN_INLINE void in_parts(const float* X, const QueryTile& queries, const TileKeys& seen, bf16* rows,
                                    uint32_t* pairs) {
     const int64_t g = seen.begin / group;
-    weights_in_parts<parts>(X, tile, g, seen.begin, seen.end, queries.vectors_used,
-                            rows + 2 * g * query_steps * Matrix::numbers, query_steps * Matrix::numbers,
-                            pairs ? pairs + g * Matrix::pairs : nullptr, key_steps * Matrix::pairs, key_block * tile);
+    weights_in_parts<Number, parts>(X, tile, g, seen.begin, seen.end, queries.vectors_used,
+                                    rows + 2 * g * query_steps * Matrix::numbers, query_steps * Matrix::numbers,
+                                    pairs ? pairs + g * Matrix::pairs : nullptr, key_steps * Matrix::pairs,
+                                    key_block * tile);
   }
 
   // out[key] += sum over the tile's queries of X[key][q] right[q]
@@ -298,6 +310,12 @@ struct MatrixBackward : TileStages<float> {
     }
   }
 
+  static ATTN_NOINLINE void multiply_group(const QueryTile& queries, const TileKeys& seen, float factor, float* X) {
+    for (int64_t k = seen.begin; k < seen.end; k++)
+      for (int64_t i = 0; i < queries.vectors_used * width; i += width)
+        store(X + k * tile + i, load(X + k * tile + i) * Vf::set(factor));
+  }
+
   // One query tile against one key block: a group of keys from scores to the sums' left and right sides, then the sums.
   template <bool DropoutOn>
   static void tile_step(const AttentionParams& params, const QueryTile& queries, const Wanted& wanted, const Buffers& b,
@@ -315,14 +333,18 @@ struct MatrixBackward : TileStages<float> {
         const GradientStep<float, tile, DropoutOn, true> careful{queries.minus_delta, P, dS};
         const GradientStep<float, tile, DropoutOn, false> step{queries.minus_delta, P, dS};
         const auto product = [&](const auto& of_inner) {
-          group_product(params, queries, b.value, queries.grad_t, value_dim(params), float(params.dropout.keep_scale),
-                        careful, of_inner, false, k0, mine, b.scores);
+          group_product(params, queries, b.value, queries.grad_t, value_dim(params),
+                        float(params.dropout.keep_scale) * (queries.grad_factor / weight_factor), careful, of_inner,
+                        false, k0, mine, b.scores);
         };
         bias ? product(careful) : product(step);
       }
       if (wanted.value) in_parts(P, queries, mine, b.weights, nullptr);
+      const bool as_it_is = narrow && (wanted.slope || wanted.mask);
+      if (as_it_is) multiply_group(queries, mine, 1 / queries.grad_factor, dS);
       if (wanted.slope) *wanted.slope += S::slope_gradient(params, queries, dS, k0, mine);
       if (wanted.mask) S::template mask_gradient<T>(queries, wanted, dS, k0, mine, b.scores);
+      if (as_it_is) multiply_group(queries, mine, queries.grad_factor, dS);
       if (states && through_scores)
         through_modifier<tile>(Modifier<float>(params), queries.vectors_used, states, mine, dS);
       if (through_scores) in_parts(dS, queries, mine, b.grads, wanted.query ? b.grad_pairs : nullptr);
@@ -364,9 +386,11 @@ struct MatrixBackward : TileStages<float> {
       const int64_t tiles = (walk.params.kv_len + step - 1) / step * block_tiles + 1;
       memset(buffers.grad_key, 0, size_t(tiles * tiles_of(walk.params.head_dim) * Matrix::sums) * sizeof(float));
       memset(buffers.grad_value, 0, size_t(tiles * tiles_of(walk.params.v_head_dim) * Matrix::sums) * sizeof(float));
+      if constexpr (narrow) find_factors();
     }
     void prepare(int64_t i, int64_t head, int64_t first, int64_t count) {
       used = i + 1;
+      if constexpr (narrow) buffers.tiles[i].grad_factor = buffers.of_head[head];
       MatrixBackward::prepare(walk.params, walk.heads[head], first, count, buffers.tiles[i], buffers,
                               walk.part == 0 && !hurt ? walk.gradients[head].sink : nullptr,
                               poisoned ? query_marks(head, first) : nullptr);
@@ -377,43 +401,85 @@ struct MatrixBackward : TileStages<float> {
     void step(int64_t i, Wanted wanted, int64_t index, int64_t k0, int64_t block) {
       if (hurt) wanted.mask = nullptr, wanted.slope = nullptr;  // they are there
       RowPrefetch prefetch;
+      if constexpr (narrow) take_factor(index, buffers.tiles[i].grad_factor);
       prefetch_masks<T>(walk.params, buffers.tiles, i, used, wanted, k0, block, key_block, prefetch);
       const auto go = walk.params.dropout.on() ? tile_step<true> : tile_step<false>;
       go(walk.params, buffers.tiles[i], wanted, buffers, k0, block,
-         of_block(buffers.grad_key, index, walk.params.head_dim),
-         of_block(buffers.grad_value, index, walk.params.v_head_dim));
+         sums_of_block(buffers.grad_key, index, walk.params.head_dim),
+         sums_of_block(buffers.grad_value, index, walk.params.v_head_dim));
       buffers.tiles[i].prefetch = nullptr;
     }
-    float* of_block(float* sums, int64_t index, int64_t dim) const {
+    float* sums_of_block(float* sums, int64_t index, int64_t dim) const {
       return sums + index * block_tiles * tiles_of(dim) * Matrix::sums;
+    }
+    // |dS| <= |dP| + |delta|, which the lengths of rows of dO and V bound, as delta is a mean of dP. In steps of 2^8,
+    // so that it is the same beside most other numbers.
+    ATTN_NOINLINE void find_factors() const {
+      const AttentionParams& params = walk.params;
+      const auto largest_square = [](const void* X, int64_t row, int64_t n, int64_t dim) {  // of rows that are finite
+        float largest = 0;
+        for (int64_t i = 0; i < n; i++) {
+          const T* const x = static_cast<const T*>(X) + i * row;
+          const float square = S::dot(x, x, dim);
+          if (square - square == 0 && square > largest) largest = square;
+        }
+        return double(largest);
+      };
+      const double value = largest_square(walk.heads[0].value, params.v_row, params.keys.key_length, params.v_head_dim);
+      for (int64_t h = 0; h < params.group; h++) {
+        const HeadPointers& head = walk.heads[h];
+        const float* const of_lse = static_cast<const float*>(head.grad_lse);
+        float grad_lse = 0;
+        for (int64_t r = 0; of_lse && r < params.q_len; r++) {
+          const float size = of_lse[r] < 0 ? -of_lse[r] : of_lse[r];
+          if (size - size == 0 && size > grad_lse) grad_lse = size;
+        }
+        const double grad_out = largest_square(head.grad_out, params.grad_out_row, params.q_len, params.v_head_dim);
+        const double most = 2.01 * params.dropout.keep_scale * __builtin_sqrt(grad_out * value) + grad_lse;
+        float& factor = buffers.of_head[h];
+        for (factor = 0x1p31f; double(factor) * most > 0x1p15 && factor > 0x1p-97f;) factor *= 0x1p-8f;
+      }
+      for (int64_t i = 0; i < tiles_of_keys(params); i++) buffers.of_block[i] = 1;
+    }
+    // the sums dK of a key block, with the factor of the head that is to be added to them
+    void take_factor(int64_t index, float factor) const {
+      float& now = buffers.of_block[index];
+      if (now == factor) return;
+      float* const sums = sums_of_block(buffers.grad_key, index, walk.params.head_dim);
+      const Vf change = Vf::set(factor / now);
+      for (int64_t i = 0; i < block_tiles * tiles_of(walk.params.head_dim) * Matrix::sums; i += width)
+        store(sums + i, attnjourney::load(sums + i) * change);
+      now = factor;
     }
     const float* query_sum(int64_t i) const {
       const QueryTile& queries = buffers.tiles[i];
       const int64_t ld = key_ld(walk.params);
+      const Vf factor = Vf::set(1 / buffers.tiles[i].grad_factor);
       for (int64_t d = 0; d < tiles_of(walk.params.head_dim); d++)
         for (int64_t q = 0; q < queries.vectors_used; q++) {
           Vf t[side];
           const float* const from = queries.grad_query + (d * query_tiles + q) * Matrix::sums;
-          ATTN_UNROLL for (int r = 0; r < side; r++) t[r] = load_line(from + r * side);
+          ATTN_UNROLL for (int r = 0; r < side; r++) t[r] = attnjourney::load(from + r * side) * factor;
           transpose(t);
           ATTN_UNROLL for (int r = 0; r < side; r++) store(buffers.query_sum + (q * side + r) * ld + d * side, t[r]);
         }
       return buffers.query_sum;
     }
     const float* key_sum(int64_t index, int64_t, int64_t n) const {
-      return rows_of(of_block(buffers.grad_key, index, walk.params.head_dim), tiles_of(walk.params.head_dim), n);
+      return rows_of(sums_of_block(buffers.grad_key, index, walk.params.head_dim), tiles_of(walk.params.head_dim), n,
+                     narrow ? 1 / buffers.of_block[index] : 1.f);
     }
     const float* value_sum(int64_t index, int64_t, int64_t n) const {
-      return rows_of(of_block(buffers.grad_value, index, walk.params.v_head_dim), tiles_of(walk.params.v_head_dim), n);
+      return rows_of(sums_of_block(buffers.grad_value, index, walk.params.v_head_dim), tiles_of(walk.params.v_head_dim),
+                     n, 1 / weight_factor);
     }
-    const float* rows_of(const float* sums, int64_t columns, int64_t n) const {
+    const float* rows_of(const float* sums, int64_t columns, int64_t n, float factor) const {
       for (int64_t k = 0; k < n; k++)
         for (int64_t d = 0; d < columns; d++)
           store(buffers.row_sum + (k * columns + d) * side,
-                load_line(sums + (k / side * columns + d) * Matrix::sums + k % side * side));
+                attnjourney::load(sums + (k / side * columns + d) * Matrix::sums + k % side * side) * Vf::set(factor));
       return buffers.row_sum;
     }
-    static ATTN_INLINE Vf load_line(const float* x) { return attnjourney::load(x); }
   };
 
   // ---- rows that it does not take: numbers out of range, and scores so large that their last bits matter

@@ -1,5 +1,6 @@
-// The forward's products on a matrix unit, of bfloat16 parts (common/parts.h): one part for bfloat16, whose weights are
-// rounded as they are to be multiplied, two for float16, three for float32.
+// The forward's products on a matrix unit, of parts (common/parts.h): one part for bfloat16, whose weights are rounded
+// as they are to be multiplied, two for float16, three for float32. Where the unit multiplies float16 numbers one for
+// those.
 //
 // S^T = K Q^T: [key][query], a group of 32 keys at a time by way of memory; O^T = V^T P, weights of keys i and i + 16
 // of every 32 side by side. The sums of values stay transposed, in tiles, until the last key.
@@ -19,14 +20,18 @@ template <class T, class Unit>
 class MatrixProducts {
  public:
   using Out = T;
-  static constexpr int parts = part_count<T>, width = Vf::width, vectors = Tuning::vectors;
+  using Number = typename Unit::Number;
+  static constexpr int parts = part_count<T, Number>, width = Vf::width, vectors = Tuning::vectors;
   using Matrix = MatrixBlock<Unit, parts>;
   using Output = OutputTile<float, T>;
   static constexpr int64_t side = Matrix::side, group = Matrix::depth;  // keys of a step
   static constexpr int64_t tile = Tuning::forward_panels * vectors * width, key_block = Tuning::matrix_forward_keys;
   static constexpr int64_t query_tiles = tile / side, key_tiles = key_block / side, key_steps = key_block / group;
-  static constexpr bool rounds = parts == 1, own_scores = true, bias_is_overwritten = false;
-  static constexpr float weight_unit = rounds ? exp2_unit : 1.f;
+  using Weights = NumberParts<Number, parts>;
+  static constexpr bool narrow = __is_same(Number, f16), rounds = parts == 1, brief = rounds && !narrow;
+  static constexpr bool own_scores = true, bias_is_overwritten = false;
+  using Power = WeightPower<brief, narrow ? 64 : 1>;  // float16: up to 2^15, that of a row's largest score from 2^2 on
+  static constexpr float weight_unit = Power::unit;
   static_assert(width == side && key_block % group == 0);
   static int64_t keys_at_once(const AttentionParams&) { return key_block; }
 
@@ -73,7 +78,7 @@ class MatrixProducts {
     const int64_t steps = steps_of(params_.head_dim), part = query_tiles * steps * Matrix::numbers;
     const int64_t used = tiles_of(rows.count);
     const T* const X = static_cast<const T*>(head_.query) + rows.first * params_.q_row;
-    left_in_parts(X, params_.q_row, rows.count, params_.head_dim, buffers_.rows, used, part);
+    left_in_parts<Number>(X, params_.q_row, rows.count, params_.head_dim, buffers_.rows, used, part);
     each_row_out_of_range(X, params_.q_row, rows.count, params_.head_dim, [&](int64_t i) {
       zero_left_row(buffers_.rows, i, steps, parts, part);
       others_.add(rows.index * tile + i);
@@ -86,8 +91,8 @@ class MatrixProducts {
     k0_ = k0;
     block_ = block;
     const int64_t used = steps_of(block) * 2, steps = steps_of(params_.v_head_dim), part = value_part();
-    left_in_parts(keys.first, keys.ld, block, params_.head_dim, buffers_.key, used, key_part());
-    left_in_parts(values.first, values.ld, block, params_.v_head_dim, buffers_.rows, used, part);
+    left_in_parts<Number>(keys.first, keys.ld, block, params_.head_dim, buffers_.key, used, key_part());
+    left_in_parts<Number>(values.first, values.ld, block, params_.v_head_dim, buffers_.rows, used, part);
     each_row_out_of_range(keys.first, keys.ld, block, params_.head_dim, [&](int64_t i) {
       zero_left_row(buffers_.key, i, steps_of(params_.head_dim), parts, key_part());
       reaches(k0 + i);
@@ -121,7 +126,16 @@ class MatrixProducts {
       const auto add = [&](float* sum, Vf of_block) { store(sum, load(sum) + of_block); };
       store(running.top + j * width, queries_[j].top);
       add(running.total + j * width, queries_[j].total);
-      if constexpr (rounds) add(running.rounded + j * width, queries_[j].rounded);
+      if constexpr (brief) add(running.rounded + j * width, queries_[j].rounded);
+    }
+  }
+  // Of float16 weights the sum of the rounded ones is taken to be that of all, but for the rounding of the largest: a
+  // row of one key is its value.
+  static void round_totals(const QueryTile& rows, const RunningRows<float>& running, float exponents) {
+    for (int64_t i = 0; i < rows.vectors_used * width; i += width) {
+      const Vf total = load(running.total + i), above = load(running.top + i) + load(running.reference + i);
+      const Vf largest = Power()(above * Vf::set(exponents)), rounding = rounded_to_f16(largest) - largest;
+      store(running.rounded + i, select(eq(total, Vf::zero()), total, total + rounding));
     }
   }
   static void drop(const QueryTile&, const TileKeys&) {}  // as weights are rounded
@@ -206,8 +220,8 @@ class MatrixProducts {
     if (params_.dropout.on()) {
       float* const P = buffers_.dropped - g * group * tile;
       drop_tile(params_.dropout, head_.index, rows.first, rows.count, k0_, seen.begin, seen.end, false, P, tile);
-      weights_in_parts<parts>(P, tile, g, seen.begin, seen.end, rows.vectors_used, nullptr, 0, weights_at(g, 0),
-                              key_steps * Matrix::pairs, key_block * tile);
+      weights_in_parts<Number, parts>(P, tile, g, seen.begin, seen.end, rows.vectors_used, nullptr, 0, weights_at(g, 0),
+                                      key_steps * Matrix::pairs, key_block * tile);
     }
   }
   uint32_t* weights_at(int64_t g, int64_t v) const { return buffers_.weights + (v * key_steps + g) * Matrix::pairs; }
@@ -225,7 +239,7 @@ class MatrixProducts {
     for (int half = 0; half < 2; half++)
       for (int64_t v = lanes.begin; v < lanes.end; v++) {
         float* const x = buffers_.scores + (half * query_tiles + v) * Matrix::sums;
-        if constexpr (rounds) {
+        if constexpr (brief) {
           modify_short(x, int(side), factor, modifier.cap);
         } else {
           for (int64_t i = 0; i < Matrix::sums; i += width) store(x + i, load(x + i) * factor);
@@ -249,19 +263,19 @@ class MatrixProducts {
         const int64_t k = g * group + half * side + i;
         weight[half] = Vf::zero();
         if (border && (k < seen.begin || k >= seen.end)) continue;
-        weight[half] = weight_of<H, rounds>(of_tile, load(scores + half * query_tiles * Matrix::sums + i * side),
-                                            v * width, k, bias + k * tile + v * width, mine);
+        weight[half] = weight_of<H, Power>(of_tile, load(scores + half * query_tiles * Matrix::sums + i * side),
+                                           v * width, k, bias + k * tile + v * width, mine);
       }
       mine.total = mine.total + (weight[0] + weight[1]);
-      if constexpr (rounds)
+      if constexpr (brief)
         mine.rounded = mine.rounded + (upper_bits(raised_half(weight[0])) + upper_bits(raised_half(weight[1])));
       if constexpr (Drops) {
         ATTN_UNROLL for (int half = 0; half < 2; half++)
             store(buffers_.dropped + (half * side + i) * tile + v * width, weight[half]);
       } else {
-        const NumberParts<parts> low(weight[0]), high(weight[1]);
+        const Weights low(weight[0]), high(weight[1]);
         ATTN_UNROLL for (int p = 0; p < parts; p++)
-            store_pairs(to + p * key_block / 2 * tile + i * side, join_upper(low.part[p], high.part[p]));
+            store_pairs(to + p * key_block / 2 * tile + i * side, Weights::join(low.part[p], high.part[p]));
       }
     }
     queries_[v] = mine;

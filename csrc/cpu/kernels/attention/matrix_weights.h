@@ -58,7 +58,7 @@ struct MatrixWeights {
     const int64_t steps = B::key_dim(params), used = B::tiles_of(count),
                   part = B::query_tiles * steps * Matrix::numbers;
     const T* const q = static_cast<const T*>(head.query) + first * params.q_row;
-    left_in_parts(q, params.q_row, count, params.head_dim, b.rows, used, part);
+    left_in_parts<typename B::Number>(q, params.q_row, count, params.head_dim, b.rows, used, part);
     each_row_out_of_range(q, params.q_row, count, params.head_dim, [&](int64_t r) { others.add(r); });
     for (int64_t r = 0; r < count; r++) {
       const RowStats<float> stats = row_stats<float>(head, first + r, score);
@@ -71,8 +71,8 @@ struct MatrixWeights {
     do {
       const int64_t k0 = walk.k0, block = walk.block;
       const T* const keys = static_cast<const T*>(head.key) + k0 * params.k_row;
-      left_in_parts(keys, params.k_row, block, params.head_dim, b.key, (block + group - 1) / group * 2,
-                    B::key_part(params));
+      left_in_parts<typename B::Number>(keys, params.k_row, block, params.head_dim, b.key,
+                                        (block + group - 1) / group * 2, B::key_part(params));
       each_row_out_of_range(keys, params.k_row, block, params.head_dim, [&](int64_t k) {
         zero_left_row(b.key, k, steps, B::parts, B::key_part(params));
         for (int64_t r = 0; r < count; r++)

@@ -53,7 +53,7 @@ struct ForwardEpilogue {
       const int64_t key = pending.key + r;
       // a last single key is paired with weight 0
       if ((H == Hidden::by_range || H == Hidden::by_bias) && key >= pending.end) break;
-      weight[r] = weight_of<H, true>(scores, products[r], at.lane, key, at.bias + r * tile, mine);
+      weight[r] = weight_of<H, WeightPower<true>>(scores, products[r], at.lane, key, at.bias + r * tile, mine);
     }
     const Pairs pair = round_pairs(weight[0], weight[1]);
     mine.total = mine.total + (weight[0] + weight[1]);

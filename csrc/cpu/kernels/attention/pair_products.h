@@ -16,7 +16,7 @@ class PairProducts : public PairTiles, public SumsByRows {
  public:
   using Out = bf16;
   static constexpr int64_t key_block = Tuning::pairs_forward_keys;
-  static constexpr bool rounds = true, own_scores = true, bias_is_overwritten = false;
+  static constexpr bool rounds = true, narrow = false, own_scores = true, bias_is_overwritten = false;
   static constexpr float weight_unit = exp2_unit;
   static_assert(key_block % 2 == 0);
   static int64_t keys_at_once(const AttentionParams&) { return key_block; }

@@ -190,7 +190,7 @@ class PlainProducts : public SumsByRows {
  public:
   using Out = Real;
   static constexpr int64_t tile = ScoreTile<Real>::tile;
-  static constexpr bool rounds = false, own_scores = false, bias_is_overwritten = true;
+  static constexpr bool rounds = false, narrow = false, own_scores = false, bias_is_overwritten = true;
   static constexpr Real weight_unit = 1;
 
   // Sums are added up after every block: less often of a long one, whose weights then leave the first-level cache.

@@ -6,21 +6,27 @@
 namespace attnjourney {
 namespace {
 
-// the same for -1/2 <= f <= 1/2
+// the same for -1/2 <= f <= 1/2, times Factor, a power of two
+template <int Factor = 1>
 ATTN_INLINE Vf exp2_fraction(Vf f) {
-  Vf p = Vf::set(1.326472731e-03f);
-  p = fma(p, f, Vf::set(9.671512991e-03f));
-  p = fma(p, f, Vf::set(5.550733581e-02f));
-  p = fma(p, f, Vf::set(2.402224243e-01f));
-  p = fma(p, f, Vf::set(6.931470037e-01f));
-  return fma(p, f, Vf::set(1.f));
+  constexpr float by = Factor;
+  Vf p = Vf::set(by * 1.326472731e-03f);
+  p = fma(p, f, Vf::set(by * 9.671512991e-03f));
+  p = fma(p, f, Vf::set(by * 5.550733581e-02f));
+  p = fma(p, f, Vf::set(by * 2.402224243e-01f));
+  p = fma(p, f, Vf::set(by * 6.931470037e-01f));
+  return fma(p, f, Vf::set(by));
 }
+template <int Factor = 1>
 ATTN_INLINE Vf exp2(Vf t, Vf least) {
   t = max(least, t);  // in this order a NaN stays: the second operand is returned
   const Vf n = round(t);
-  return scale_by_power(exp2_fraction(t - n), n);
+  return scale_by_power(exp2_fraction<Factor>(t - n), n);
 }
-ATTN_INLINE Vf exp2(Vf t, float least = -125.f) { return exp2(t, Vf::set(least)); }
+template <int Factor = 1>
+ATTN_INLINE Vf exp2(Vf t, float least = -125.f) {
+  return exp2<Factor>(t, Vf::set(least));
+}
 
 ATTN_INLINE Vd exp2_fraction(Vd f) {
   Vd p = Vd::set(4.4558179083360645e-10);

@@ -6,7 +6,9 @@
 namespace attnjourney {
 namespace {
 
-struct PairUnit {};
+struct PairUnit {
+  using Number = bf16;
+};
 
 template <>
 struct MatrixBlock<PairUnit, 1> : MatrixTile {

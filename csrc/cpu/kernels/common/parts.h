@@ -1,5 +1,6 @@
-// Numbers as sums of bfloat16 parts, for products on a matrix unit: one part is a bfloat16 number, two have the 16
-// digits that a float16 needs, three the 24 of a float32. For a Vec with Pairs.
+// Numbers as sums of parts, which a matrix unit multiplies. Of bfloat16 parts one is a bfloat16 number, two have the 16
+// digits that a float16 needs, three the 24 of a float32; where the unit multiplies float16 numbers, one is such a
+// number. For a Vec with Pairs. Tiles hold 16 bits a number, named bf16 for both.
 #pragma once
 #include "matrix_block.h"
 #include "pack.h"
@@ -7,16 +8,19 @@
 namespace attnjourney {
 namespace {
 
-template <class T>
+// Number: what the unit multiplies
+template <class T, class Number>
 constexpr int part_count = 3;
 template <>
-constexpr int part_count<f16> = 2;
+constexpr int part_count<f16, bf16> = 2;
 template <>
-constexpr int part_count<bf16> = 1;
+constexpr int part_count<bf16, bf16> = 1;
+template <>
+constexpr int part_count<f16, f16> = 1;
 
-// The parts of 16 numbers, the largest first: float32 numbers of which the upper 16 bits are a bfloat16 and, in all
-// but the last, the others are 0; of the last only the upper ones count.
-template <int Parts>
+// The parts of 16 numbers, the largest first, for `join`: float32 numbers of which the upper 16 bits are a bfloat16
+// and, in all but the last, the others are 0; of the last only the upper ones count.
+template <class Number, int Parts>
 struct NumberParts {
   Vf part[Parts];
   explicit ATTN_INLINE NumberParts(Vf x) {
@@ -27,13 +31,20 @@ struct NumberParts {
       if (!last) x = x - part[p];
     }
   }
+  static ATTN_INLINE Pairs join(Vf low, Vf high) { return join_upper(low, high); }
+};
+template <>
+struct NumberParts<f16, 1> {
+  Vf part[1];
+  explicit ATTN_INLINE NumberParts(Vf x) : part{x} {}
+  static ATTN_INLINE Pairs join(Vf low, Vf high) { return join_halves(low, high); }
 };
 
 // X[rows][dim] -> parts of it as a left side, [part][row tile][step], zeros beyond rows and dim
-template <class T>
+template <class Number = bf16, class T>
 ATTN_NOINLINE void left_in_parts(const T* X, int64_t row, int64_t rows, int64_t dim, bf16* to, int64_t row_tiles,
                                  int64_t part) {
-  constexpr int parts = part_count<T>, width = Vf::width;
+  constexpr int parts = part_count<T, Number>, width = Vf::width;
   using M = MatrixTile;
   const int64_t steps = (dim + M::depth - 1) / M::depth;
   for (int64_t first = 0; first < row_tiles * M::side; first += M::side)
@@ -43,7 +54,8 @@ ATTN_NOINLINE void left_in_parts(const T* X, int64_t row, int64_t rows, int64_t 
         const T* const x = X + (first + i) * row + d;
         const int64_t left = first + i < rows ? dim - d : 0;
         if constexpr (parts == 1) {
-          store_pairs(reinterpret_cast<uint32_t*>(line), left > 0 ? load_pairs(x, left) : Pairs{});
+          const bf16* const numbers = reinterpret_cast<const bf16*>(x);
+          store_pairs(reinterpret_cast<uint32_t*>(line), left > 0 ? load_pairs(numbers, left) : Pairs{});
         } else {
           ATTN_UNROLL for (int half = 0; half < 2; half++) {
             Vf numbers = Vf::zero();
@@ -54,7 +66,7 @@ ATTN_NOINLINE void left_in_parts(const T* X, int64_t row, int64_t rows, int64_t 
               memcpy(static_cast<void*>(rest), x + half * width, size_t(left - half * width) * sizeof(T));
               numbers = load(rest);
             }
-            const NumberParts<parts> split(numbers);
+            const NumberParts<Number, parts> split(numbers);
             ATTN_UNROLL for (int p = 0; p < parts; p++) store_upper(line + p * part + half * width, split.part[p]);
           }
         }
@@ -87,23 +99,24 @@ ATTN_NOINLINE void transpose_tiles(const void* X, int64_t tiles, void* to) {
 // parts: as tiles of a right side of sums over keys, of which i and i + 16 lie side by side, and, where `rows` is not
 // null, of a left one of sums over queries, i and i + 16 of every 32 side by side. Of both the tiles of vector 0; the
 // next two tiles of right and the next of left are `column` and one tile on, the lower half of the keys `row` on.
-template <int parts>
+template <class Number, int parts>
 ATTN_NOINLINE void weights_in_parts(const float* X, int64_t ld, int64_t g, int64_t begin, int64_t end, int64_t vectors,
                                     bf16* rows, int64_t row, uint32_t* pairs, int64_t column, int64_t part) {
   using M = MatrixTile;
+  using Split = NumberParts<Number, parts>;
   constexpr int width = Vf::width;
   for (int64_t v = 0; v < vectors; v += 2)
     for (int64_t i = 0; i < M::side; i++) {
       const auto numbers = [&](int64_t key, int64_t vector) __attribute__((always_inline)) {
         const bool there = key >= begin && key < end && vector < vectors;
-        return NumberParts<parts>(there ? load(X + key * ld + vector * width) : Vf::zero());
+        return Split(there ? load(X + key * ld + vector * width) : Vf::zero());
       };
       const auto put = [](void* to, Vf a, Vf b) __attribute__((always_inline)) {
-        store_pairs(static_cast<uint32_t*>(to), join_upper(a, b));
+        store_pairs(static_cast<uint32_t*>(to), Split::join(a, b));
       };
       const int64_t k = g * M::depth + i;
-      const NumberParts<parts> low[2] = {numbers(k, v), numbers(k, v + 1)};
-      const NumberParts<parts> high[2] = {numbers(k + M::side, v), numbers(k + M::side, v + 1)};
+      const Split low[2] = {numbers(k, v), numbers(k, v + 1)};
+      const Split high[2] = {numbers(k + M::side, v), numbers(k + M::side, v + 1)};
       ATTN_UNROLL for (int p = 0; p < parts; p++) {
         if (rows) {
           bf16* const to = rows + p * part + v / 2 * M::numbers + i * M::depth;
@@ -127,26 +140,28 @@ struct Sizes {
 template <class T>
 ATTN_NOINLINE Sizes sizes_of(const T* x, int64_t row, int64_t rows, int64_t dim) {
   constexpr int width = Vf::width;
-  SizesSeen seen;
-  for (int64_t i = 0; i < rows; i++, x += row) {
-    int64_t d = 0;
-    for (; d + width <= dim; d += width) seen.see(load(x + d));
-    for (; d < dim; d++) seen.see(Vf::set(load_one(x + d)));
+  if constexpr (sizeof(T) == 2) {
+    Pairs seen{};
+    for (int64_t i = 0; i < rows; i++, x += row)
+      for (int64_t d = 0; d < dim; d += 32)
+        seen = largest_halves(seen, load_pairs(reinterpret_cast<const bf16*>(x) + d, dim - d));
+    const T largest{uint16_t(largest_of_halves(seen))};
+    return {float_bits(load_one(&largest)), 0x7f800000};
+  } else {
+    SizesSeen seen;
+    for (int64_t i = 0; i < rows; i++, x += row) {
+      int64_t d = 0;
+      for (; d + width <= dim; d += width) seen.see(load(x + d));
+      for (; d < dim; d++) seen.see(Vf::set(load_one(x + d)));
+    }
+    return {seen.largest(), seen.smallest()};
   }
-  return {seen.largest(), seen.smallest()};
-}
-ATTN_NOINLINE Sizes sizes_of(const bf16* x, int64_t row, int64_t rows, int64_t dim) {
-  Pairs seen{};
-  for (int64_t i = 0; i < rows; i++, x += row)
-    for (int64_t d = 0; d < dim; d += 32) seen = largest_halves(seen, load_pairs(x + d, dim - d));
-  return {largest_of_halves(seen) << 16, 0x7f800000};
 }
 // Numbers that are not finite or too large for parts; and so small, for float32, that their last parts vanish.
 constexpr float part_limit = 0x1p126f;
-ATTN_INLINE uint32_t least_size(const float*) { return float_bits(0x1p-100f); }
 template <class T>
 ATTN_INLINE uint32_t least_size(const T*) {
-  return 0;
+  return sizeof(T) == 4 ? float_bits(0x1p-100f) : 0;
 }
 
 // The rows that cannot be taken in parts, one after another to f(row): with a number too large, or none large enough.
