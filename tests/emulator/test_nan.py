@@ -17,11 +17,14 @@ CALLS = [  # shape; which keys hold NaN
     ((1, 2, 1, 200, 200, 0, causal()), [40, 150]),
     ((1, 1, 1, 150, 330, 0, {"left": 60, "right": 3, "offset": 100}), [130, 200]),
     ((1, 1, 1, 300, 300, 0, {"left": 20, "right": 3, "prefix": 140}), [130, 250]),
+    # whole tiles between two others, which have NaN in their second halves
+    ((1, 1, 1, 128, 1024, 0, {"left": 512, "right": 0, "offset": 896}), [470, 990]),
 ]
 FORWARD_NAMES = ["sm80-64-fp16", "sm90-64-bf16", "sm90-64-short-bf16", "sm90-128-fp16", "sm90-192-bf16"]
 BACKWARD_NAMES = list(BACKWARD)
 PADDED = (2, 1, 1, 70, 300, 0, {"lengths": ((70, 70), (133, 260))})
 FAULTY_FORWARD = [("sm90-64-short-bf16", *fault) for fault in faults.NAN_SM90_FORWARD]
+FAULTY_FORWARD += [("sm90-64-bf16", *fault) for fault in faults.NAN_SM90_WIDE_FORWARD]
 FAULTY_BACKWARD = [("sm80-128-fp16", *fault) for fault in faults.NAN_SM80_BACKWARD]
 FAULTY_BACKWARD += [("sm90-128-bf16", *fault) for fault in faults.NAN_SM90_BACKWARD]
 FAULTY_BACKWARD += [("sm90-192-bf16", *fault) for fault in faults.NAN_SM90_PARTS_BACKWARD]
@@ -47,9 +50,10 @@ def check_forward(program, name, order):
     _, dtype, head_dim, v_head_dim = FORWARD[name]
     for shape, bad in CALLS:
         (query, key, value), seen = inputs_of(shape, dtype, head_dim, v_head_dim, False)
-        clean = run.forward(program, query, key, value, shape[-1], order, grid=1)[0][0]
+        call = partial(run.forward, program, query, key, value, shape[-1], order, grid=1, section=1)
+        clean = call()[0][0]
         value[:, :, bad[0], 3], value[:, :, bad[1], v_head_dim - 1] = math.nan, math.inf
-        out = run.forward(program, query, key, value, shape[-1], order, grid=1)[0][0]
+        out = call()[0][0]
         where = torch.zeros(out.shape, dtype=torch.bool)
         where[..., 3], where[..., v_head_dim - 1] = seen[:, :, :, bad[0]], seen[:, :, :, bad[1]]
         equal(out, clean, where, "value")
@@ -134,7 +138,8 @@ def attempts(check, program, kernel):
 @pytest.mark.parametrize("name,what,file,old,new", FAULTY_FORWARD, ids=[f[1] for f in FAULTY_FORWARD])
 def test_faulty_forward_is_found(programs, name, what, file, old, new):
     program = build.program(*faulty(FORWARD[name][0], file, old, new))
-    assert is_noticed(attempts(check_forward, program, name), what)
+    starved = partial(check_forward, program, name, "starve0")  # the warps beside the producer, and it
+    assert is_noticed([*attempts(check_forward, program, name), starved], what)
 
 
 @pytest.mark.parametrize("name,what,file,old,new", FAULTY_BACKWARD, ids=[f"{f[0]}-{f[1]}" for f in FAULTY_BACKWARD])

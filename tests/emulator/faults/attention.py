@@ -517,17 +517,40 @@ TURNS = [
     ("one tile has two turns", "common/sequence.cuh", "min(prefix, begin) + end", "prefix + end"),
     ("empty windows take turns", "common/sequence.cuh", "(some.begin < some.end ? min", "(true ? min"),
 ]
+_SCOUTS = "sm90/forward_scouts.cuh"
 NAN_SM90_FORWARD = [
     ("no look at the values", "sm90/forward.cuh", "if (!Shape::kRanged || !hides) return false;", "return false;"),
-    ("a value looked at before it landed", "sm90/forward.cuh", "@value_landed", ""),
+    ("a value looked at before it landed", _SCOUTS, "@value_landed", ""),
+    ("an answer about the tile before", "sm90/forward.cuh", "@value_known", ""),
+    ("an answer read before it is there", _SCOUTS, "@values_seen", ""),
+    ("a third of the tile not looked at", _SCOUTS, "return x.y | x.z | x.w;", "return x.y | x.z;"),
+    ("half of the tile not looked at", _SCOUTS, "i < Shape::kValueBytes / 512", "i < Shape::kValueBytes / 1024"),
+    ("the answer of one lane alone", _SCOUTS, "ptx::any(bad != 0)", "bad != 0"),
+    ("a tile released while lanes read on", _SCOUTS, "@tile_looked_at", ""),
+    (
+        "tiles in part are not named",
+        "sm90/forward_producer.cuh",
+        "key_tile < whole.x || key_tile >= whole.y",
+        "key_tile < whole.x",
+    ),
+    (
+        "tiles of the window's begin are not named",
+        "sm90/forward_producer.cuh",
+        "key_tile < whole.x || key_tile >= whole.y",
+        "key_tile >= whole.y",
+    ),
+    ("what hides of the next rows", "sm90/forward_producer.cuh", "load_v(round + 3, k_count", "load_v(round, k_count"),
+    ("the same step again", "sm90/finite.cuh", "a[i][e] = a[i + 1][e];", ";"),
+    ("a value never released", "sm90/forward.cuh", "@value_released", ""),
+]
+NAN_SM90_WIDE_FORWARD = [  # without scouts
+    ("a value looked at before it landed, by all", "sm90/forward.cuh", "@value_known", ""),
     (
         "a quarter of the tile looked at",
         "sm90/finite.cuh",
         "return now[0] | now[1] | now[2] | now[3];",
         "return now[0];",
     ),
-    ("the same step again", "sm90/finite.cuh", "a[i][e] = a[i + 1][e];", ";"),
-    ("a value never released", "sm90/forward.cuh", "@value_released", ""),
 ]
 PADDING = [("rows past the length", "sm90/tma_rows.cuh", "if (end >= min(row + Rows, length)) {", "if (true) {")]
 NAN_SM80_BACKWARD = [

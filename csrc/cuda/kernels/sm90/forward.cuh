@@ -1,12 +1,14 @@
 // Attention forward for Hopper (after FlashAttention-3, arXiv 2407.08608). One block is a producer warpgroup, which
-// feeds Q, K and V tiles by TMA, and consumer warpgroups of 64 query rows each. The grid may be smaller than the number
-// of tiles: a block then takes one tile after the other without a gap: the first S = Q K^T of a tile is issued before
-// the last O += P V of the tile before it. Key tiles go from last to first, so that those with a mask come first.
+// feeds Q, K and V tiles by TMA and looks for values that are not finite, and consumer warpgroups of 64 query rows. The
+// grid may be smaller than the number of tiles: a block then takes one tile after the other without a gap: the first S
+// = Q K^T of a tile is issued before the last O += P V of the tile before it. Key tiles go from last to first, so that
+// those with a mask come first.
 #pragma once
 #include "forward_guard.cuh"
 #include "forward_output.cuh"
 #include "forward_producer.cuh"
 #include "forward_products.cuh"
+#include "forward_scouts.cuh"
 #include "forward_softmax.cuh"
 
 namespace attnjourney {
@@ -38,7 +40,7 @@ struct Sm90ForwardConsumer {
   int key_tile = 0;    // the number of the one whose scores were last computed
   int next_tile = 0;   // of the one after it; less than 0: there is none
   bool hides = false;  // does it hide any key?
-  int turn = 0;        // of the flags
+  int turn = 0;        // of the flags, where there are no scouts
   int2 next;           // start and first of the next slot
 
   __device__ __forceinline__ Sm90ForwardConsumer(uint32_t smem_, unsigned char* base_, const Barriers& barriers_,
@@ -188,9 +190,12 @@ struct Sm90ForwardConsumer {
   // Where a tile hides something and a value is not finite, O += P V is left to mma.sync (forward_guard.cuh).
   __device__ __forceinline__ bool needs_fallback() {
     if (!Shape::kRanged || !hides) return false;
-    wait_v(count);  // @value_landed
-    return !Guard::finite(base + Shape::kValueAt + count % Shape::kStages * Shape::kValueBytes, base + Shape::kFlagsAt,
-                          turn);
+    wait_v(count);  // @value_known: by now the scouts' answers before this one are given
+    if constexpr (Shape::kScouts)
+      return Sm90ForwardScouts<Shape>::found(base, barriers, count);
+    else
+      return !Guard::finite(base + Shape::kValueAt + count % Shape::kStages * Shape::kValueBytes,
+                            base + Shape::kFlagsAt, turn);
   }
   __device__ __forceinline__ void guarded_output() {
     Guard::product(out, weights, value_of(count));
@@ -269,6 +274,9 @@ struct Sm90Forward {
         },
         [&](uint32_t smem, unsigned char* base, const Barriers& barriers) {
           Sm90ForwardConsumer<Shape>(smem, base, barriers, maps.out, task).run();
+        },
+        [&](unsigned char* base, const Barriers& barriers) {
+          if constexpr (Shape::kScouts) Sm90ForwardScouts<Shape>::run(base, barriers);
         });
   }
 };

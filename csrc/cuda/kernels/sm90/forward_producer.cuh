@@ -36,10 +36,14 @@ struct Sm90ForwardLoads {
                        head, row, batch, barriers.k_full + 8 * stage);
     k_count++;
   }
-  // count: V tiles before this one. They follow K's, so that K's number gives it. Rows from `end` on are zeros
-  __device__ __forceinline__ void load_v(int count, int head, int batch, int row, int end) {
+  // the stage of a V tile, free; count: V tiles before this one. They follow K's, so that K's number gives it
+  __device__ __forceinline__ int wait_v(int count) {
     const int stage = count % Shape::kStages;
     ptx::mbarrier_wait(barriers.v_empty + 8 * stage, (count / Shape::kStages & 1) ^ 1);
+    return stage;
+  }
+  // rows from `end` on are zeros
+  __device__ __forceinline__ void load_v(int stage, int head, int batch, int row, int end) {
     ptx::mbarrier_arrive_expect_tx(barriers.v_full + 8 * stage, Shape::kValueBytes);
     tma_load_rows<Shape::kKeys, Shape::kDv / 64>(smem + Shape::kValueAt + stage * Shape::kValueBytes, maps.value,
                                                  maps.value8, maps.value1, row, end, task.kv_len, head, batch,
@@ -69,8 +73,23 @@ struct Sm90ForwardProducer : Sm90ForwardLoads<Shape> {
   __device__ __forceinline__ void load_k(int head, int batch, int key_tile) {
     Loads::load_k(head, batch, key_tile * Shape::kKeys);
   }
-  __device__ __forceinline__ void load_v(int count, int head, int batch, int key_tile, int end) {
-    Loads::load_v(count, head, batch, key_tile * Shape::kKeys, Shape::kRanged ? end : task.kv_len);
+  // round: whose tile this is
+  __device__ __forceinline__ void load_v(int round, int count, int head, int batch, int key_tile, int end) {
+    const int stage = Loads::wait_v(count);
+    if constexpr (Shape::kScouts) {
+      const int2 whole = whole_of(round);
+      look(stage) = key_tile < whole.x || key_tile >= whole.y;
+    }
+    Loads::load_v(stage, head, batch, key_tile * Shape::kKeys, Shape::kRanged ? end : task.kv_len);
+  }
+  // what the scouts are told of a tile (forward_scouts.cuh)
+  __device__ __forceinline__ int& look(int stage) {
+    return reinterpret_cast<int4*>(reinterpret_cast<unsigned char*>(slots) + Shape::kFlagsAt - Shape::kSlotsAt)[stage]
+        .x;
+  }
+  // the key tiles that hide nothing from any row of the block
+  __device__ __forceinline__ int2& whole_of(int round) {
+    return reinterpret_cast<int2*>(&look(Shape::kStages))[round % 4];
   }
 
   // tile i of all; i = task.total and more: none
@@ -124,12 +143,13 @@ struct Sm90ForwardProducer : Sm90ForwardLoads<Shape> {
       const bool some = more && tiles.count();
       const int head_k = t.head / task.group;
       if (some) load_k(head_k, t.batch, tiles.end - 1);
+      if constexpr (Shape::kScouts) whole_of(round) = {tiles.whole_begin, tiles.whole_end};
 #pragma unroll(Shape::kGroups == 3 && Shape::kRanged ? 1 : Shape::kGroups)
       for (int group = 0; group < Shape::kGroups; group++) feed_group(group, round, i);
       const Slot& now = slots[round % 4];  // what was found out once is read there: registers are few
       if (const Slot& slot = slots[(round + 3) % 4];
           round > 0 && slot.start > 0) {  // the last V tile of the round before
-        load_v(k_count - (now.start > 0 ? 2 : 1), slot.head / task.group, slot.batch,
+        load_v(round + 3, k_count - (now.start > 0 ? 2 : 1), slot.head / task.group, slot.batch,
                slot.tiles.prefix > 0 ? 0 : slot.tiles.begin, slot.key_end);
       }
       if (now.start < 0) break;
@@ -140,11 +160,16 @@ struct Sm90ForwardProducer : Sm90ForwardLoads<Shape> {
         int key_tile = now.last;
         for (int next = below(key_tile); next >= 0; key_tile = next, next = below(key_tile)) {
           load_k(head, batch, next);
-          load_v(k_count - 2, head, batch, key_tile, now.key_end);
+          load_v(round, k_count - 2, head, batch, key_tile, now.key_end);
         }
       }
     }
     Loads::finish();
+    if constexpr (Shape::kScouts) {
+      const int stage = Loads::wait_v(k_count);
+      look(stage) = -1;
+      ptx::mbarrier_arrive(barriers.v_full + 8 * stage);
+    }
   }
 };
 

@@ -16,6 +16,8 @@ struct Sm90ForwardShape {
   static constexpr int kDqk = Dqk_, kDv = Dv_, kGroups = Groups_, kKeys = Keys_, kStages = Stages_;
   static constexpr int kQueryStages = QueryStages_, kEarly = Early_;
   static constexpr bool kRanged = Ranged_, kPingPong = PingPong_, kStore = Store_, kOptions = false;
+  // warps that look at values: forward_scouts.cuh; beside three warpgroups the producer has no registers for it
+  static constexpr bool kScouts = Ranged_ && Groups_ == 2;
   static constexpr int kRows = 64 * kGroups, kThreads = 128 * (kGroups + 1);
   // bytes of a warpgroup's Q, of a stage of K, of V
   static constexpr int kQueryBytes = 64 * kDqk * 2, kKeyBytes = kKeys * kDqk * 2, kValueBytes = kKeys * kDv * 2;
@@ -25,12 +27,14 @@ struct Sm90ForwardShape {
   static constexpr int kKeyAt = kQueries * kQueryBytes, kValueAt = kKeyAt + kStages * kKeyBytes;
   static constexpr int kOutAt = kValueAt + kStages * kValueBytes;
   static constexpr int kBarriersAt = kOutAt + (kStore ? kGroups * 64 * kDv * 2 : 0);
-  static constexpr int kSlotsAt = kBarriersAt + 16 * kQueries + 32 * kStages;  // four for each warpgroup
-  static constexpr int kFlagsAt = kSlotsAt + 256 * kGroups;  // of finite values, eight words for each warpgroup
-  static constexpr int kSmemBytes = kFlagsAt + (Ranged_ ? 32 * kGroups : 0);
+  static constexpr int kSlotsAt = kBarriersAt + 16 * kQueries + (kScouts ? 48 : 32) * kStages;  // four a warpgroup
+  static constexpr int kFlagsAt = kSlotsAt + 256 * kGroups;  // of finite values: see forward_scouts.cuh, or finite.cuh
+  static constexpr int kScoutBytes = kScouts ? 16 * kStages + 32 : 0;
+  static constexpr int kSmemBytes = kFlagsAt + (!Ranged_ ? 0 : kScoutBytes > 32 * kGroups ? kScoutBytes : 32 * kGroups);
   static constexpr int kProducerRegisters = kGroups == 2 ? 40 : 32, kConsumerRegisters = kGroups == 2 ? 232 : 160;
   static_assert(kDqk % 64 == 0 && kDv % 64 == 0 && kKeys % 16 == 0 && kSmemBytes <= 227 * 1024);
   static_assert(kGroups == 2 || kGroups == 3);
+  static_assert(kSlotsAt % 16 == 0);
 };
 
 // A tile as one warpgroup sees it, key tiles by number. The producer decodes it: divisions in the consumers made them
@@ -54,17 +58,20 @@ struct __align__(16) Sm90ForwardSlot {
   }
 };
 
+constexpr int kScoutWarps = 3;  // warps, those of the producer's warpgroup but its own
+
 // Addresses of the mbarriers. Q is a ring of kQueryStages for each warpgroup: index group * kQueryStages + stage.
 template <class Shape>
 struct Sm90ForwardBarriers {
-  uint32_t q_full, q_empty, k_full, k_empty, v_full, v_empty;
+  uint32_t q_full, q_empty, k_full, k_empty, v_full, v_empty, v_seen;  // v_seen: where there are scouts
   explicit __device__ __forceinline__ Sm90ForwardBarriers(uint32_t base)
       : q_full(base),
         q_empty(base + 8 * Shape::kQueries),
         k_full(base + 16 * Shape::kQueries),
         k_empty(k_full + 8 * Shape::kStages),
         v_full(k_full + 16 * Shape::kStages),
-        v_empty(k_full + 24 * Shape::kStages) {}
+        v_empty(k_full + 24 * Shape::kStages),
+        v_seen(k_full + 32 * Shape::kStages) {}
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < Shape::kQueries; i++) {
       ptx::mbarrier_init(q_full + 8 * i, 1);
@@ -74,15 +81,17 @@ struct Sm90ForwardBarriers {
       ptx::mbarrier_init(k_full + 8 * i, 1);
       ptx::mbarrier_init(k_empty + 8 * i, 4 * Shape::kGroups);
       ptx::mbarrier_init(v_full + 8 * i, 1);
-      ptx::mbarrier_init(v_empty + 8 * i, 4 * Shape::kGroups);
+      ptx::mbarrier_init(v_empty + 8 * i, 4 * Shape::kGroups + (Shape::kScouts ? kScoutWarps : 0));
+      if (Shape::kScouts) ptx::mbarrier_init(v_seen + 8 * i, kScoutWarps);
     }
     ptx::fence_mbarrier_init();
   }
 };
 
-// What the threads of a block do: one feeds the tiles, the consumer warpgroups work on them.
-template <class Shape, class Produce, class Consume>
-__device__ __forceinline__ void sm90_forward_roles(Produce&& produce, Consume&& consume) {
+// What the threads of a block do: one feeds the tiles, the other warps of its warpgroup may look at them, the consumer
+// warpgroups work on them.
+template <class Shape, class Produce, class Consume, class... Scout>
+__device__ __forceinline__ void sm90_forward_roles(Produce&& produce, Consume&& consume, Scout&&... scout) {
   unsigned char* base = ptx::dynamic_smem();
   const uint32_t smem = ptx::smem_addr(base);
   const Sm90ForwardBarriers<Shape> barriers(smem + Shape::kBarriersAt);
@@ -91,6 +100,7 @@ __device__ __forceinline__ void sm90_forward_roles(Produce&& produce, Consume&& 
   if (threadIdx.x < 128) {
     ptx::setmaxnreg_dec<Shape::kProducerRegisters>();
     if (threadIdx.x == 0) produce(smem, base, barriers);
+    if (threadIdx.x >= 32) (scout(base, barriers), ...);
   } else {
     ptx::setmaxnreg_inc<Shape::kConsumerRegisters>();
     consume(smem, base, barriers);

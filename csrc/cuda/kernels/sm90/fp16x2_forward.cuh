@@ -18,7 +18,10 @@ namespace attnjourney {
 
 template <int D>
 struct Sm90Fp16x2Forward {
-  using Shape = Sm90ForwardShape<Half, 2 * D, 2 * D, 2, Fp16x2Size<D>::kRows, 2, D == 64 ? 2 : 1, true, true, 0, false>;
+  struct Shape
+      : Sm90ForwardShape<Half, 2 * D, 2 * D, 2, Fp16x2Size<D>::kRows, 2, D == 64 ? 2 : 1, true, true, 0, false> {
+    static constexpr bool kScouts = false;
+  };
   using Slot = Sm90ForwardSlot;
   using Barriers = Sm90ForwardBarriers<Shape>;
   static constexpr int kKeys = Shape::kKeys, kSteps = kKeys / 16;

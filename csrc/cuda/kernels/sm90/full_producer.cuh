@@ -79,8 +79,10 @@ struct Sm90FullProducer : Sm90ForwardLoads<Shape> {
         const int stage = Loads::wait_k();
         stages[stage] = {key_tile, Sm90FullTile::pack(first.kind(key_tile), second.kind(key_tile), next < 0)};
         Loads::load_k(stage, head, item, first.k_begin + key_tile * Shape::kKeys);
-        if (before >= 0) Loads::load_v(k_count - 2, head, item, first.k_begin + before * Shape::kKeys, first.key_end);
-        if (next < 0) Loads::load_v(k_count - 1, head, item, first.k_begin + key_tile * Shape::kKeys, first.key_end);
+        if (before >= 0)
+          Loads::load_v(Loads::wait_v(k_count - 2), head, item, first.k_begin + before * Shape::kKeys, first.key_end);
+        if (next < 0)
+          Loads::load_v(Loads::wait_v(k_count - 1), head, item, first.k_begin + key_tile * Shape::kKeys, first.key_end);
       }
     }
     Loads::finish();

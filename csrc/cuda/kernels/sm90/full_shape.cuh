@@ -40,7 +40,7 @@ using Sm90FullBase =
 template <class T, int Dqk, int Dv, int QueryStages, bool Bias>
 struct Sm90FullShape : Sm90FullBase<T, Dqk, Dv, QueryStages> {
   using Base = Sm90FullBase<T, Dqk, Dv, QueryStages>;
-  static constexpr bool kOptions = true, kBias = Bias;
+  static constexpr bool kOptions = true, kScouts = false, kBias = Bias;
   // P V of a tile under the scores of the next one; a bias takes the registers that this needs
   static constexpr bool kOverlap = !Bias;
   static constexpr int kSlotsAt = Base::kSmemBytes, kTilesAt = kSlotsAt + 8 * sizeof(Sm90FullSlot);
