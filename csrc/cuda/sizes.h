@@ -26,7 +26,7 @@ constexpr HeadSize forward_size(int head_dim, int v_head_dim) {
   if (head_dim <= 192 && v_head_dim <= 128) return HeadSize::d192v128;
   return head_dim <= 256 && v_head_dim <= 256 ? HeadSize::d256 : HeadSize::none;
 }
-// Keys of a tile of Hopper's forward
+// Keys of a tile of Hopper's forward, but with a floating mask, which no pass over tiles comes before
 constexpr int sm90_forward_keys(HeadSize size) { return size == HeadSize::d256 ? 64 : 128; }
 // Columns of the other kernels: 64, 128 or 256; 0: none takes these
 constexpr int backward_size(int head_dim, int v_head_dim) {
