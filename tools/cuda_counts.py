@@ -28,6 +28,8 @@ LAUNCH = 2.5e-6  # a kernel's first and last moments, in seconds
 # look at its values does in front of P V where the warps that multiply take it, and where others do.
 SHOWN = 0.5
 CHAINED, UNCHAINED, HIDING, GUARD, SCOUTED = 1000, 2500, 700, 500, 100
+# Instructions a score for a floating mask, 128 a clock, of which half show as of the exponentials.
+BIAS = 4.5
 # The backward: an iteration's exchange of dS, its sums to dQ and its waits, and what shows of each score's arithmetic,
 # in clocks; what dQ through shared memory takes more, and the time from a block's sums to the next one's.
 MEETING, SCORE, ORDERED, TURN = 800, 4.3 / 128, 300, 500
@@ -70,12 +72,14 @@ class Forward:
     keys: int
     chained: bool = True
     guard: int = SCOUTED
+    bias: int = 0  # bytes of a number of a floating mask
 
     def tile(self, head_dim: int, v_head_dim: int) -> float:
         tensor = 2 * self.rows * self.keys * (head_dim + v_head_dim) / TENSOR
         operands = self.rows // 64 * (64 * head_dim + self.keys * (head_dim + v_head_dim))
-        shared = 2 * (operands + self.keys * (head_dim + v_head_dim)) / SHARED
-        return max(tensor, shared) + SHOWN * self.rows * self.keys / EXPONENTIALS
+        scores = self.rows * self.keys  # what TMA brings is written, then read
+        shared = 2 * (operands + self.keys * (head_dim + v_head_dim) + scores * self.bias) / SHARED
+        return max(tensor, shared) + SHOWN * scores * (1 / EXPONENTIALS + (self.bias > 0) * BIAS / 128)
 
     def row_tile(self, h: Heads, row: int) -> float:
         first = max(0, row - h.window + 1) if h.window else 0
@@ -236,6 +240,7 @@ def lines() -> list[list[str]]:
     d128 = Forward(128, 128)
     share = d128.seconds(heads(4096, (128, 128), causal=True, window=512)) / d128.seconds(heads(4096, (128, 128)))
     found.append(["forward 128, 4096, window 512, of the time without", f"{share:.2f}", "0.25"])
+    add("forward 128, 4096, floating mask", Forward(128, 128, False, GUARD, bias=2).rate(heads(4096, (128, 128))), 520)
     rate = varlen_rate((512,) * 24 + (4096,), 8)
     found.append(
         ["varlen_attention 128, causal, 24 sequences of 512 and one of 4096, 8 heads", f"{rate:.0f} TFLOP/s", ""]

@@ -27,7 +27,7 @@ constexpr HeadSize forward_size(int head_dim, int v_head_dim) {
   const int d = head_dim > v_head_dim ? head_dim : v_head_dim;
   return d <= 256 ? HeadSize::d256 : d <= 512 ? HeadSize::d512 : HeadSize::none;
 }
-// Keys of a tile of Hopper's forward
+// Keys of a tile of Hopper's forward, but with a floating mask, which no pass over tiles comes before
 constexpr int sm90_forward_keys(HeadSize size) { return size == HeadSize::d256 ? 64 : 128; }
 // Columns of the other kernels: 64, 128 or 256, of those for 16-bit numbers 512 too; 0: none takes these
 constexpr int backward_size(int head_dim, int v_head_dim) {

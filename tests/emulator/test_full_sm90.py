@@ -13,27 +13,30 @@ from tests.emulator import test_options as options
 from tests.emulator.faults import full_forward as faults_full_forward
 from tests.emulator.host import build, run
 from tests.emulator.host.noticed import is_noticed
+from tests.support.testing import random_tensor
 
 
-def kernel(dtype, dqk, dv, query_stages, bias):
-    shape = f"{dtype},{dqk},{dv},{query_stages},{str(bias).lower()}"
+def kernel(dtype, dqk, dv, mask="none"):
+    shape = f"{dtype},{dqk},{dv},MaskElement::{mask}"
     program = ("full_forward", (f"SHAPE=Sm90FullShape<{shape}>",))
     return program, {"Bf16": torch.bfloat16, "Half": torch.float16}[dtype], dqk, dv
 
 
 KERNELS = {  # as options.FORWARD
-    "64-bf16": kernel("Bf16", 64, 64, 2, False),
-    "128-fp16": kernel("Half", 128, 128, 2, False),
-    "192-bf16": kernel("Bf16", 192, 128, 1, False),
-    "256-fp16": kernel("Half", 256, 256, 1, False),
+    "64-bf16": kernel("Bf16", 64, 64),
+    "128-fp16": kernel("Half", 128, 128),
+    "192-bf16": kernel("Bf16", 192, 128),
+    "256-fp16": kernel("Half", 256, 256),
 }
-BIASED = {  # with a floating mask
-    "64-fp16": kernel("Half", 64, 64, 2, True),
-    "128-bf16": kernel("Bf16", 128, 128, 2, True),
-    "192-fp16": kernel("Half", 192, 128, 1, True),
-    "256-bf16": kernel("Bf16", 256, 256, 1, True),
+BIASED = {  # with a floating mask, of the dtype of query or in float32
+    "64-fp16": kernel("Half", 64, 64, "same"),
+    "128-bf16": kernel("Bf16", 128, 128, "same"),
+    "192-fp16": kernel("Half", 192, 128, "same"),
+    "256-bf16": kernel("Bf16", 256, 256, "same"),
+    "64-fp32": kernel("Bf16", 64, 64, "fp32"),
+    "192-fp32": kernel("Bf16", 192, 128, "fp32"),
 }
-FLOATING = {"mask", "row_mask", "column_mask", "fp32_mask", "one_number", "float_causal"}
+FLOATING = {"mask", "own_mask", "row_mask", "column_mask", "fp32_mask", "one_number", "float_causal"}
 EVERY = ("softcap", "sinks", "alibi", "dropout", "scale")
 MORE = [  # every option beside every mask and every range, and some alone, of several tiles
     (("bands",), 200, 601),
@@ -54,15 +57,20 @@ MORE = [  # every option beside every mask and every range, and some alone, of s
     ((*EVERY, "fp32_mask", "key_lengths"), 70, 260),
     ((*EVERY, "column_mask", "window"), 90, 270),
     ((*EVERY, "row_mask", "prefix"), 130, 257),
+    (("mask", "causal"), 150, 264),  # from here on by TMA
+    (("own_mask",), 200, 264),
+    (("row_mask", "bottom_right"), 70, 136),
+    (("fp32_mask", "window", "sinks"), 260, 268),
 ]
 CASES = [case for case in (*options.CASES, *MORE) if case[2]]  # without keys the kernel on mma.sync is taken
 
 
-def checks(biased):
-    """(check, cases) of the kernels without, with a floating mask."""
+def checks(name):
+    """(check, cases) of a kernel."""
+    biased = name in BIASED
     dense = [case for case in CASES if biased == bool(FLOATING & set(case[0]))]
     if biased:
-        return [(options.check_forward, dense)]
+        return [(options.check_forward, [case for case in dense if ("fp32_mask" in case[0]) == ("fp32" in name)])]
     return [
         (options.check_forward, dense),
         (options.check_packed_forward, options.PACKED),
@@ -72,6 +80,7 @@ def checks(biased):
 
 FAULTS = [("64-bf16", *fault) for fault in faults_full_forward.PLAIN]
 FAULTS += [("64-fp16", *fault) for fault in faults_full_forward.BIAS]
+FAULTS += [("64-fp32", *fault) for fault in faults_full_forward.FP32_BIAS]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +95,7 @@ def programs():
 @pytest.mark.parametrize("name", [*KERNELS, *BIASED])
 def test_forward(programs, name):
     kernels = KERNELS if name in KERNELS else BIASED
-    for check, cases in checks(name in BIASED):
+    for check, cases in checks(name):
         options.check_all(check, kernels, name, cases if name.startswith("64") else cases[::3])
 
 
@@ -95,6 +104,8 @@ def check_nan(program, kernel, biased, order):
     _, dtype, head_dim, v_head_dim = kernel
     for mask in ("float_causal",) if biased else ("bool_mask", "causal"):
         tensors, arguments = options.call((mask,), dtype, 150, 200, head_dim, v_head_dim)
+        if "MaskElement::fp32" in str(kernel[0]):
+            arguments["attn_mask"] = arguments["attn_mask"].float()
         given = arguments.get("attn_mask", torch.ones(150, 200).tril().bool()[None, None])
         seen = (given if given.dtype == torch.bool else given == 0)[0, 0, :, 100]
         call = partial(run.forward, program, *tensors, *options.as_given(arguments, 150, 200)[:1], order, False)
@@ -153,6 +164,28 @@ def test_tiles_that_a_mask_hides_are_skipped(programs):
     assert half * 2 == blocked * 2 == full
 
 
+@pytest.mark.parametrize("name", ["64-fp16", "64-fp32"])
+def test_masks_that_tma_takes(programs, name):
+    """Those whose rows are whole 16-byte chunks come by TMA, in boxes of 64 columns of 16 bits; of others words are
+    copied where rows are whole words and tiles whole, and elements else."""
+    program, entry = build.program(*BIASED[name][0]), BIASED[name]
+    dtype, boxes, row_tiles = (torch.float32, 4, 8) if "fp32" in name else (torch.float16, 2, 8)
+
+    def copies(shape):
+        tensors = options.call((), entry[1], 70, max(shape[3], 258), 64, 64)[0]
+        given = {"attn_mask": random_tensor(shape, dtype, 3, outliers=False)}
+        return run.forward(program, *tensors, {"left": -1}, options=given)[1]["copies"]
+
+    others = copies((1, 1, 1, 1))  # is read as elements, beside 258 keys
+    width, tiles = 258 + -258 % (16 // dtype.itemsize), 3
+    for shape in ((2, 4, 70), (1, 1, 70), (1, 4, 1), (1, 1, 1)):
+        assert copies((*shape, width)) - others == row_tiles * tiles * boxes
+    words = row_tiles * (tiles - 1) * 128 * boxes * 32  # of whole tiles
+    assert copies((1, 1, 70, 258)) - others == words
+    assert copies((2, 1, 1, 258)) - others == words
+    assert copies((1, 1, 70, 259)) - others == (words if dtype == torch.float32 else 0)
+
+
 def attempts(program, name, file):
     """What may notice a fault, the likely ones first."""
     entry, biased = {**KERNELS, **BIASED}[name], name in BIASED
@@ -164,7 +197,7 @@ def attempts(program, name, file):
             rare.append(partial(blocks.check_forward, program, entry, blocks.FAR, orders[0]))
         of_sequences = file in (faults_full_forward.PRODUCER, faults_full_forward.OUTPUT)
         yield from rare if of_sequences else ()
-        for check, cases in sorted(checks(biased), key=lambda c: of_sequences and len(c[1])):
+        for check, cases in sorted(checks(name), key=lambda c: of_sequences and len(c[1])):
             yield from [partial(check, program, entry, case, orders[i % 6]) for i, case in enumerate(cases)]
         yield from () if of_sequences else rare
 

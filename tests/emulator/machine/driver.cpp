@@ -51,8 +51,10 @@ int run(int argc, char** argv, const std::function<void(const Arguments&)>& body
     emulator::plant(arguments.values.contains("fault") ? arguments["fault"] : 0);
     body(arguments);
     const auto& s = emulator::stats();
-    fprintf(stderr, "mma=%llu ldmatrix=%llu phases=%llu\n", static_cast<unsigned long long>(s.mma),
-            static_cast<unsigned long long>(s.ldmatrix), static_cast<unsigned long long>(s.ldmatrix_phases));
+    const auto print = [](const char* name, uint64_t x) {
+      fprintf(stderr, "%s=%llu ", name, static_cast<unsigned long long>(x));
+    };
+    print("mma", s.mma), print("ldmatrix", s.ldmatrix), print("phases", s.ldmatrix_phases), print("copies", s.copies);
     return 0;
   } catch (const emulator::Error& e) {
     fprintf(stderr, "%s\n", e.what());

@@ -1,4 +1,4 @@
-// Floating masks in 16 bits whose tiles the Hopper backward takes as they lie, and writes the gradients of.
+// Floating masks whose tiles Hopper's kernels take as they lie, by TMA, and the backward writes the gradients of.
 #pragma once
 #include "backward_task.cuh"
 
@@ -18,12 +18,16 @@ inline int64_t single_batch_stride(const ScoresOf<Real>& s, const int64_t (&stri
   }
   return stride;
 }
-// Can TMA bring the tiles of the mask? It wants rows of whole 16-byte chunks.
+// Can TMA bring the tiles of the mask? It wants rows of whole 16-byte chunks; one row for all (mask_row 0) will do.
+inline bool tma_takes_mask(const Scores& s) {
+  if (s.mask_kind <= MaskElement::boolean || s.mask_col != 1) return false;
+  const int64_t item = single_batch_stride(s, s.mask_batch), chunk = 16 / s.mask_bytes;
+  return s.mask_row >= 0 && s.mask_row % chunk == 0 && s.mask_head % chunk == 0 && item >= 0 && item % chunk == 0 &&
+         reinterpret_cast<uintptr_t>(s.mask) % 16 == 0;
+}
+// The backward's: in 16 bits, of several rows
 inline bool mask_in_tiles(const BackwardTask& p) {
-  const Scores& s = p.scores;
-  return s.mask_kind == MaskElement::same && s.mask_col == 1 && s.mask_row > 0 && s.mask_row % 8 == 0 &&
-         s.mask_head % 8 == 0 && single_batch_stride(s, s.mask_batch) >= 0 &&
-         single_batch_stride(s, s.mask_batch) % 8 == 0 && reinterpret_cast<uintptr_t>(s.mask) % 16 == 0;
+  return p.scores.mask_kind == MaskElement::same && p.scores.mask_row > 0 && tma_takes_mask(p.scores);
 }
 // Are the gradients of scores that of the mask, and are there tiles to write them through to `own`?
 inline bool writes_mask_gradient(const BackwardTask& p, const void* own) {

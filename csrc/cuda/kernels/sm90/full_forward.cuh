@@ -3,11 +3,15 @@
 // tiles a boolean mask or one of blocks hides or leaves whole; with each tile the producer passes on which one it is
 // and what it is to either warpgroup, and in whole tiles no mask is read.
 //
-// Under the products of a tile a warpgroup reads the mask's elements for its fragments, two keys in one load where
-// strides and alignment allow, and draws dropout's bits. Without a floating mask P V of a tile runs under the scores of
-// the next one; with one, its registers hold the bias, and the two warpgroups overlap only each other. Scores stay
-// products, scaled in the exponential, unless an option needs them in units of log2. Not yet measured on a GPU.
-// Proofs: tests/emulator/test_full_sm90.py, tests/emulator/faults/full_forward.py.
+// Under the products of a tile a warpgroup reads a boolean mask's elements for its fragments, two keys in one load
+// where strides and alignment allow, and draws dropout's bits. P V of a tile runs under the scores of the next one.
+//
+// A floating mask comes by TMA, asked for a tile ahead, into a ring of two parts, and ldmatrix gives it in the layout
+// of the scores: it needs no registers but those it is added from. Where TMA does not take it (common/mask_tiles.cuh)
+// each warp copies its rows there under the products. One in float32 has kernels of its own: two parts a tile, and the
+// two warpgroups overlap only each other. Scores stay products, scaled in the exponential, unless an option needs them
+// in units of log2. Not yet measured on a GPU. Proofs: tests/emulator/test_full_sm90.py,
+// tests/emulator/faults/full_forward.py.
 #pragma once
 #include "forward_guard.cuh"
 #include "forward_output.cuh"
@@ -29,7 +33,8 @@ struct Sm90FullForward {
   using Options = Sm90FullScores<Shape>;
 
   static __device__ __forceinline__ void consume(uint32_t smem, unsigned char* base, const Barriers& barriers,
-                                                 const Slot* slots, const Tile* stages, const ForwardTask& task) {
+                                                 const Slot* slots, const Tile* stages, const Sm90FullForwardMaps& maps,
+                                                 const ForwardTask& task) {
     const int group = ptx::uniform(threadIdx.x / 128) - 1;
     // recomputed where they are used: registers are few
     const auto lane = [] { return int(ptx::opaque(threadIdx.x)) % 32; };
@@ -68,6 +73,9 @@ struct Sm90FullForward {
 
       Tile tile{0, 0};
       bool hides = false;
+      const auto release_q = [&](const Tile& of) {  // after its last product; slots are twice as many, at least
+        if (of.last()) release(barriers.q_empty + 8 * query);
+      };
       const auto arrived = [&](int count) -> Tile {  // K of the next tile, and which one it is
         wait_k(count);
         const Tile next = stages[stage(count)];
@@ -84,8 +92,8 @@ struct Sm90FullForward {
       const auto prefetch = [&](Options& options) {
         options.prefetch(slot, tile.number, tile.kind(group), slot.row + first_row(), lane());
       };
-      const auto softmax = [&](Options& options) {
-        hides = options.apply(scores, slot, tile.number, tile.kind(group), slot.row + first_row(), lane());
+      const auto softmax = [&](Options& options, int count) {
+        hides = options.apply(scores, slot, tile.number, count, tile.kind(group), slot.row + first_row(), lane());
         const bool moved = soft.run(scores, unit, task);
         options.drop(scores);
         return moved;
@@ -113,29 +121,36 @@ struct Sm90FullForward {
         return !Guard::finite(base + Shape::kValueAt + stage(tile_count) * Shape::kValueBytes, flags, turn);
       };
 
+      if (start == 0) {
+        __syncwarp();  // @no_tile: or lanes still waiting would see the phase after the next one
+        release(barriers.q_empty + 8 * query);
+      }
       for (bool more = start > 0; more; tile_count++) {  // runs of tiles that this warpgroup sees
         tile = arrived(tile_count);
         if (tile.kind(group) == TileKind::hidden) {
+          if constexpr (Shape::kBias) Options(task, maps, smem, base).pass_bias(tile_count, lane());  // V may follow it
           wait_v(tile_count);
           __syncwarp();  // no lane may still be waiting when the next phase but one begins
           release_k(tile_count);
+          release_q(tile);
           release_v(tile_count);
           more = !tile.last();
           continue;
         }
-        Options first(task);
+        Options first(task, maps, smem, base);
         qk(tile_count);
         prefetch(first);
         ptx::wgmma_wait<0>();
         ptx::keep(scores);
         release_k(tile_count);
-        pack(softmax(first));
+        release_q(tile);
+        pack(softmax(first, tile_count));
         bool needs_fallback = leaks();
         while (Shape::kOverlap && !needs_fallback && !tile.last()) {
           const Tile next = arrived(tile_count + 1);
           if (next.kind(group) == TileKind::hidden) break;
           tile = next;
-          Options options(task);
+          Options options(task, maps, smem, base);
           qk(tile_count + 1);
           wait_v(tile_count);
           pv(tile_count);
@@ -143,7 +158,8 @@ struct Sm90FullForward {
           ptx::wgmma_wait<1>();
           ptx::keep(scores);
           release_k(tile_count + 1);
-          const bool moved = softmax(options);
+          release_q(tile);
+          const bool moved = softmax(options, tile_count + 1);
           ptx::wgmma_wait<0>();
           ptx::keep(out);
           release_v(tile_count);
@@ -164,8 +180,6 @@ struct Sm90FullForward {
         more = !tile.last();
       }
       Output::write(out, soft.max, soft.sum, unit, first_row(), lane() % 4, slot, task);
-      __syncwarp();
-      release(barriers.q_empty + 8 * query);
     }
   }
 
@@ -184,19 +198,21 @@ struct Sm90FullForward {
       }
   }
 
-  static __device__ __forceinline__ void run(const Sm90ForwardMaps& maps, const ForwardTask& task,
+  static __device__ __forceinline__ void run(const Sm90FullForwardMaps& maps, const ForwardTask& task,
                                              const TileKinds& kinds) {
+    if (Shape::kBias && threadIdx.x == 0) Sm90FullMaskPart<Shape>::init(ptx::smem_addr(ptx::dynamic_smem()));
     sm90_forward_roles<Shape>(
         [&](uint32_t smem, unsigned char* base, const Barriers& barriers) {
           Sm90FullProducer<Shape>{{smem, barriers, maps, task},
                                   reinterpret_cast<Slot*>(base + Shape::kSlotsAt),
                                   reinterpret_cast<Tile*>(base + Shape::kTilesAt),
-                                  kinds}
+                                  kinds,
+                                  maps}
               .run();
         },
         [&](uint32_t smem, unsigned char* base, const Barriers& barriers) {
           consume(smem, base, barriers, reinterpret_cast<const Slot*>(base + Shape::kSlotsAt),
-                  reinterpret_cast<const Tile*>(base + Shape::kTilesAt), task);
+                  reinterpret_cast<const Tile*>(base + Shape::kTilesAt), maps, task);
         });
   }
 };
@@ -204,7 +220,7 @@ struct Sm90FullForward {
 // grid: at most the number of tiles; kinds: of 64 rows x kKeys keys
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
-    sm90_full_forward(const __grid_constant__ Sm90ForwardMaps maps, const __grid_constant__ ForwardTask task,
+    sm90_full_forward(const __grid_constant__ Sm90FullForwardMaps maps, const __grid_constant__ ForwardTask task,
                       const __grid_constant__ TileKinds kinds) {
   Sm90FullForward<Shape>::run(maps, task, kinds);
 }

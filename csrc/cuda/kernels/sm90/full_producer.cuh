@@ -14,6 +14,7 @@ struct Sm90FullProducer : Sm90ForwardLoads<Shape> {
   Slot* const slots;
   Sm90FullTile* const stages;
   const TileKinds& kinds;
+  const Sm90FullForwardMaps& all;
 
   static __device__ __forceinline__ int query_at(int group, int round) {
     return group * Shape::kQueryStages + round % Shape::kQueryStages;
@@ -54,6 +55,23 @@ struct Sm90FullProducer : Sm90ForwardLoads<Shape> {
     return key_tile;
   }
 
+  // of the K tile that was just asked for
+  __device__ __forceinline__ void load_mask(const Slot& slot, int key_tile) {
+    constexpr int kParts = Shape::kMaskParts;
+    const int rows = task.scores.mask_row ? Shape::kRows : 1;
+#pragma unroll 1
+    for (int i = 0; i < kParts; i++) {
+      const Sm90FullMaskPart<Shape> part(Loads::smem, (k_count - 1) * kParts + i);
+      ptx::mbarrier_wait(part.empty, part.parity ^ 1);
+      ptx::mbarrier_arrive_expect_tx(part.full, Shape::kMaskPanels * rows * 128);
+#pragma unroll
+      for (int c = 0; c < Shape::kMaskPanels; c++)
+        ptx::tma_load_4d(part.at + c * Shape::kMaskPanel, &all.mask, (key_tile * kParts + i) * Shape::kKeys + c * 64,
+                         task.scores.mask_head ? slot.head : 0, rows > 1 ? slot.row : 0,
+                         all.mask_batched ? slot.batch : 0, part.full);
+    }
+  }
+
   __device__ __forceinline__ void run() {
     for (int i = blockIdx.x, round = 0;; round++) {
       const bool more = i < task.total;
@@ -79,6 +97,8 @@ struct Sm90FullProducer : Sm90ForwardLoads<Shape> {
         const int stage = Loads::wait_k();
         stages[stage] = {key_tile, Sm90FullTile::pack(first.kind(key_tile), second.kind(key_tile), next < 0)};
         Loads::load_k(stage, head, item, first.k_begin + key_tile * Shape::kKeys);
+        if constexpr (Shape::kBias)
+          if (all.mask_tiles) load_mask(first, key_tile);
         if (before >= 0)
           Loads::load_v(Loads::wait_v(k_count - 2), head, item, first.k_begin + before * Shape::kKeys, first.key_end);
         if (next < 0)

@@ -14,12 +14,16 @@ struct Sm90FullScores {
   static constexpr int kCount = Shape::kKeys / 2, kHalves = Shape::kKeys / 64;
 
   const ForwardTask& task;
-  uint32_t seen[kHalves];                       // what a boolean mask or one of blocks lets through
-  uint32_t kept[kHalves];                       // what dropout does
-  uint32_t raw[Shape::kBias ? kCount / 2 : 1];  // a bias as it lies in memory: pairs of T, or half of the keys' float
+  const Sm90FullForwardMaps& maps;
+  const uint32_t smem;
+  unsigned char* const base;
+  uint32_t seen[kHalves];  // what a boolean mask or one of blocks lets through
+  uint32_t kept[kHalves];  // what dropout does
 
   // for one tile: what a call does not use stays undefined, or it would take up registers
-  explicit __device__ __forceinline__ Sm90FullScores(const ForwardTask& task_) : task(task_) {}
+  __device__ __forceinline__ Sm90FullScores(const ForwardTask& task_, const Sm90FullForwardMaps& maps_, uint32_t smem_,
+                                            unsigned char* base_)
+      : task(task_), maps(maps_), smem(smem_), base(base_) {}
 
   // what a score is multiplied by once apply() is through: 1 where that did it
   static __device__ __forceinline__ float unit_of(const ForwardTask& task) {
@@ -35,11 +39,11 @@ struct Sm90FullScores {
     const X* mask = ptx::global(reinterpret_cast<const X*>(slot.scores().mask));
     return mask + min(row, task.q_len - 1) * options.mask_row + key * options.mask_col;
   }
-  // may two adjacent keys of a tile be read at once?
-  __device__ __forceinline__ bool pairs(const Slot& slot, int key_tile) const {
+  // may whole words of a row of a tile be read, of `adjacent` keys each?
+  __device__ __forceinline__ bool words(const Slot& slot, int key_tile, int adjacent) const {
     const Scores& options = task.scores;
-    return options.mask_col == 1 && options.mask_row % 2 == 0 && (key_tile + 1) * Shape::kKeys <= task.kv_len &&
-           (reinterpret_cast<uintptr_t>(slot.scores().mask) & (2 * options.mask_bytes - 1)) == 0;
+    return options.mask_col == 1 && options.mask_row % adjacent == 0 && (key_tile + 1) * Shape::kKeys <= task.kv_len &&
+           (reinterpret_cast<uintptr_t>(slot.scores().mask) & (adjacent * options.mask_bytes - 1)) == 0;
   }
   // element `key` + step of a row; keys past the end as the last one
   template <class X>
@@ -49,7 +53,7 @@ struct Sm90FullScores {
 
   __device__ __forceinline__ void read_boolean(const Slot& slot, int key_tile, int row, int key) {
     const unsigned char *a = row_at<unsigned char>(slot, row, key), *b = row_at<unsigned char>(slot, row + 8, key);
-    if (pairs(slot, key_tile)) {
+    if (words(slot, key_tile, 2)) {
       uint32_t pair[kCount / 2];
 #pragma unroll
       for (int j = 0; j < kCount / 4; j++) {
@@ -76,52 +80,118 @@ struct Sm90FullScores {
     }
   }
 
-  // A bias of type X: of the whole tile where it is T, else of half of it
-  template <class X>
-  __device__ __forceinline__ void read_bias(const Slot& slot, int key_tile, int row, int key, int half) {
-    constexpr int kWords = sizeof(X) / 2;  // of two keys
-    key += Shape::kKeys / 2 * half;
-    const X *a = row_at<X>(slot, row, key), *b = row_at<X>(slot, row + 8, key);
-    if (pairs(slot, key_tile)) {
+  // The warp's rows of a bias to where TMA would bring them, a row's words one a lane.
+  __device__ __forceinline__ void copy_bias(const Slot& slot, int key_tile, int row, int lane) {
+    using X = std::conditional_t<Shape::kWideBias, uint32_t, uint16_t>;
+    constexpr int kEach = 4 / sizeof(X), kPanels = Shape::kKeys / kEach / 32;
+    const bool whole = words(slot, key_tile, kEach);
+    const int first = key_tile * Shape::kKeys + lane * kEach;
+    row -= lane / 4;
+    uint32_t to = Shape::kMaskAt + (row - slot.row) * 128 + lane % 4 * 4;
+    __syncwarp();  // @bias_read: of the tile before
+#pragma unroll 2
+    for (int r = 0; r < 16; r++) {
+      const X* from = row_at<X>(slot, row + r, 0);
 #pragma unroll
-      for (int j = 0; j < kCount / 4 / kWords; j++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          const X* at = (h ? b : a) + 8 * j;
-          if constexpr (kWords == 1) {
-            raw[2 * j + h] = *reinterpret_cast<const uint32_t*>(at);
-          } else {
-            const uint2 v = *reinterpret_cast<const uint2*>(at);
-            raw[4 * j + 2 * h] = v.x, raw[4 * j + 2 * h + 1] = v.y;
-          }
+      for (int c = 0; c < kPanels; c++) {
+        const uint32_t at = to + c * Shape::kMaskPanel + r * 128 + ((lane / 4 ^ (r & 7)) << 4);
+        const int key = first + c * 32 * kEach;
+        if (whole) {
+          ptx::cp_async_4(smem + at, from + key, true);
+          continue;
         }
-      return;
-    }
+        uint32_t word = 0;
 #pragma unroll
-    for (int i = 0; i < kCount / 2; i++) raw[i] = 0;  // or they would be alive before
-#pragma unroll 1
-    for (int j = 0; j < kCount / 4 / kWords; j++) {  // registers have no index: the words move along
-#pragma unroll
-      for (int i = 0; i + 2 * kWords < kCount / 2; i++) raw[i] = raw[i + 2 * kWords];
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const X *at = h ? b : a, first = element(at, key, 8 * j), second = element(at, key, 8 * j + 1);
-        uint32_t* to = raw + kCount / 2 - (2 - h) * kWords;
-        if constexpr (kWords == 1)
-          to[0] = ptx::pack2<T>(ptx::to_float(first), ptx::to_float(second));
-        else
-          to[0] = first, to[1] = second;
+        for (int e = 0; e < kEach; e++)  // keys past the end as the last one
+          word |= static_cast<uint32_t>(from[min(key + e, task.kv_len - 1) * task.scores.mask_col]) << 16 * e;
+        *reinterpret_cast<uint32_t*>(base + at) = word;
       }
     }
+    ptx::cp_async_commit();
   }
 
-  // Is every number of a bias in pairs of T finite?
-  __device__ __forceinline__ bool finite() const {
+  // Part i of a tile's bias, the count-th: read(where it lies) once it is there
+  template <class Read>
+  __device__ __forceinline__ void with_bias(int count, int i, int lane, Read&& read) {
+    using Part = Sm90FullMaskPart<Shape>;
+    const Part part(smem, maps.mask_tiles ? count * Shape::kMaskParts + i : i);
+    if (maps.mask_tiles) ptx::mbarrier_wait(part.full, part.parity);
+    read(part.at);
+    if (!maps.mask_tiles) return;
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(part.empty);
+  }
+  // a tile that this warpgroup does not see
+  __device__ __forceinline__ void pass_bias(int count, int lane) {
+    if (!maps.mask_tiles) return;
+    for (int i = 0; i < Shape::kMaskParts; i++) with_bias(count, i, lane, [](uint32_t) {});
+  }
+  // the tile's row that a lane reads: there is one where all are the same
+  __device__ __forceinline__ uint32_t bias_row(int row) const {
+    return maps.mask_tiles && !task.scores.mask_row ? 0 : row;
+  }
+
+  // scores * factor + a bias in T; returns the lowest of it, or something finite
+  __device__ __forceinline__ float add_bias(float (&scores)[kCount], float factor, uint32_t at, int row, int lane) {
+    const uint32_t r = bias_row(row - lane / 4 + lane % 16);
+    at += r * 128;
+    const auto fragment = [&](uint32_t (&x)[4], int j) {  // of 16 keys
+      const uint32_t chunk = j * 2 + lane / 16;
+      ptx::ldmatrix_x4(x, at + j / 4 * Shape::kMaskPanel + ((chunk % 8 ^ (r & 7)) << 4));
+    };
     constexpr uint32_t kStep = ptx::is_bf16<T> ? 0x00800080u : 0x04000400u;  // to the sign's place from inf
     uint32_t large = 0;
 #pragma unroll
-    for (int j = 0; j < kCount / 2; j++) large |= (raw[Shape::kBias ? j : 0] & 0x7fff7fffu) + kStep;
-    return !ptx::any((large & 0x80008000u) != 0);
+    for (int j = 0; j < Shape::kKeys / 16; j++) {
+      uint32_t x[4];
+      fragment(x, j);
+#pragma unroll
+      for (int q = 0; q < 4; q++) {
+        const float2 bias = ptx::unpack2<T>(x[q]);
+        float &low = scores[8 * j + 2 * q], &high = scores[8 * j + 2 * q + 1];
+        low = ptx::rounded_product(low, factor) + bias.x, high = ptx::rounded_product(high, factor) + bias.y;
+        large |= (x[q] & 0x7fff7fffu) + kStep;
+      }
+    }
+    float lowest = 0.f;
+    if (!ptx::any((large & 0x80008000u) != 0)) return lowest;
+    // some number is not finite: -inf hides whatever the score is
+#pragma unroll
+    for (int j = 0; j < Shape::kKeys / 16; j++) {
+      uint32_t x[4];
+      fragment(x, j);
+#pragma unroll
+      for (int q = 0; q < 4; q++) {
+        const float2 bias = ptx::unpack2<T>(x[q]);
+        if (bias.x == -INFINITY) lowest = scores[8 * j + 2 * q] = bias.x;
+        if (bias.y == -INFINITY) lowest = scores[8 * j + 2 * q + 1] = bias.y;
+      }
+    }
+    return lowest;
+  }
+  // the same of one in float32, of half of the keys
+  __device__ __forceinline__ float add_fp32_bias(float (&scores)[kCount], int half, float factor, uint32_t at, int row,
+                                                 int lane) {
+    float lowest = 0.f;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const uint32_t r = bias_row(row + 8 * h);
+      const unsigned char* from = base + (at - smem) + r * 128 + lane % 2 * 8;
+#pragma unroll
+      for (int j = 0; j < kCount / 8; j++) {
+        const uint32_t chunk = j * 2 + lane % 4 / 2;
+        const float2 bias =
+            *reinterpret_cast<const float2*>(from + j / 4 * Shape::kMaskPanel + ((chunk % 8 ^ (r & 7)) << 4));
+        const auto add = [&](float& score, float x) {
+          score = x == -INFINITY ? x : ptx::rounded_product(score, factor) + x;
+          lowest = fminf(lowest, x);
+        };
+        float* const to = scores + kCount / 2 * half + 4 * j + 2 * h;
+        add(to[0], bias.x);
+        add(to[1], bias.y);
+      }
+    }
+    return lowest;
   }
 
   // Under the products of the tile. row: the thread's first one
@@ -141,10 +211,7 @@ struct Sm90FullScores {
     if (options.seed)
       each_half(kept, [&](int key) { return attnjourney::kept(options, slot.scores(), row, key, lane, Half64{}); });
     if constexpr (Shape::kBias) {
-      if (options.mask_kind == MaskElement::same)
-        read_bias<T>(slot, key_tile, row, key, 0);
-      else
-        read_bias<uint32_t>(slot, key_tile, row, key, 0);
+      if (!maps.mask_tiles) copy_bias(slot, key_tile, row, lane);
     } else if (kind != TileKind::whole) {
       if (options.mask_kind == MaskElement::boolean) read_boolean(slot, key_tile, row, key);
       if (options.mask_kind == MaskElement::blocks)
@@ -153,9 +220,9 @@ struct Sm90FullScores {
     }
   }
 
-  // Products to scores; returns whether a bias hides any.
-  __device__ __forceinline__ bool apply(float (&scores)[kCount], const Slot& slot, int key_tile, TileKind kind, int row,
-                                        int lane) {
+  // Products to scores; returns whether a bias hides any. count: key tiles before this one.
+  __device__ __forceinline__ bool apply(float (&scores)[kCount], const Slot& slot, int key_tile, int count,
+                                        TileKind kind, int row, int lane) {
     const Scores& options = task.scores;
     const int key = key_tile * Shape::kKeys + 2 * (lane % 4);
     float factor = task.score_scale;
@@ -174,32 +241,20 @@ struct Sm90FullScores {
                     ptx::rounded_product(slope, fabsf(distance + static_cast<float>(Half64::row(i) - Half64::key(i))));
       factor = 1.f;
     }
-    const auto add = [&](int i, float bias) {
-      scores[i] = bias == -INFINITY ? bias : ptx::rounded_product(scores[i], factor) + bias;
-      lowest = fminf(lowest, bias);
-    };
     if constexpr (Shape::kBias) {
-      if (options.mask_kind == MaskElement::same && finite()) {
-#pragma unroll
-        for (int i = 0; i < kCount; i++) {
-          const float2 bias = ptx::unpack2<T>(raw[i / 2]);
-          scores[i] = ptx::rounded_product(scores[i], factor) + (i % 2 ? bias.y : bias.x);
-        }
-      } else if (options.mask_kind == MaskElement::same) {
-#pragma unroll
-        for (int j = 0; j < kCount / 2; j++) {
-          const float2 bias = ptx::unpack2<T>(raw[j]);
-          add(2 * j, bias.x);
-          add(2 * j + 1, bias.y);
-        }
-      } else {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          if (half > 0) read_bias<uint32_t>(slot, key_tile, row, key, half);
-#pragma unroll
-          for (int i = 0; i < kCount / 2; i++) add(kCount / 2 * half + i, ptx::as_float(raw[i]));
-        }
+      const int local = row - slot.row;
+      if (!maps.mask_tiles) {
+        ptx::cp_async_wait<0>();
+        __syncwarp();  // @bias_there
       }
+#pragma unroll
+      for (int part = 0; part < Shape::kMaskParts; part++)
+        with_bias(count, part, lane, [&](uint32_t at) {
+          if constexpr (Shape::kWideBias)
+            lowest = fminf(lowest, add_fp32_bias(scores, part, factor, at, local, lane));
+          else
+            lowest = add_bias(scores, factor, at, local, lane);
+        });
     } else if ((options.sinks || !(task.score_scale > 0)) && factor != 1.f) {
 #pragma unroll
       for (int i = 0; i < kCount; i++) scores[i] = ptx::rounded_product(scores[i], factor);

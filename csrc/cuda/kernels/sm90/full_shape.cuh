@@ -32,20 +32,60 @@ struct Sm90FullTile {
   __device__ __forceinline__ bool last() const { return flags >> 4; }
 };
 
-template <class T, int Dqk, int Dv, int QueryStages>
-using Sm90FullBase =
-    Sm90ForwardShape<T, Dqk, Dv, 2, Dqk == 256 ? 64 : 128, Dqk == 64 ? 4 : 2, QueryStages, true, false, 0, false>;
+// Mask: fp32 or same, of a floating one; none: it is boolean, of blocks, or there is none. A bias takes the room of a
+// second stage of Q, and of 128 keys at 192 columns, where three stages of 64 fit.
+template <class T, int Dqk, int Dv, MaskElement Mask, bool Bias = Mask != MaskElement::none>
+using Sm90FullBase = Sm90ForwardShape<T, Dqk, Dv, 2, Dqk == 256 || (Dqk == 192 && Bias) ? 64 : 128,
+                                      Dqk == 64            ? 4
+                                      : Dqk == 192 && Bias ? 3
+                                                           : 2,
+                                      Dqk == 64 || (Dqk == 128 && !Bias) ? 2 : 1, true, false, 0, false>;
 
-// Bias: the mask is floating; else it is boolean, of blocks, or there is none.
-template <class T, int Dqk, int Dv, int QueryStages, bool Bias>
-struct Sm90FullShape : Sm90FullBase<T, Dqk, Dv, QueryStages> {
-  using Base = Sm90FullBase<T, Dqk, Dv, QueryStages>;
-  static constexpr bool kOptions = true, kScouts = false, kBias = Bias;
-  // P V of a tile under the scores of the next one; a bias takes the registers that this needs
-  static constexpr bool kOverlap = !Bias;
-  static constexpr int kSlotsAt = Base::kSmemBytes, kTilesAt = kSlotsAt + 8 * sizeof(Sm90FullSlot);
+template <class T, int Dqk, int Dv, MaskElement Mask>
+struct Sm90FullShape : Sm90FullBase<T, Dqk, Dv, Mask> {
+  using Base = Sm90FullBase<T, Dqk, Dv, Mask>;
+  static constexpr bool kOptions = true, kScouts = false;
+  static constexpr bool kBias = Mask != MaskElement::none, kWideBias = Mask == MaskElement::fp32;
+  // P V of a tile under the scores of the next one; a bias in float32 takes the registers that this needs
+  static constexpr bool kOverlap = !kWideBias;
+  // A ring of two parts of the mask: a tile in 16 bits, or half of the keys of one in float32. In panels of kRows rows
+  // of 128 bytes, swizzled.
+  static constexpr int kMaskStages = 2, kMaskParts = kWideBias ? 2 : 1;
+  static constexpr int kMaskPanels = Base::kKeys / 64, kMaskPanel = Base::kRows * 128;
+  static constexpr int kMaskBytes = kMaskPanels * kMaskPanel;
+  static constexpr int kMaskAt = kBias ? (Base::kSmemBytes + 1023) / 1024 * 1024 : Base::kSmemBytes;
+  static constexpr int kMaskBarriersAt = kMaskAt + (kBias ? kMaskStages * kMaskBytes : 0);
+  static constexpr int kSlotsAt = kMaskBarriersAt + (kBias ? 16 * kMaskStages : 0);
+  static constexpr int kTilesAt = kSlotsAt + 8 * sizeof(Sm90FullSlot);
   static constexpr int kSmemBytes = kTilesAt + Base::kStages * sizeof(Sm90FullTile);
   static_assert(kSlotsAt % alignof(Sm90FullSlot) == 0 && kSmemBytes <= 227 * 1024);
+};
+
+// The mask's part n of all: where it lies, and its barriers.
+template <class Shape>
+struct Sm90FullMaskPart {
+  uint32_t at, full, empty;
+  int parity;
+  __device__ __forceinline__ Sm90FullMaskPart(uint32_t smem, int n) {
+    const int stage = n % Shape::kMaskStages;
+    at = smem + Shape::kMaskAt + stage * Shape::kMaskBytes;
+    full = smem + Shape::kMaskBarriersAt + 8 * stage, empty = full + 8 * Shape::kMaskStages;
+    parity = n / Shape::kMaskStages & 1;
+  }
+  static __device__ __forceinline__ void init(uint32_t smem) {
+    for (int n = 0; n < Shape::kMaskStages; n++) {
+      const Sm90FullMaskPart part(smem, n);
+      ptx::mbarrier_init(part.full, 1);
+      ptx::mbarrier_init(part.empty, 4 * Shape::kGroups);
+    }
+  }
+};
+
+// mask: a floating one where mask_tiles, else consumers copy the rows they read. In 16-bit numbers, a float32 as two;
+// sizes (columns, heads, rows, batch) of its own, boxes of 64 x kRows, or x 1 where all rows are the same.
+struct Sm90FullForwardMaps : Sm90ForwardMaps {
+  ptx::TensorMap mask;
+  bool mask_tiles, mask_batched;
 };
 
 }  // namespace attnjourney
