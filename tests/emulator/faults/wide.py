@@ -12,6 +12,7 @@ FORWARD = [
     ("columns past v_head_dim are written", WIDE_FORWARD, "if (column + j * 8 >= p.v_head_dim) break;", ""),
     ("rows past the end are written", WIDE_FORWARD, "if (r >= sequence.rows) continue;", ""),
     ("kept weights not scaled", WIDE_FORWARD, "inverse *= p.scores.keep_scale;", ""),
+    ("hidden values leak", WIDE_FORWARD, "value_tile, hides, first, lane, at", "value_tile, false, first, lane, at"),
 ]
 BACKWARD = [
     ("tiles read before they landed", WIDE_BACKWARD, "ptx::cp_async_wait<0>();", ""),
@@ -24,13 +25,14 @@ BACKWARD = [
     ("rows past the end are written", WIDE_BACKWARD, "if (first_key + row >= sequence().k_rows) continue;", ""),
     ("the block's place read before it is there", WIDE_BACKWARD, "@place_there", ""),
     ("slopes of the head to come", WIDE_BACKWARD, "own().head, slope_sum", "at.head, slope_sum"),
+    ("hidden numbers leak", WIDE_BACKWARD, "own().border = found.hides;", "own().border = false;"),
     ("dV not scaled", WIDE_BACKWARD, "p.scores.seed ? p.scores.keep_scale : 1.f", "1.f"),
 ]
 DETERMINISTIC = [
     (
-        "a turn is not waited for",
+        "a turn is not passed on",
         WIDE_BACKWARD,
-        "if (tid == 0) ptx::turn_wait(p.turn + 2 * own().number, own().turn);",
+        "if (tid == 0) ptx::turn_pass(p.turn + 2 * own().number, own().turn + 1);",
         "",
     ),
 ]
