@@ -88,7 +88,7 @@ struct Sm90FullScores {
     const int first = key_tile * Shape::kKeys + lane * kEach;
     row -= lane / 4;
     uint32_t to = Shape::kMaskAt + (row - slot.row) * 128 + lane % 4 * 4;
-    __syncwarp();  // @bias_read: of the tile before
+    __syncwarp();  // of the tile before
 #pragma unroll 2
     for (int r = 0; r < 16; r++) {
       const X* from = row_at<X>(slot, row + r, 0);
