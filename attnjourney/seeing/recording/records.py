@@ -26,8 +26,8 @@ class Record:
             and a number, "attention.0", counted in every run of the model.
         operator: "attention", "varlen_attention", "paged_attention" (varlen_attention with a block_table), "mha",
             "gpt_attention", "gqa", "mla", "decode", "mla_decode", "sparse_attention" (mla_decode with indices, too:
-            keys are latents, in a cache of blocks those of the pool; over bytes it stays mla_decode, each row a sequence
-            of the tokens that it names), "infini_attention" or "longformer_attention".
+            keys are latents, in a cache of blocks those of the pool; over bytes it stays mla_decode, each row a
+            sequence of the tokens that it names), "infini_attention" or "longformer_attention".
         step: which run of the model, from 0.
         weights: (..., heads, rows, S) in query's dtype, before dropout: rows sum to 1 (less with a sink, 0 where a row
             sees no key). Packed sequences have a batch dimension here, filled with 0. Detached.
