@@ -19,6 +19,8 @@ struct SparseForward {
   using ValueTile = std::conditional_t<Latent, Tile, typename Math::template Tile<Dv>>;
   using Weights = typename Math::template Weights<Rows, Keys, false>;
   using Gather = SparseGather<Math, Keys>;
+  // of a multiprocessor, at least: left alone, ptxas stops at 96 registers and spills
+  static constexpr int kBlocks = D == 256 && Rows == 16 ? 1 : Math::kBlocks;
   static constexpr int kRows = Rows, kThreads = Math::kThreads, kPitch = Math::template kPitch<Keys>;
   static constexpr int kPer = SparseThreads<Math, Rows, Keys>::kPer, kPairs = SparseThreads<Math, Rows, Keys>::kPairs;
   static_assert(kPer * Rows % 32 == 0 && kPer <= 32);
@@ -154,7 +156,7 @@ struct SparseForward {
 
 // grid: tiles of the items of every unit, [batch][kv_heads][blocks][tiles][splits]
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, Kernel::Math::kBlocks)
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
     sparse_forward(const __grid_constant__ SparseTask task) {
   Kernel::run(task);
 }

@@ -26,6 +26,8 @@ struct SparseKeyGradient {
   using ValueTile = std::conditional_t<Latent, Tile, OutTile>;
   using Weights = typename Math::template Weights<Rows, Keys, true>;
   using Gather = SparseGather<Math, Keys>;
+  // of a multiprocessor, at least: left alone, ptxas stops at 80 registers and spills
+  static constexpr int kBlocks = D == 64 ? 1 : Math::kBlocks;
   static constexpr int kKeys = Keys, kThreads = Math::kThreads, kPitch = Math::template kPitch<Keys>;
   static constexpr int kPer = SparseThreads<Math, Rows, Keys>::kPer, kPairs = SparseThreads<Math, Rows, Keys>::kPairs;
 
@@ -142,7 +144,7 @@ struct SparseKeyGradient {
 
 // grid: [batch][kv_heads][rows of the part][tiles of Keys names]
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, Kernel::Math::kBlocks)
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
     sparse_key_gradient(const __grid_constant__ SparseTask task, const __grid_constant__ SparsePairs pairs) {
   Kernel::run(task, pairs);
 }

@@ -15,6 +15,8 @@ struct SparseQueryGradient {
   using ValueTile = std::conditional_t<Latent, Tile, OutTile>;
   using Weights = typename Math::template Weights<Rows, Keys, false>;
   using Gather = SparseGather<Math, Keys>;
+  // of a multiprocessor, at least: left alone, ptxas stops at 80 registers and spills
+  static constexpr int kBlocks = D == 128 && Rows == 16 ? 1 : Math::kBlocks;
   static constexpr int kRows = Rows, kThreads = Math::kThreads, kPitch = Math::template kPitch<Keys>;
   static constexpr int kPer = SparseThreads<Math, Rows, Keys>::kPer, kPairs = SparseThreads<Math, Rows, Keys>::kPairs;
 
@@ -105,7 +107,7 @@ struct SparseQueryGradient {
 
 // grid: as sparse_forward's
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, Kernel::Math::kBlocks)
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
     sparse_query_gradient(const __grid_constant__ SparseTask task) {
   Kernel::run(task);
 }
