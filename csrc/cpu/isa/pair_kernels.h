@@ -8,7 +8,10 @@
 #include "cpu/kernels/decode/decode.h"
 #include "cpu/kernels/linear/pair_products.h"
 #include "cpu/kernels/linear/table.h"
+#include "cpu/kernels/shared.h"
 #include "row_products_bf16.h"
+
+ATTN_SHARED(extern)
 
 namespace attnjourney {
 namespace {

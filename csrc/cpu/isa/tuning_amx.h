@@ -2,6 +2,8 @@
 #pragma once
 #include <cstdint>
 
+#define ATTN_ISA amx
+
 namespace attnjourney {
 namespace {
 

@@ -2,6 +2,8 @@
 #pragma once
 #include <cstdint>
 
+#define ATTN_ISA avx2
+
 namespace attnjourney {
 namespace {
 

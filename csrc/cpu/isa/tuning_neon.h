@@ -2,6 +2,8 @@
 #pragma once
 #include <cstdint>
 
+#define ATTN_ISA neon
+
 namespace attnjourney {
 namespace {
 

@@ -11,6 +11,9 @@
 #include "cpu/kernels/decode/head_product.h"
 #include "cpu/kernels/decode/quantized_rows.h"
 #include "cpu/kernels/linear/table.h"
+#include "cpu/kernels/shared.h"
+
+ATTN_SHARED()
 
 namespace attnjourney {
 namespace {

@@ -31,14 +31,9 @@ int main(int argc, char** argv) {
     emulator::Buffer<C> weights(driver::read<C>(static_cast<size_t>(q.batch) * q.heads * q.length), "weights");
     emulator::Buffer<int> lengths(driver::read<int>(a["lengths"] ? static_cast<size_t>(q.batch) : 0), "key_lengths");
     TopkTask t{};
-    t.params = {.heads = q.heads,
-                .q_len = q.length,
-                .kv_len = k.length,
-                .head_dim = q.dim,
-                .topk = a["topk"],
-                .scale = a["scale"] / 1000.0,
-                .causal = a["causal"] != 0,
-                .bottom_right = a["bottom_right"] != 0};
+    t.params.heads = q.heads, t.params.q_len = q.length, t.params.kv_len = k.length, t.params.head_dim = q.dim;
+    t.params.topk = a["topk"], t.params.scale = a["scale"] / 1000.0;
+    t.params.causal = a["causal"] != 0, t.params.bottom_right = a["bottom_right"] != 0;
     t.query = query.data, t.key = key.data, t.weights = weights.data;
     t.q = q.strides<Strides>(), t.k = k.strides<Strides>(), t.batch = q.batch;
     t.key_lengths = a["lengths"] ? lengths.data : nullptr;

@@ -4,7 +4,6 @@
 #include "cpu/kernels/common/tile.h"
 
 namespace attnjourney {
-namespace {
 
 // what row r of a product out[r][c] = sum_x left(r, x) right[x][c] takes
 enum class Band {
@@ -13,6 +12,8 @@ enum class Band {
   to_row,    // x <= r: left(r, x) is 0 where x > r
   from_row,  // x >= r: left(r, x) is 0 where x < r
 };
+
+namespace {
 
 // calls f(first, Rows<n>) for pieces of `count` vectors, Max at a time, without a single one left over
 template <int Max, class F>
@@ -23,6 +24,9 @@ ATTN_INLINE void split_vectors(int64_t count, F&& f) {
     v += n;
   }
 }
+
+}  // namespace
+namespace ATTN_ISA {
 
 // out[r][c] (+)= sum over x < n. left(r, x) is left[r * left_ld + x], or left[x * left_ld + r] where `columns`. cols is
 // a multiple of the vector width. What is added goes to `also` too, where there is one.
@@ -55,6 +59,10 @@ ATTN_NOINLINE void multiply(const Real* left, int64_t left_ld, const Real* right
     });
   });
 }
+
+}  // namespace ATTN_ISA
+using namespace ATTN_ISA;
+namespace {
 
 // The same sums over to_row or from_row, added, where right holds an inf or a NaN: what is hidden is not read.
 template <bool columns, class Real>

@@ -18,6 +18,9 @@ struct JvpEpilogue {
   static constexpr int width = Vf::width, most = 3;
   static constexpr int64_t tile = PairTiles::tile;
   static constexpr bool modifies = true;
+  static constexpr Hidden kind(Hidden hidden) {
+    return hidden == Hidden::by_sum ? Hidden::by_bias : hidden == Hidden::by_alibi ? Hidden::by_range : hidden;
+  }
   struct Sums {                                                  // of a query tile
     float shift[tile], inverse[tile], least[tile];               // see QueryRows in stages.h
     float mu[tile], mu_low[tile], total[tile], total_low[tile];  // sums of P A and of P, and what rounding took
@@ -65,11 +68,11 @@ struct JvpEpilogue {
       const int64_t key = pending.key + r;
       if (guard && key >= pending.end) break;  // a last single key is paired with weight 0
       const Vf score = scores[r] * scale;      // rounded as in the forward
-      if constexpr (H == Hidden::by_bias || H == Hidden::by_sum) {
+      if constexpr (H == Hidden::by_bias) {
         const Vf added = load(bias + key * tile + lane);
         weight[r] = weigh(((score + added) + shift) * exponents);
-        if constexpr (H == Hidden::by_bias) weight[r] = select(eq(added, Vf::set(-__builtin_inff())), zero, weight[r]);
-      } else if (H == Hidden::by_alibi || (H == Hidden::by_range && alibi.on)) {
+        weight[r] = select(eq(added, Vf::set(-__builtin_inff())), zero, weight[r]);
+      } else if (H == Hidden::by_range && alibi.on) {
         const Vf distance = alibi.distance(Vf::iota(), lane, key);
         weight[r] = weigh(alibi.add(score, distance) + shift);
       } else {

@@ -13,6 +13,7 @@ struct ForwardEpilogue {
   static constexpr int width = Vf::width, most = 1, count = 1;
   static constexpr int64_t tile = PairTiles::tile;
   static constexpr bool modifies = true;
+  static constexpr Hidden kind(Hidden hidden) { return hidden; }
 
   PairTask task;
   PairTerm terms[1];

@@ -40,6 +40,7 @@ struct PendingScores {
 //   Cursor, cursor(lane, key, queries)   where in that and in the result it stands
 //   softmax<H>(pending, scores, cursor)  one pair of vectors: two keys for a vector of queries
 //   modify(scores, others, vectors)      the score modifier, where it is not part of softmax
+//   kind(hidden)                         as which other kind it treats keys: fewer kinds are sooner compiled
 template <class Epilogue>
 struct PairStream : PairTiles {
   template <Hidden H, int N>
@@ -184,7 +185,8 @@ struct PairStream : PairTiles {
   static ATTN_INLINE void single(Hidden hidden, const Epilogue& epilogue, int64_t lane0, int64_t k) {
     if (hidden == Hidden::by_bias) return single<Hidden::by_bias, M, N>(epilogue, lane0, k);
     if constexpr (M % rows == 0) {
-      if (hidden == Hidden::by_alibi) return single<Hidden::by_alibi, M, N>(epilogue, lane0, k);
+      if constexpr (Epilogue::kind(Hidden::by_alibi) == Hidden::by_alibi)
+        if (hidden == Hidden::by_alibi) return single<Hidden::by_alibi, M, N>(epilogue, lane0, k);
       if (hidden == Hidden::no) return single<Hidden::no, M, N>(epilogue, lane0, k);
     }
     single<Hidden::by_range, M, N>(epilogue, lane0, k);
@@ -248,7 +250,8 @@ struct PairStream : PairTiles {
   static ATTN_INLINE void all(const Epilogue& epilogue, const TileKeys& seen, int64_t rows_used, MaskBlock masked) {
     const bool bias = has_block(masked);
     border(epilogue, seen.begin, seen.all_begin, rows_used, bias);
-    with_hidden(inside(masked), [&](auto hidden) { inner<hidden.value>(epilogue, seen.all_begin, seen.all_end); });
+    with_hidden(inside(masked),
+                [&](auto hidden) { inner<Epilogue::kind(hidden.value)>(epilogue, seen.all_begin, seen.all_end); });
     border(epilogue, seen.all_end, seen.end, rows_used, bias);
   }
 };

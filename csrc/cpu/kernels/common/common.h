@@ -1,5 +1,6 @@
 // Small things every CPU kernel uses. Kernel headers live in an unnamed namespace and call no STL function: what is
-// compiled for AVX-512 must never be picked by the linker for an older CPU.
+// compiled for AVX-512 must never be picked by the linker for an older CPU. The little that files of an instruction set
+// share (shared.h) is in a namespace of its name, ATTN_ISA.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -11,11 +12,6 @@
 #define ATTN_UNROLL _Pragma("GCC unroll 32")
 
 namespace attnjourney {
-namespace {
-
-ATTN_INLINE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
-ATTN_INLINE int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
-ATTN_INLINE int64_t round_up(int64_t x, int64_t m) { return (x + m - 1) / m * m; }
 
 // Numbers as they lie in memory. Those of 16 and 8 bits are computed with in float.
 struct bf16 {
@@ -47,6 +43,12 @@ struct ComputeOf<double> {
 };
 template <class T>
 using Compute = typename ComputeOf<T>::type;
+
+namespace {
+
+ATTN_INLINE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
+ATTN_INLINE int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
+ATTN_INLINE int64_t round_up(int64_t x, int64_t m) { return (x + m - 1) / m * m; }
 
 ATTN_INLINE float bits_float(uint32_t u) {
   float f;

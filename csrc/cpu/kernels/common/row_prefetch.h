@@ -4,7 +4,7 @@
 #include "common.h"
 
 namespace attnjourney {
-namespace {
+namespace ATTN_ISA {
 
 class RowPrefetch {
  public:
@@ -35,5 +35,6 @@ class RowPrefetch {
   int64_t left_ = 0;
 };
 
-}  // namespace
+}  // namespace ATTN_ISA
+using namespace ATTN_ISA;
 }  // namespace attnjourney

@@ -7,7 +7,7 @@
 #include "decode/params.h"
 
 namespace attnjourney {
-namespace {
+namespace ATTN_ISA {
 
 // Keys first .. first + count: from key `offset` of run `run` on, into the runs that follow.
 struct DecodeBlock {
@@ -137,5 +137,6 @@ class LinePrefetch {
   int64_t rate_ = 0, credit_ = 0;
 };
 
-}  // namespace
+}  // namespace ATTN_ISA
+using namespace ATTN_ISA;
 }  // namespace attnjourney

@@ -106,36 +106,46 @@ struct RowProducts {
     }
   }
 
+  // scores[R]: of one key
+  template <int R>
+  static ATTN_NOINLINE void dot_key(const Real* query, int64_t query_ld, const T* key, int64_t dim, Real* scores) {
+    const int64_t whole = dim / width * width;
+    V acc[R];
+    ATTN_UNROLL for (int r = 0; r < R; r++) acc[r] = V::zero();
+    for (int64_t d = 0; d < whole; d += width)
+      ATTN_UNROLL for (int r = 0; r < R; r++) acc[r] = fma(load(query + r * query_ld + d), load(key + d), acc[r]);
+    if (whole < dim) {
+      const V tail = load_part(key + whole, dim - whole);
+      ATTN_UNROLL for (int r = 0; r < R; r++) acc[r] = fma(load(query + r * query_ld + whole), tail, acc[r]);
+    }
+    ATTN_UNROLL for (int r = 0; r < R; r++) scores[r] = sum(acc[r]);
+  }
+
   template <int R>
   static ATTN_NOINLINE void scores(const Real* query, int64_t query_ld, const T* key, int64_t k_row, int64_t dim,
                                    int64_t n, Real* scores, LinePrefetch& prefetch) {
     constexpr int K = sums_at_once / R;
+    const auto one_by_one = [&](int64_t k, int64_t end) {
+      for (; k < end; k++) {
+        dot_key<R>(query, query_ld, key + k * k_row, dim, scores + k * R);
+        prefetch.step(dim / width);
+      }
+    };
     int64_t k = 0;
     for (; k + K <= n; k += K) {
       const T* const rows = key + k * k_row;
-      if constexpr (WithoutNan<T>::differs)
-        if (!any_nan(rows, k_row, K, dim)) {
-          using Finite = typename WithoutNan<T>::type;
+      if constexpr (WithoutNan<T>::differs) {
+        using Finite = typename WithoutNan<T>::type;
+        if (any_nan(rows, k_row, K, dim))
+          one_by_one(k, k + K);
+        else
           RowProducts<Finite>::template dot_tile<R>(query, query_ld, reinterpret_cast<const Finite*>(rows), k_row, dim,
                                                     scores + k * R, prefetch);
-          continue;
-        }
-      dot_tile<R>(query, query_ld, rows, k_row, dim, scores + k * R, prefetch);
-    }
-    const int64_t whole = dim / width * width;
-    for (; k < n; k++) {
-      V acc[R];
-      ATTN_UNROLL for (int r = 0; r < R; r++) acc[r] = V::zero();
-      const T* row = key + k * k_row;
-      for (int64_t d = 0; d < whole; d += width)
-        ATTN_UNROLL for (int r = 0; r < R; r++) acc[r] = fma(load(query + r * query_ld + d), load(row + d), acc[r]);
-      if (whole < dim) {
-        const V tail = load_part(row + whole, dim - whole);
-        ATTN_UNROLL for (int r = 0; r < R; r++) acc[r] = fma(load(query + r * query_ld + whole), tail, acc[r]);
+      } else {
+        dot_tile<R>(query, query_ld, rows, k_row, dim, scores + k * R, prefetch);
       }
-      ATTN_UNROLL for (int r = 0; r < R; r++) scores[k * R + r] = sum(acc[r]);
-      prefetch.step(dim / width);
     }
+    one_by_one(k, n);
   }
 
   // output[r][N vectors] += sum over n keys of weights[k * weights_ld + r] value[k]
@@ -198,8 +208,8 @@ struct RowProducts {
       for (int64_t k = 0; k < n; k += keys_together(n), weights += keys_together(n) * R) {
         const int64_t count = min_of(keys_together(n), n - k);
         const T* const rows = value + k * v_row;
-        if (any_nan(rows, v_row, count, dim))
-          pv_keys<R>(weights, count, rows, v_row, dim, output, output_ld, prefetch);
+        if (any_nan(rows, v_row, count, dim))  // which a weight of 0 hides
+          weighted_values_guarded(weights, R, count, rows, v_row, dim, output, output_ld);
         else
           RowProducts<Finite>::template pv_keys<R>(weights, count, reinterpret_cast<const Finite*>(rows), v_row, dim,
                                                    output, output_ld, prefetch);

@@ -2,7 +2,10 @@
 #pragma once
 #include "backward.h"
 #include "cpu/dispatch.h"
+#include "cpu/kernels/shared.h"
 #include "step.h"
+
+ATTN_SHARED(extern)
 
 namespace attnjourney {
 namespace {

@@ -3,7 +3,7 @@
 #include "cpu/kernels/common/pack.h"
 #include "cpu/kernels/common/scratch.h"
 #include "cpu/kernels/common/tile.h"
-#include "cpu/kernels/decode/row_products.h"
+#include "cpu/kernels/shared.h"
 
 namespace attnjourney {
 namespace {
@@ -39,8 +39,8 @@ struct PassProducts {
     for (int64_t k = 0; k < n; k += keys_of_block)
       for (int64_t i = 0; i < p.count; i++)
         p.with([&](auto r) {
-          Products::template scores<r.count>(left + i * p.rows * left_ld, left_ld, right + k * right_row, right_row,
-                                             dim, min_of(keys_of_block, n - k), to + i * stride + k * p.rows, none);
+          row_scores<T, r.count>(left + i * p.rows * left_ld, left_ld, right + k * right_row, right_row, dim,
+                                 min_of(keys_of_block, n - k), to + i * stride + k * p.rows, none);
         });
   }
   // sums[pass * rows + r][padded dim] += weights times rows of `right`; guarded: a weight of 0 hides what is not finite
@@ -56,8 +56,7 @@ struct PassProducts {
           Products::weighted_values_guarded(own, p.rows, count, right + k * right_row, right_row, dim, out, to_ld);
         else
           p.with([&](auto r) {
-            Products::template weighted_values<r.count>(own, count, right + k * right_row, right_row, dim, out, to_ld,
-                                                        none);
+            row_sums<T, r.count>(own, count, right + k * right_row, right_row, dim, out, to_ld, none);
           });
       }
   }

@@ -4,6 +4,8 @@
 #include "indexer.h"
 #include "indexer_loss.h"
 
+ATTN_SHARED(extern)
+
 namespace attnjourney {
 namespace {
 
