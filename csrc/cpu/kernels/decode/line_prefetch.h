@@ -7,7 +7,7 @@
 #include "decode/params.h"
 
 namespace attnjourney {
-namespace ATTN_ISA {
+inline namespace ATTN_ISA {
 
 // Keys first .. first + count: from key `offset` of run `run` on, into the runs that follow.
 struct DecodeBlock {
@@ -138,5 +138,4 @@ class LinePrefetch {
 };
 
 }  // namespace ATTN_ISA
-using namespace ATTN_ISA;
 }  // namespace attnjourney
