@@ -124,6 +124,9 @@ def test_nan_shows_where_it_is_seen_and_nowhere_else(kind, q_len):
     scales["value_scale"] = spoilt["value_scale"]
     only_value = DECODE(query, clean_key, value, lengths, is_causal=False, **scales)
     assert only_value[0].isnan().all() and not only_value[1].isnan().any()
+    # even where a key's weight times its scale is 0
+    scales["value_scale"] = torch.where(spoilt["value_scale"].isnan(), math.nan, 0.0)
+    assert DECODE(query, clean_key, value, lengths, is_causal=False, **scales)[0].isnan().all()
 
 
 # ---------------------------------------------------------------------------------------------------- the verbs

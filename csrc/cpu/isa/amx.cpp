@@ -5,6 +5,7 @@
 
 // what follows is compiled for these
 #include "cpu/kernels/decode/matrix_decode.h"
+#include "cpu/kernels/decode/next_line.h"
 #include "matrix_kernels.h"
 
 namespace attnjourney {

@@ -11,8 +11,6 @@
 #include "cpu/kernels/shared.h"
 #include "row_products_bf16.h"
 
-ATTN_SHARED(extern)
-
 namespace attnjourney {
 namespace {
 

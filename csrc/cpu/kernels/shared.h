@@ -1,11 +1,11 @@
-// Products that several files of an instruction set call: <isa>.cpp has them, the others declare them alone, which is a
-// sixth of their compilation. The types that they name are not in an unnamed namespace either.
+// Products that several files of an instruction set call: <isa>.cpp has them (table.h), the others declare them alone,
+// which is a sixth of their compilation. The types that they name are not in an unnamed namespace either.
 #pragma once
 #include "cpu/kernels/attention/band.h"
 #include "cpu/kernels/decode/row_products.h"
 
 namespace attnjourney {
-namespace ATTN_ISA {
+inline namespace ATTN_ISA {
 
 // RowProducts<T>::scores<R> and weighted_values<R>
 template <class T, int R>
@@ -31,9 +31,9 @@ ATTN_NOINLINE void row_sums(const Compute<T>* weights, int64_t n, const T* value
   ATTN_ROW_PRODUCTS_OF(where, T, 2) \
   ATTN_ROW_PRODUCTS_OF(where, T, 4) \
   ATTN_ROW_PRODUCTS_OF(where, T, 8)
-// `where`: extern, or nothing in <isa>.cpp
+// `where`: extern, or nothing where they are
 #define ATTN_SHARED(where)                      \
-  namespace attnjourney::ATTN_ISA {             \
+  namespace attnjourney {                       \
   ATTN_INSTANCE(where, multiply<false, float>)  \
   ATTN_INSTANCE(where, multiply<true, float>)   \
   ATTN_INSTANCE(where, multiply<false, double>) \
@@ -43,3 +43,5 @@ ATTN_NOINLINE void row_sums(const Compute<T>* weights, int64_t n, const T* value
   ATTN_ROW_PRODUCTS(where, bf16)                \
   ATTN_ROW_PRODUCTS(where, f16)                 \
   }
+
+ATTN_SHARED(extern)

@@ -26,7 +26,7 @@ ATTN_INLINE void split_vectors(int64_t count, F&& f) {
 }
 
 }  // namespace
-namespace ATTN_ISA {
+inline namespace ATTN_ISA {
 
 // out[r][c] (+)= sum over x < n. left(r, x) is left[r * left_ld + x], or left[x * left_ld + r] where `columns`. cols is
 // a multiple of the vector width. What is added goes to `also` too, where there is one.
@@ -61,7 +61,6 @@ ATTN_NOINLINE void multiply(const Real* left, int64_t left_ld, const Real* right
 }
 
 }  // namespace ATTN_ISA
-using namespace ATTN_ISA;
 namespace {
 
 // The same sums over to_row or from_row, added, where right holds an inf or a NaN: what is hidden is not read.

@@ -70,8 +70,7 @@ struct JvpEpilogue {
       const Vf score = scores[r] * scale;      // rounded as in the forward
       if constexpr (H == Hidden::by_bias) {
         const Vf added = load(bias + key * tile + lane);
-        weight[r] = weigh(((score + added) + shift) * exponents);
-        weight[r] = select(eq(added, Vf::set(-__builtin_inff())), zero, weight[r]);
+        weight[r] = select(eq(added, Vf::set(-__builtin_inff())), zero, weigh(((score + added) + shift) * exponents));
       } else if (H == Hidden::by_range && alibi.on) {
         const Vf distance = alibi.distance(Vf::iota(), lane, key);
         weight[r] = weigh(alibi.add(score, distance) + shift);

@@ -185,8 +185,7 @@ struct PairStream : PairTiles {
   static ATTN_INLINE void single(Hidden hidden, const Epilogue& epilogue, int64_t lane0, int64_t k) {
     if (hidden == Hidden::by_bias) return single<Hidden::by_bias, M, N>(epilogue, lane0, k);
     if constexpr (M % rows == 0) {
-      if constexpr (Epilogue::kind(Hidden::by_alibi) == Hidden::by_alibi)
-        if (hidden == Hidden::by_alibi) return single<Hidden::by_alibi, M, N>(epilogue, lane0, k);
+      if (hidden == Hidden::by_alibi) return single<Epilogue::kind(Hidden::by_alibi), M, N>(epilogue, lane0, k);
       if (hidden == Hidden::no) return single<Hidden::no, M, N>(epilogue, lane0, k);
     }
     single<Hidden::by_range, M, N>(epilogue, lane0, k);

@@ -4,7 +4,7 @@
 #include "common.h"
 
 namespace attnjourney {
-namespace ATTN_ISA {
+inline namespace ATTN_ISA {
 
 class RowPrefetch {
  public:
@@ -36,5 +36,4 @@ class RowPrefetch {
 };
 
 }  // namespace ATTN_ISA
-using namespace ATTN_ISA;
 }  // namespace attnjourney
