@@ -10,6 +10,7 @@
 #include "cpu/kernels/attention/matrix_products.h"
 #include "cpu/kernels/attention/matrix_weights.h"
 #include "cpu/kernels/decode/matrix_decode.h"
+#include "cpu/kernels/decode/next_line.h"
 
 namespace attnjourney {
 namespace {

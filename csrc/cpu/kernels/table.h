@@ -9,6 +9,7 @@
 #include "cpu/kernels/attention/weights.h"
 #include "cpu/kernels/decode/decode.h"
 #include "cpu/kernels/decode/head_product.h"
+#include "cpu/kernels/decode/next_line.h"
 #include "cpu/kernels/decode/quantized_rows.h"
 #include "cpu/kernels/linear/table.h"
 #include "cpu/kernels/shared.h"

@@ -17,8 +17,8 @@ struct DecodeBlock {
 // The runs of a chunk in blocks of at most `keys` keys without a gap.
 class BlockWalk {
  public:
-  BlockWalk(const DecodeRun* runs, int64_t n, int64_t keys) : runs_(runs), n_(n), keys_(keys) {}
-  bool next(DecodeBlock& b) {
+  ATTN_INLINE BlockWalk(const DecodeRun* runs, int64_t n, int64_t keys) : runs_(runs), n_(n), keys_(keys) {}
+  ATTN_INLINE bool next(DecodeBlock& b) {
     if (run_ == n_) return false;
     b = {run_, offset_, runs_[run_].first + offset_, 0};
     while (run_ < n_ && b.count < keys_ && runs_[run_].first + offset_ == b.first + b.count) {
@@ -40,7 +40,7 @@ class BlockWalk {
     }
   }
 
-  int64_t size() const { return n_; }
+  ATTN_INLINE int64_t size() const { return n_; }
 
  private:
   const DecodeRun* runs_;
@@ -50,17 +50,17 @@ class BlockWalk {
 class LinePrefetch {
  public:
   // rows of one matrix
-  LinePrefetch(const void* rows, int64_t count, int64_t width, int64_t stride)
+  ATTN_INLINE LinePrefetch(const void* rows, int64_t count, int64_t width, int64_t stride)
       : walk_(nullptr, 0, 0), row_(static_cast<const char*>(rows)), stride_(stride), width_(width), rows_(count) {
     join_rows();
   }
   // the keys of each block of the walk, then its values, unless they are part of the keys; bytes
-  LinePrefetch(const DecodeRun* runs, const BlockWalk& walk, int64_t key_width, int64_t key_stride, int64_t value_width,
-               int64_t value_stride)
+  ATTN_INLINE LinePrefetch(const DecodeRun* runs, const BlockWalk& walk, int64_t key_width, int64_t key_stride,
+                           int64_t value_width, int64_t value_stride)
       : runs_(runs), walk_(walk), widths_{key_width, value_width}, strides_{key_stride, value_stride} {}
 
   // `bytes` for every `units` of work, the first `lead` bytes immediately
-  void start(int64_t bytes, int64_t units, int64_t lead) {
+  ATTN_INLINE void start(int64_t bytes, int64_t units, int64_t lead) {
     rate_ = (bytes * (one / 64) + units - 1) / units;
     credit_ = lead * (one / 64);
     step(0);
@@ -85,41 +85,13 @@ class LinePrefetch {
   static constexpr int64_t one = int64_t{1} << 16;  // credit for a line
   static constexpr int64_t pages_before = 3;        // runs
 
-  ATTN_NOINLINE const char* next() {
-    while (rows_ == 0) {
-      if (left_ == 0) {
-        if (part_ == 0 && widths_[1] > 0 && block_.count > 0) {
-          part_ = 1;
-        } else {
-          part_ = 0;
-          if (!runs_ || !walk_.next(block_)) {
-            rate_ = credit_ = 0;
-            return nullptr;
-          }
-        }
-        run_ = block_.run, offset_ = block_.offset, left_ = block_.count;
-      }
-      if (run_ + pages_before < walk_.size()) touch(runs_[run_ + pages_before]);
-      const DecodeRun& r = runs_[run_++];
-      rows_ = min_of(left_, r.count - offset_);
-      left_ -= rows_;
-      stride_ = strides_[part_], width_ = widths_[part_];
-      row_ = static_cast<const char*>(part_ ? r.value : r.key) + offset_ * stride_;
-      offset_ = 0;
-      join_rows();
-    }
-    const char* p = row_;
-    rows_--;
-    row_ += stride_;
-    end_ = p + width_;
-    return p - reinterpret_cast<uintptr_t>(p) % 64;
-  }
+  const char* next();  // next_line.h
   // blocks of a paged cache lie anywhere: their pages are prefetched (for the TLB) before their lines
-  void touch(const DecodeRun& r) const {
+  ATTN_INLINE void touch(const DecodeRun& r) const {
     const char* const p = static_cast<const char*>(part_ ? r.value : r.key);
     for (int64_t i = 0; i < r.count * strides_[part_]; i += 4096) __builtin_prefetch(p + i);
   }
-  void join_rows() {
+  ATTN_INLINE void join_rows() {
     if (stride_ != width_) return;
     width_ *= rows_;
     rows_ = rows_ > 0;
