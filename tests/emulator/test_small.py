@@ -17,21 +17,23 @@ def sm80(dtype, size, deterministic=False):
     return ("backward", (f"KERNEL=Sm80BackwardSmall<{dtype},{size},{str(deterministic).lower()}>", "RANGED"))
 
 
-def wide(program, dtype, size):
-    return (f"fp32_{program}", (f"KERNEL=Fp32{program.capitalize()}Small<{dtype},{size}>",))
+def fp32(dtype, size):
+    return ("fp32_backward", (f"KERNEL=Fp32BackwardSmall<{dtype},{size}>",))
 
 
-FORWARD = {"256-fp64": (wide("forward", "double", 256), torch.float64, 130, 256)}  # as in test_cuda_emulator_options
+FORWARD = {  # as in tests/emulator/test_options.py
+    "256-fp64": (("fp32_forward", ("KERNEL=Fp32ForwardSmall<double,256>",)), torch.float64, 130, 256)
+}
 BACKWARD = {  # kernel: (program, dtype, head_dim, deterministic)
     "64-fp16": (sm80("Half", 64), torch.float16, 64, False),
     "128-bf16-deterministic": (sm80("Bf16", 128, True), torch.bfloat16, 104, True),
     "256-fp16": (sm80("Half", 256), torch.float16, 256, False),
     "256-bf16-deterministic": (sm80("Bf16", 256, True), torch.bfloat16, 136, True),
-    "128-fp32": (wide("backward", "float", 128), torch.float32, 100, False),
-    "256-fp32": (wide("backward", "float", 256), torch.float32, 256, False),
-    "64-fp64": (wide("backward", "double", 64), torch.float64, 64, False),
-    "128-fp64": (wide("backward", "double", 128), torch.float64, 128, False),
-    "256-fp64": (wide("backward", "double", 256), torch.float64, 140, True),
+    "128-fp32": (fp32("float", 128), torch.float32, 100, False),
+    "256-fp32": (fp32("float", 256), torch.float32, 256, False),
+    "64-fp64": (fp32("double", 64), torch.float64, 64, False),
+    "128-fp64": (fp32("double", 128), torch.float64, 128, False),
+    "256-fp64": (fp32("double", 256), torch.float64, 140, True),
 }
 CASES = [*options.CASES[::4], ((), 140, 200), (("causal",), 200, 200)]
 FEW = [(("mask", "left", "sinks"), 90, 100), (("causal", "bottom_right"), 40, 70)]  # for the tiles' other dtypes

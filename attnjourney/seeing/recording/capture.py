@@ -176,20 +176,20 @@ class capture:
 
     @contextmanager
     def _function(self, name: str, call: dict, defaults: dict) -> Iterator[None]:
-        """Around a function made of several operators: its parts are not recorded."""
+        """Around a function made of several operators: its parts are not recorded, nor what computes its record."""
         if threading.get_ident() != self._thread or torch._C._are_functorch_transforms_active():
             yield
             return
         self._inside += 1
         try:
             yield
+            if self._inside == 1 and torch._C._current_graph_task_id() == -1:
+                with _disable_current_modes(), torch.no_grad():
+                    self._record(name, lambda: FUNCTIONS[name](call), call, defaults, call["query"])
+                    if name in STATES:
+                        self._record_state(name, call, defaults, (call["query"],))
         finally:
             self._inside -= 1
-        if not self._inside and torch._C._current_graph_task_id() == -1:
-            with _disable_current_modes(), torch.no_grad():
-                self._record(name, lambda: FUNCTIONS[name](call), call, defaults, call["query"])
-                if name in STATES:
-                    self._record_state(name, call, defaults, (call["query"],))
 
     def _name(self, operator: str, kind: bool, some: Tensor) -> str | None:
         """Of a call that is wanted; calls with a state (kind) are counted by themselves."""
