@@ -29,24 +29,24 @@ CXX_FILES = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
-build: $(VENV)/.torch-$(TORCH)  ## (default) virtual environment with torch and tools, and the libraries in attnjourney/
+build: $(VENV)/.torch-$(TORCH)  ## (default) virtual environment with torch, and the libraries in attnjourney/
 	@$(PY) setup.py -q build_ext --inplace
 
-test-quick: build  ## build, then what to run before a commit: some cases of everything, in a minute or two
+test-quick: $(VENV)/.tools build  ## build, then what to run before a commit: some cases of everything, in a minute or two
 	$(RUN_TESTS) -m quick $(PYTEST_ARGS)
 
 # Both libraries in one go, then the files of tests in the order of tests/conftest.py: the longest first. One machine code
 # is enough for what the tests ask of CUDA kernels without a GPU.
-test: $(VENV)/.torch-$(TORCH)  ## build, then all tests; where nvcc is, the CUDA library is built for them too
+test: $(VENV)/.tools  ## build, then all tests; where nvcc is, the CUDA library is built for them too
 	@ATTNJOURNEY_CUDA=1 ATTNJOURNEY_CUDA_CODE=$(or $(ATTNJOURNEY_CUDA_CODE),80) \
 		$(PY) setup.py -q build_ext --build-lib build/cuda
 	@$(PY) setup.py -q build_ext --inplace
 	ATTNJOURNEY_EMULATOR=$(or $(EMULATOR),changed) $(RUN_TESTS) -m "not clients" $(PYTEST_ARGS)
 
-prove: $(VENV)/.torch-$(TORCH)  ## the emulator's tests that have not passed with the kernels as they are; records those that do
+prove: $(VENV)/.tools  ## the emulator's tests that have not passed with the kernels as they are; records those that do
 	$(PY) -m tools.prove $(ARGS)
 
-test-clients: build  ## install what attnjourney.integrations is for, then the tests with it
+test-clients: $(VENV)/.tools build  ## install what attnjourney.integrations is for, then the tests with it
 	$(call install,test-clients)
 	@$(PY) -c "import torchvision" 2>/dev/null || { $(PY) -m pip uninstall -q -y torchvision; \
 		echo "no torchvision here that loads beside this torch: its tests are skipped"; }
@@ -89,13 +89,13 @@ gpu:  ## on a machine with a GPU, with PYTHON's own torch: build, then the parts
 	PYTHONPATH="$(CURDIR)" $(PYTHON) -m tools.gpu --out "$(OUT)" --part "$(PART)" --cases "$(CASES)" \
 		$(if $(LIMIT),--seconds "$(LIMIT)")
 
-lint: $(VENV)/.torch-$(TORCH)  ## check the style of C++ and Python, and Python's types
+lint: $(VENV)/.tools  ## check the style of C++ and Python, and Python's types
 	@$(VENV)/bin/clang-format --dry-run --Werror $(CXX_FILES)
 	@$(VENV)/bin/ruff check
 	@$(VENV)/bin/ruff format --check
 	@$(VENV)/bin/mypy
 
-format: $(VENV)/.torch-$(TORCH)  ## correct the style of C++ and Python
+format: $(VENV)/.tools  ## correct the style of C++ and Python
 	@$(VENV)/bin/clang-format -i $(CXX_FILES)
 	@$(VENV)/bin/ruff check --fix
 	@$(VENV)/bin/ruff format
@@ -105,16 +105,16 @@ format: $(VENV)/.torch-$(TORCH)  ## correct the style of C++ and Python
 WITH_SANITIZERS = LD_PRELOAD="$(foreach lib,asan ubsan stdc++,$(realpath $(shell $(CXX) -print-file-name=lib$(lib).so)))" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 ATTNJOURNEY_LIBRARY_DIR=build/sanitize/attnjourney
 
-asan: $(VENV)/.torch-$(TORCH)  ## C++ tests with the address and undefined-behaviour sanitizers: make asan ASAN_TESTS="..."
+asan: $(VENV)/.tools  ## C++ tests with the address and undefined-behaviour sanitizers: make asan ASAN_TESTS="..."
 	ATTNJOURNEY_SANITIZE=1 $(PY) setup.py -q build_ext --build-lib build/sanitize
 	$(WITH_SANITIZERS) $(PY) -m pytest -q --capture=sys $(ASAN_TESTS) $(PYTEST_ARGS)
 
 # The scalar kernels alone are built with sanitizers, which takes minutes and not a quarter of an hour.
-fuzz: $(VENV)/.torch-$(TORCH)  ## spoilt calls of every operator with sanitizers: make fuzz MINUTES=10 SEED=1
+fuzz: $(VENV)/.tools  ## spoilt calls of every operator with sanitizers: make fuzz MINUTES=10 SEED=1
 	ATTNJOURNEY_SANITIZE=scalar $(PY) setup.py -q build_ext --build-lib build/sanitize
 	$(WITH_SANITIZERS) ATTNJOURNEY_ISA=scalar $(PY) -m tests.support.fuzz --minutes $(or $(MINUTES),10) --seed $(or $(SEED),1)
 
-test-torch: .venv-$(TORCH)/.torch-$(TORCH)  ## smoke tests of the libraries already built with another torch: TORCH=2.14.1
+test-torch: .venv-$(TORCH)/.tools  ## smoke tests of the libraries already built with another torch: TORCH=2.14.1
 	@test -e attnjourney/_C_cpu.so || { echo "make test-torch: run make build first"; exit 1; }
 	.venv-$(TORCH)/bin/python -m pytest -q -m smoke $(PYTEST_ARGS)
 
@@ -125,30 +125,35 @@ clean:  ## remove everything that was built or installed here
 	rm -rf .venv .venv-* build dist *.egg-info attnjourney/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# An environment with torch $(TORCH) and every list of requirements in pyproject.toml. The file is its mark of completion.
+# The lists of requirements in pyproject.toml that are named, "build" for those of the build itself.
 define REQUIREMENTS
 import importlib, sys
 toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "pip._vendor.tomli")
 with open("pyproject.toml", "rb") as file:
     project = toml.load(file)
-extras = project["project"]["optional-dependencies"]
-by_name = {name: extras.pop(name) for name in ("test-clients", "docs", "wheel")}
-lists = [by_name[name] for name in sys.argv[1:]] or [project["build-system"]["requires"], *extras.values()]
-print(*(entry for entries in lists for entry in entries if not entry.startswith("attnjourney[")), sep="\n")
+lists = project["project"]["optional-dependencies"] | {"build": project["build-system"]["requires"]}
+print(*dict.fromkeys(entry for name in sys.argv[1:] for entry in lists[name]), sep="\n")
 endef
 export REQUIREMENTS
 
-# $(call install,EXTRA): what is not in every environment, by its name in pyproject.toml
-define install
-@$(PY) -c "$$REQUIREMENTS" $(1) >$(VENV)/$(1).txt
-@$(PY) -m pip install -q $(PIP_ARGS) torch==$(TORCH) -r $(VENV)/$(1).txt
+# $(call install,LISTS,ENVIRONMENT=$(VENV)). What is imported first is compiled then: half of pip's time is that of files
+# that nobody imports.
+install = $(call install_in,$(1),$(or $(2),$(VENV)))
+define install_in
+@$(2)/bin/python -c "$$REQUIREMENTS" $(1) >$(2)/requirements.txt
+@$(2)/bin/python -m pip install -q --no-compile torch==$(TORCH) -r $(2)/requirements.txt
 endef
 
+# Marks of completion: torch $(TORCH) with what the build, the demo and the benchmarks ask for, then the tools.
 %/.torch-$(TORCH): pyproject.toml
-	@echo "installing torch $(TORCH) and the development tools in $*"
+	@echo "installing torch $(TORCH) in $*"
 	@test -x $*/bin/python || $(PYTHON) -m venv $*
-	@$*/bin/python -m pip install -q $(PIP_ARGS) torch==$(TORCH)
-	@$*/bin/python -c "$$REQUIREMENTS" >$*/requirements.txt
-	@$*/bin/python -m pip install -q -r $*/requirements.txt
-	@rm -f $*/.torch-*
+	@$*/bin/python -m pip install -q --no-compile $(PIP_ARGS) torch==$(TORCH)
+	$(call install,build demo bench,$*)
+	@rm -f $*/.torch-* $*/.tools
+	@touch $@
+
+%/.tools: %/.torch-$(TORCH)
+	@echo "installing the tools for tests and style in $*"
+	$(call install,test lint,$*)
 	@touch $@
