@@ -208,8 +208,8 @@ struct RowProducts {
       for (int64_t k = 0; k < n; k += keys_together(n), weights += keys_together(n) * R) {
         const int64_t count = min_of(keys_together(n), n - k);
         const T* const rows = value + k * v_row;
-        if (any_nan(rows, v_row, count, dim))  // which a weight of 0 hides
-          weighted_values_guarded(weights, R, count, rows, v_row, dim, output, output_ld);
+        if (any_nan(rows, v_row, count, dim))
+          pv_keys<R>(weights, count, rows, v_row, dim, output, output_ld, prefetch);
         else
           RowProducts<Finite>::template pv_keys<R>(weights, count, reinterpret_cast<const Finite*>(rows), v_row, dim,
                                                    output, output_ld, prefetch);
