@@ -5,8 +5,6 @@
 #include "cpu/kernels/shared.h"
 #include "step.h"
 
-ATTN_SHARED(extern)
-
 namespace attnjourney {
 namespace {
 

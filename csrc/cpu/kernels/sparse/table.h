@@ -4,8 +4,6 @@
 #include "indexer.h"
 #include "indexer_loss.h"
 
-ATTN_SHARED(extern)
-
 namespace attnjourney {
 namespace {
 
