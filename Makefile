@@ -145,6 +145,7 @@ define install_in
 endef
 
 # Marks of completion: torch $(TORCH) with what the build, the demo and the benchmarks ask for, then the tools.
+.PRECIOUS: %/.torch-$(TORCH)
 %/.torch-$(TORCH): pyproject.toml
 	@echo "installing torch $(TORCH) in $*"
 	@test -x $*/bin/python || $(PYTHON) -m venv $*
