@@ -84,7 +84,7 @@ void checked_backward(AttentionCall& c, const AttentionSaved& saved, const Atten
 }
 
 void checked_jvp(AttentionCall& c, const AttentionResults& results, const AttentionTangents& tangents) {
-  check_served(c, 256);
+  check_served(c, most_tangent_dim);
   const auto& [query, key, value, o, fp8] = c.args;
   if (is_checked_alone(o)) return;
   const auto changes = cpu_operator(
@@ -98,7 +98,7 @@ void checked_jvp(AttentionCall& c, const AttentionResults& results, const Attent
 
 void checked_backward_jvp(AttentionCall& c, const AttentionSaved& saved, const AttentionTangents& t,
                           const AttentionGradients& gradients) {
-  check_served(c, 256);
+  check_served(c, most_tangent_dim);
   const auto& [query, key, value, o, fp8] = c.args;
   if (is_checked_alone(o)) return;
   copy_gradients(

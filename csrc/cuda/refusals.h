@@ -17,6 +17,7 @@ inline int64_t most_head_dim(const AttentionCall& c) {
   const bool is_16_bit = c.dtype == ScalarType::BFloat16 || c.dtype == ScalarType::Half;
   return is_16_bit && !c.args.options.block_table && !c.args.fp8 ? 512 : 256;
 }
+constexpr int64_t most_tangent_dim = 256;  // ... of their derivatives in a direction
 inline void check_served(const AttentionCall& c, int64_t most) {
   const int64_t head_dim = c.params.head_dim, v_head_dim = c.params.v_head_dim;
   check_value(head_dim <= most && v_head_dim <= most, "query: expected head dimensions of at most ", most,

@@ -83,7 +83,6 @@ class Walk {
   int64_t chunk_ = 2048, items_ = 0, units_ = 0, most_rows_ = 0, keys_ = 0, pairs_ = 0;
 };
 
-// in front of the kernel's scratch: keys that are copied side by side
 int64_t gathered_space(const FewRows& call, const Walk& walk) {
   if (!call.one_by_one || walk.most_rows() < rows_that_gather) return 0;
   return GatheredRuns::space(call.sequences.front(), item_size(call.cache_dtype), walk.chunk());
@@ -96,11 +95,13 @@ FewRowsPlan plan_of(const FewRows& call, const Walk& walk) {
   const double row = static_cast<double>((any.head_dim + any.v_head_dim) * call.kv_heads);
   const double bytes = 5.0 * static_cast<double>(walk.keys() * item_size(call.cache_dtype));
   const double cost = row * std::max(bytes, 2.0 * static_cast<double>(walk.pairs()));
+  const int64_t gathered = gathered_space(call, walk);
   return {.items = walk.items(),
           .threads = thread_count(walk.items(), cost),
           .chunk = walk.chunk(),
           .rows = walk.most_rows(),
-          .space = gathered_space(call, walk) + std::max(kernel.space(any, walk.most_rows()), call.again_space)};
+          .space = gathered + std::max(kernel.space(any, walk.most_rows()), call.again_space),
+          .gathered = gathered};
 }
 
 char* aligned(void* p) { return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(p) + 63) / 64 * 64); }
@@ -126,9 +127,9 @@ void run_few_rows(const FewRows& call, const Tensor& like) {
       left[static_cast<size_t>(s.first_unit + u)].store(s.chunks, std::memory_order_relaxed);
 
   const FewRowsPlan plan = plan_of(call, walk);
-  const int64_t gathered = gathered_space(call, walk), item = item_size(call.cache_dtype);
+  const int64_t item = item_size(call.cache_dtype);
   run_queue(plan.items, plan.threads, plan.space, [&](int64_t i, void* memory) {
-    void* const scratch = static_cast<char*>(memory) + gathered;
+    void* const scratch = static_cast<char*>(memory) + plan.gathered;
     const size_t at = walk.sequence_of(i);
     const Sequence& s = walk.sequences()[at];
     const int64_t b = static_cast<int64_t>(at), unit = (i - s.first_item) / s.chunks, n = (i - s.first_item) % s.chunks;
@@ -142,7 +143,7 @@ void run_few_rows(const FewRows& call, const Tensor& like) {
     if (to > prefix) call.runs(b, kv, s.seen.key(std::max(from, prefix)), s.seen.key(to - 1) + 1, runs);
     char* const mine = parts + (s.first_item + unit * s.chunks) * partial;
     DecodeParams p = *s.params;
-    if (gathered) GatheredRuns::gather(runs, p, item, static_cast<char*>(memory));
+    if (plan.gathered) GatheredRuns::gather(runs, p, item, static_cast<char*>(memory));
     kernel.chunk(p, r, runs.data(), static_cast<int64_t>(runs.size()), mine + n * kernel.partial_size(p, r.count),
                  scratch);
     // whoever finishes a unit joins its chunks, in their order

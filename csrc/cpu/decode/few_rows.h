@@ -25,9 +25,10 @@ struct FewRows {
 
 struct FewRowsPlan {
   int64_t items, threads;
-  int64_t chunk;  // keys of an item
-  int64_t rows;   // the most of an item
-  int64_t space;  // bytes of scratch for a thread
+  int64_t chunk;         // keys of an item
+  int64_t rows;          // the most of an item
+  int64_t space;         // bytes of scratch for a thread, of which
+  int64_t gathered = 0;  // these in front are for keys copied side by side
 };
 FewRowsPlan plan_few_rows(const FewRows&);  // reads no pointers
 

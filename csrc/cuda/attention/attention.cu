@@ -28,7 +28,7 @@ template <class Real>
 void forward_in(const AttentionCall& c, const AttentionResults& results) {
   const auto& [query, key, value, options, fp8] = c.args;
   Tensor out = results.out, lse = results.lse, stats = results.stats;
-  if (c.batch * c.q_heads * c.params.q_len == 0 || (c.params.kv_len == 0 && !options.sinks)) {  // no row sees any key
+  if (sees_nothing(c)) {
     torch::stable::zero_(out);
     torch::stable::fill_(lse, -INFINITY);
     torch::stable::zero_(stats);
@@ -67,8 +67,7 @@ void backward_in(const AttentionCall& c, const AttentionSaved& saved, const Atte
   const int size = backward_size(c.params.head_dim, c.params.v_head_dim);
   const AttentionCase which = case_of(c, backward_needs_full_kernels(c, device));
   const BackwardKernelOf<Real>& kernel = choose_backward<Real>(device, which);
-  const int64_t rows_in_all = c.batch * c.q_heads * c.params.q_len;
-  if (rows_in_all == 0 || (c.params.kv_len == 0 && !options.sinks)) {  // no row sees any key
+  if (sees_nothing(c)) {
     for (const OptionalTensor* g : gradients.all())
       if (*g) aten::clear(**g);
     return;

@@ -25,7 +25,7 @@ template <class Real>
 void backward_jvp_in(const AttentionCall& c, const AttentionSaved& saved, const AttentionTangents& given,
                      const AttentionGradients& gradients) {
   const auto& [query, key, value, options, fp8] = c.args;
-  if (c.batch * c.q_heads * c.params.q_len == 0 || (c.params.kv_len == 0 && !options.sinks)) {  // no row sees any key
+  if (sees_nothing(c)) {
     for (const OptionalTensor* g : gradients.all())
       if (*g) aten::clear(**g);
     return;
@@ -93,7 +93,7 @@ void backward_jvp_in(const AttentionCall& c, const AttentionSaved& saved, const 
 
 void cuda_attention_backward_jvp(AttentionCall& c, const AttentionSaved& saved, const AttentionTangents& tangents,
                                  const AttentionGradients& gradients) {
-  check_served(c, 256);
+  check_served(c, most_tangent_dim);
   (c.lse_dtype == ScalarType::Double ? backward_jvp_in<double> : backward_jvp_in<float>)(c, saved, tangents, gradients);
 }
 

@@ -22,7 +22,7 @@ template <class Real>
 void jvp_in(const AttentionCall& c, const AttentionResults& results, const AttentionTangents& given) {
   const auto& [query, key, value, options, fp8] = c.args;
   Tensor to = *given.out, lse = *given.lse;
-  if (c.batch * c.q_heads * c.params.q_len == 0 || (c.params.kv_len == 0 && !options.sinks)) {  // no row sees any key
+  if (sees_nothing(c)) {
     torch::stable::zero_(to);
     torch::stable::zero_(lse);
     return;
@@ -57,7 +57,7 @@ void jvp_in(const AttentionCall& c, const AttentionResults& results, const Atten
 }  // namespace
 
 void cuda_attention_jvp(AttentionCall& c, const AttentionResults& results, const AttentionTangents& tangents) {
-  check_served(c, 256);
+  check_served(c, most_tangent_dim);
   (c.lse_dtype == ScalarType::Double ? jvp_in<double> : jvp_in<float>)(c, results, tangents);
 }
 

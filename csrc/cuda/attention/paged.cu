@@ -97,7 +97,7 @@ template <class Real>
 void paged_forward(const AttentionCall& c, const AttentionResults& results) {
   const auto& [query, key, value, options, fp8] = c.args;
   Tensor out = results.out, lse = results.lse;
-  if (c.batch * c.q_heads * c.params.q_len == 0 || (c.params.kv_len == 0 && !options.sinks)) {  // no row sees any key
+  if (sees_nothing(c)) {
     torch::stable::zero_(out);
     torch::stable::fill_(lse, -INFINITY);
     return;

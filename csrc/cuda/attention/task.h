@@ -13,6 +13,11 @@ inline bool is_ranged(const AttentionCall& c) {
   return c.params.keys.bounded() || o.query_lengths || o.key_lengths;
 }
 
+// whether no row sees a key, nor a sink in its place
+inline bool sees_nothing(const AttentionCall& c) {
+  return c.batch * c.q_heads * c.params.q_len == 0 || (c.params.kv_len == 0 && !c.args.options.sinks);
+}
+
 template <class Task>
 void describe(Task& p, const AttentionCall& c, const Indices& indices, const View& q, const View& k, const View& v) {
   p.query = q.data(), p.key = k.data(), p.value = v.data();
