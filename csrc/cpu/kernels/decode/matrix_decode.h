@@ -28,8 +28,9 @@ struct MatrixDecode {
   struct Buffers {
     bf16 *rows, *query;    // [row][dim padded]; a left side
     uint32_t* query_t;     // the right side of sums over head_dim
-    bf16 *key, *value;     // left sides
-    uint32_t* value_z;     // the right side of sums over keys
+    Stored* nothing;       // a row of zeros
+    bf16* key;             // a left side
+    uint32_t* value;       // the right side of sums over keys
     bf16* weights;         // of each group, the left side of sums over keys
     float *scores, *bias;  // [group][key][16]; [key][16]
     float* sums;           // [group][tile of v_head_dim]
@@ -39,9 +40,9 @@ struct MatrixDecode {
       rows = scratch.take<bf16>(groups * side * D * depth);
       query = scratch.take<bf16>(groups * D * Matrix::numbers);
       query_t = scratch.take<uint32_t>(groups * D * Matrix::pairs);
+      nothing = scratch.take<Stored>(max_of(params.head_dim, params.v_head_dim));
       key = scratch.take<bf16>(key_tiles * D * Matrix::numbers);
-      value = scratch.take<bf16>(key_tiles * Dv * Matrix::numbers);
-      value_z = scratch.take<uint32_t>(2 * Dv * key_steps * Matrix::pairs);
+      value = scratch.take<uint32_t>(2 * Dv * key_steps * Matrix::pairs);
       weights = scratch.take<bf16>(groups * key_steps * Matrix::numbers);
       scores = scratch.take<float>(groups * keys * side);
       bias = scratch.take<float>(Plain::biased(params) ? keys * side : 0);
@@ -71,10 +72,13 @@ struct MatrixDecode {
     const Buffers b;
     const int64_t D = steps_of(params.head_dim), Dv = steps_of(params.v_head_dim);
     bool started = false, taken = true;
-    int64_t dropped[2 * keys] = {}, dropped_count = 0;  // of the block
+    // of the block
+    const Stored *key_at[keys] = {}, *value_at[keys] = {};  // rows
+    int64_t dropped[2 * keys] = {}, dropped_count = 0;
 
     bool run(int64_t n_runs, void* partial) {
       [[maybe_unused]] const Unit unit{};
+      memset(static_cast<void*>(b.nothing), 0, sizeof(Stored) * size_t(max_of(params.head_dim, params.v_head_dim)));
       pack_queries();
       for (int64_t i = 0; i < groups * side; i++) b.largest[i] = Softmax::lowest, b.sum[i] = 0;
       const VisibleKeys all = params.keys.all(0, params.q_len - 1);
@@ -104,21 +108,6 @@ struct MatrixDecode {
       return keys * of_row + key_steps * pairs * of_scores() + groups * of_softmax + pairs * columns * of_values();
     }
 
-    // Rows out of range from row `done` of the block on are taken as zeros, and nothing is taken where a row sees one.
-    void see(const Stored* x, int64_t row, int64_t n, int64_t dim, int64_t done, int64_t steps, bf16* packed) {
-      const auto drop = [&](int64_t i) {
-        zero_left_row(packed, done + i, steps, 1, 0);
-        dropped[dropped_count++] = done + i;
-      };
-      if constexpr (sizeof(Stored) == 2) {
-        each_row_out_of_range(x, row, n, dim, drop);
-      } else if constexpr (WithoutNan<Stored>::differs) {
-        if (!any_nan(x, row, n, dim)) return;
-        for (int64_t i = 0; i < n; i++)
-          if (any_nan(x + i * row, row, 1, dim)) drop(i);
-      }
-    }
-
     ATTN_NOINLINE void pack_queries() {
       const int64_t ld = D * depth;
       for (int64_t i = 0; i < rows.count; i++) {
@@ -136,23 +125,13 @@ struct MatrixDecode {
       transpose_tiles(b.query, groups * D, b.query_t);
     }
 
-    // n rows of a block from row `done` on, as rows of a left side
-    static ATTN_NOINLINE void pack(const Stored* x, int64_t row, int64_t n, int64_t dim, int64_t done, int64_t steps,
-                                   bf16* to, LinePrefetch* prefetch) {
-      for (int64_t i = 0; i < n; i++, x += row) {
-        if (prefetch) prefetch->step(of_row);
-        bf16* line = to + (done + i) / side * steps * Matrix::numbers + (done + i) % side * depth;
-        for (int64_t d = 0; d < dim; d += depth, line += Matrix::numbers) {
-          if constexpr (sizeof(Stored) == 2) {
-            store_pairs(reinterpret_cast<uint32_t*>(line), load_pairs(x + d, dim - d));
-          } else {
-            const auto numbers = [&](int64_t at) __attribute__((always_inline)) { return of_bytes(x + at, dim - at); };
-            store_pairs(reinterpret_cast<uint32_t*>(line), join_upper(numbers(d), numbers(d + side)));
-          }
-        }
-      }
+    // 32 numbers of a row from x on, zeros beyond n; a NaN of bytes as some number, since its row is dropped
+    static ATTN_INLINE Pairs numbers(const Stored* x, int64_t n) {
+      if constexpr (sizeof(Stored) == 2)
+        return n >= depth ? load_pairs(x) : load_pairs(x, n);
+      else
+        return join_upper(of_bytes(x, n), of_bytes(x + side, n - side));
     }
-    // the first n of 16, then zeros; a NaN as some number, since its row is dropped
     static ATTN_INLINE Vf of_bytes(const Stored* x, int64_t n) {
       using Finite = typename WithoutNan<Stored>::type;
       if (n >= side) return attnjourney::load(reinterpret_cast<const Finite*>(x));
@@ -160,38 +139,100 @@ struct MatrixDecode {
       if (n > 0) memcpy(static_cast<void*>(rest), x, size_t(n));
       return attnjourney::load(rest);
     }
-    // rows of packed values -> the right side of sums over keys: of every 32 columns a tile of those that lie first in
-    // their pairs, and one of the others
-    static ATTN_NOINLINE void zip_values(const bf16* X, int64_t row_tiles, int64_t steps, int64_t used, uint32_t* to) {
+    // what is looked at for numbers out of range; bytes have none but NaNs, which `find` sees
+    static ATTN_INLINE Pairs largest_of(Pairs seen, Pairs x) {
+      if constexpr (sizeof(Stored) == 2)
+        return largest_halves(seen, x);
+      else
+        return seen;
+    }
+    // the largest number of n rows, which become rows of a left side
+    static ATTN_NOINLINE uint32_t pack_keys(const Stored* const* rows, int64_t n, int64_t dim, bf16* to,
+                                            LinePrefetch& prefetch) {
+      const int64_t steps = steps_of(dim);
+      Pairs seen{};
+      for (int64_t k = 0; k < n; k++) {
+        prefetch.step(of_row);
+        bf16* line = to + k / side * steps * Matrix::numbers + k % side * depth;
+        const auto put = [&](int64_t d, int64_t count) __attribute__((always_inline)) {
+          const Pairs x = numbers(rows[k] + d, count);
+          seen = largest_of(seen, x);
+          store_pairs(reinterpret_cast<uint32_t*>(line), x);
+          line += Matrix::numbers;
+        };
+        int64_t d = 0;
+        for (; d + depth <= dim; d += depth) put(d, depth);
+        if (d < dim) put(d, dim - d);
+      }
+      return largest_of_halves(seen);
+    }
+    // row(k, s): numbers 32 s .. of row k of n; of every 32 columns a tile of those that lie first in their pairs, and
+    // one of the others
+    template <class Row>
+    static ATTN_INLINE uint32_t pack_values(int64_t n, int64_t steps, uint32_t* to, const Row& row) {
       constexpr int64_t column = key_steps * Matrix::pairs;
-      for (int64_t r = 0; r < row_tiles; r += 2)
-        for (int64_t s = 0; s < used; s++) {
-          const bf16 *const low = X + (r * steps + s) * Matrix::numbers, *const high = low + steps * Matrix::numbers;
-          uint32_t* const tile = to + 2 * s * column + r / 2 * Matrix::pairs;
+      Pairs seen{};
+      for (int64_t k = 0; k < n; k += depth, to += Matrix::pairs)
+        for (int64_t s = 0; s < steps; s++) {
+          uint32_t* const tile = to + 2 * s * column;
           for (int64_t i = 0; i < side; i++) {
-            const Pairs a = load_pairs(low + i * depth), z = load_pairs(high + i * depth);
+            const Pairs a = row(k + i, s), z = row(k + i + side, s);
+            seen = largest_of(largest_of(seen, a), z);
             store_pairs(tile + i * side, join_lower(a, z));
             store_pairs(tile + column + i * side, join_upper(as_numbers(a), as_numbers(z)));
           }
         }
+      return largest_of_halves(seen);
+    }
+    ATTN_NOINLINE uint32_t pack_values(int64_t n) {
+      return pack_values(n, Dv, b.value, [&](int64_t k, int64_t s) __attribute__((always_inline)) {
+        return numbers(value_at[k] + s * depth, params.v_head_dim - s * depth);
+      });
+    }
+    ATTN_NOINLINE void pack_values_of_keys(int64_t n) {
+      pack_values(n, Dv, b.value, [&](int64_t k, int64_t s) __attribute__((always_inline)) {
+        return load_pairs(b.key + (k / side * D + s) * Matrix::numbers + k % side * depth);
+      });
+    }
+    // The rows of a block. Those with a NaN among bytes, or a number out of range, are taken as zeros, and nothing is
+    // taken where a row of queries sees one.
+    ATTN_NOINLINE void find(const DecodeBlock& block, bool inside) {
+      BlockWalk::pieces(runs, block, [&](const DecodeRun& run, int64_t k, int64_t count, int64_t done) {
+        const auto rows = [&](const void* all, int64_t row, int64_t dim, const Stored** to) {
+          const Stored* const x = static_cast<const Stored*>(all) + k * row;
+          for (int64_t i = 0; i < count; i++) to[done + i] = x + i * row;
+          if constexpr (WithoutNan<Stored>::differs)
+            if (any_nan(x, row, count, dim))
+              for (int64_t i = done; i < done + count; i++)
+                if (any_nan(to[i], 0, 1, dim)) drop(to, i);
+        };
+        rows(run.key, params.k_row, params.head_dim, key_at);
+        if (!inside) rows(run.value, params.v_row, params.v_head_dim, value_at);
+      });
+      const int64_t used = steps_of(block.count) * depth;
+      for (int64_t k = block.count; k < used; k++) key_at[k] = value_at[k] = b.nothing;
+    }
+    ATTN_INLINE void drop(const Stored** rows, int64_t k) {
+      rows[k] = b.nothing;
+      dropped[dropped_count++] = k;
+    }
+    // f(): as many rows packed, and their largest number
+    template <class F>
+    ATTN_INLINE void pack(const Stored** rows, int64_t n, int64_t dim, const F& f) {
+      if (f() < float_bits(part_limit) >> 16) return;
+      if constexpr (sizeof(Stored) == 2)
+        for (int64_t k = 0; k < n; k++) each_row_out_of_range(rows[k], 0, 1, dim, [&](int64_t) { drop(rows, k); });
+      f();
     }
     ATTN_NOINLINE void load(const DecodeBlock& block, bool inside, LinePrefetch& prefetch) {
       dropped_count = 0;
-      BlockWalk::pieces(runs, block, [&](const DecodeRun& run, int64_t k, int64_t count, int64_t done) {
-        const Stored* const key = static_cast<const Stored*>(run.key) + k * params.k_row;
-        const Stored* const value = static_cast<const Stored*>(run.value) + k * params.v_row;
-        pack(key, params.k_row, count, params.head_dim, done, D, b.key, &prefetch);
-        see(key, params.k_row, count, params.head_dim, done, D, b.key);
-        if (inside) return;
-        pack(value, params.v_row, count, params.v_head_dim, done, Dv, b.value, nullptr);
-        see(value, params.v_row, count, params.v_head_dim, done, Dv, b.value);
-      });
-      const int64_t used = steps_of(block.count) * 2;
-      for (int64_t k = block.count; k < used * side; k++) {
-        zero_left_row(b.key, k, D, 1, 0);
-        if (!inside) zero_left_row(b.value, k, Dv, 1, 0);
-      }
-      zip_values(inside ? b.key : b.value, used, inside ? D : Dv, Dv, b.value_z);
+      find(block, inside);
+      const int64_t n = steps_of(block.count) * depth;
+      pack(key_at, n, params.head_dim, [&] { return pack_keys(key_at, n, params.head_dim, b.key, prefetch); });
+      if (inside)
+        pack_values_of_keys(n);
+      else
+        pack(value_at, n, params.v_head_dim, [&] { return pack_values(n); });
     }
 
     ATTN_NOINLINE void step(const DecodeBlock& block, bool border, LinePrefetch& prefetch) {
@@ -236,7 +277,7 @@ struct MatrixDecode {
         prefetch.step(of_softmax);
       }
       const MatrixLeft left{b.weights, key_steps * Matrix::numbers, 0};
-      const MatrixRight right{b.value_z, key_steps * Matrix::pairs, 0};
+      const MatrixRight right{b.value, key_steps * Matrix::pairs, 0};
       const MatrixSums sums{b.sums, tiles * Matrix::sums};
       const auto between = [&] { prefetch.step(of_values()); };
       if (started)

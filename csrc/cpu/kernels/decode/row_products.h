@@ -65,32 +65,23 @@ struct RowProducts {
     V acc[sums_at_once];
     ATTN_UNROLL for (int i = 0; i < sums_at_once; i++) acc[i] = V::zero();
     const int64_t whole = dim / width * width;
-    if constexpr (R <= 4) {  // a key after the other, as they lie in memory
-      ATTN_UNROLL for (int k = 0; k < K; k++) {
-        prefetch.step(dim / width);
-        for (int64_t d = 0; d < whole; d += width) {
+    constexpr bool many_keys = R == 1;  // whose lines would come in a burst
+    if constexpr (!many_keys) prefetch.step(K * (dim / width));
+    _Pragma("GCC unroll 2") for (int64_t d = 0; d < whole; d += width) {
+      if constexpr (many_keys) prefetch.step(K);
+      if constexpr (R <= K) {
+        V of_query[R];
+        ATTN_UNROLL for (int r = 0; r < R; r++) of_query[r] = load(query + r * query_ld + d);
+        ATTN_UNROLL for (int k = 0; k < K; k++) {
           const V numbers = load(key + k * k_row + d);
-          ATTN_UNROLL for (int r = 0; r < R; r++) acc[k * R + r] =
-              fma(load(query + r * query_ld + d), numbers, acc[k * R + r]);
+          ATTN_UNROLL for (int r = 0; r < R; r++) acc[k * R + r] = fma(of_query[r], numbers, acc[k * R + r]);
         }
-      }
-    } else {
-      prefetch.step(K * (dim / width));
-      _Pragma("GCC unroll 2") for (int64_t d = 0; d < whole; d += width) {
-        if constexpr (R <= K) {
-          V of_query[R];
-          ATTN_UNROLL for (int r = 0; r < R; r++) of_query[r] = load(query + r * query_ld + d);
-          ATTN_UNROLL for (int k = 0; k < K; k++) {
-            const V numbers = load(key + k * k_row + d);
-            ATTN_UNROLL for (int r = 0; r < R; r++) acc[k * R + r] = fma(of_query[r], numbers, acc[k * R + r]);
-          }
-        } else {
-          V of_key[K];
-          ATTN_UNROLL for (int k = 0; k < K; k++) of_key[k] = load(key + k * k_row + d);
-          ATTN_UNROLL for (int r = 0; r < R; r++) {
-            const V of_query = load(query + r * query_ld + d);
-            ATTN_UNROLL for (int k = 0; k < K; k++) acc[k * R + r] = fma(of_query, of_key[k], acc[k * R + r]);
-          }
+      } else {
+        V of_key[K];
+        ATTN_UNROLL for (int k = 0; k < K; k++) of_key[k] = load(key + k * k_row + d);
+        ATTN_UNROLL for (int r = 0; r < R; r++) {
+          const V of_query = load(query + r * query_ld + d);
+          ATTN_UNROLL for (int k = 0; k < K; k++) acc[k * R + r] = fma(of_query, of_key[k], acc[k * R + r]);
         }
       }
     }
