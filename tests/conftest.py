@@ -29,6 +29,7 @@ SLOW = [  # longest first
     *(f"emulator/test_{name}.py" for name in ("decode", "latent", "small", "linear", "nan", "full_sm90_backward")),
     *(f"emulator/test_{name}.py" for name in ("fp32", "jvp", "large_numbers", "caches", "blocks", "weights", "rows")),
     *(f"emulator/test_{name}.py" for name in ("fp32_blocks", "fp8", "wide", "tile_kinds", "backward_jvp", "offsets")),
+    "emulator/test_clusters.py",
     "cuda/test_build.py",
     "package/test_demo.py",
     "package/test_isa.py",

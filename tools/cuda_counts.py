@@ -97,6 +97,11 @@ class Forward:
         """TFLOP/s"""
         return h.flop(h.head_dim + h.v_head_dim) / self.seconds(h) / 1e12
 
+    def cache_rate(self, h: Heads, cluster: int) -> float:
+        """TB/s that blocks read from the second-level cache where so many share their keys and values."""
+        keys = h.n * (h.head_dim + h.v_head_dim) / cluster
+        return 2 * h.count * -(-h.n // self.rows) * (self.rows * h.head_dim + keys) / self.seconds(h) / 1e12
+
 
 def varlen_rate(lengths: tuple[int, ...], q_heads: int, longest_first: bool = True) -> float:
     """TFLOP/s of causal packed sequences, 128 columns, by the kernel with options. longest_first: sequences in that
@@ -209,6 +214,7 @@ FORWARD = (  # head dimensions; kernels of long calls, and of short causal ones;
     ((256, 256), Forward(128, 64, False, GUARD), Forward(128, 64, False, GUARD),
      {(8192, False): 640, (8192, True): 600}),
 )  # fmt: skip
+PAIRED = ((128, 128), (192, 128))  # in clusters of two blocks
 BACKWARD = (
     ((128, 128), Backward(64, 128),
      {(8192, False): 620, (8192, True): 590, (1024, True): 230, (2048, True): 350, (4096, True): 470}),
@@ -237,6 +243,11 @@ def lines() -> list[list[str]]:
         for (n, causal), goal in goals.items():
             kernel = short if causal and n <= 1024 else long
             add(f"forward {name(dims, n, causal)}", kernel.rate(heads(n, dims, causal=causal)), goal)
+    for dims, kernel, *_ in FORWARD:
+        if dims in PAIRED:
+            alone, paired = (kernel.cache_rate(heads(8192, dims), cluster) for cluster in (1, 2))
+            about = f"forward {name(dims, 8192, False)}, second-level cache, blocks alone and in pairs"
+            found.append([about, f"{alone:.1f}, {paired:.1f} TB/s", ""])
     d128 = Forward(128, 128)
     share = d128.seconds(heads(4096, (128, 128), causal=True, window=512)) / d128.seconds(heads(4096, (128, 128)))
     found.append(["forward 128, 4096, window 512, of the time without", f"{share:.2f}", "0.25"])

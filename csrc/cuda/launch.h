@@ -102,15 +102,20 @@ void sm90_full_backward_fp16(BackwardTask, const TileKinds& kinds, const Device&
 void sm80_option_gradients_bf16(const BackwardTask&, cudaStream_t);
 void sm80_option_gradients_fp16(const BackwardTask&, cudaStream_t);
 
-// Allows a kernel its shared memory (a driver call of a microsecond or less) and launches it.
-template <class Kernel, class... Args>
-void launch_kernel(Kernel kernel, int64_t blocks, int threads, int shared_bytes, cudaStream_t stream, Args... args) {
-  if (blocks == 0) return;
-  if (blocks > 0x7fffffff) throw std::invalid_argument("query: too many tiles for one CUDA grid");
+// Allows a kernel its shared memory: a driver call of a microsecond or less.
+template <class Kernel>
+void allow_shared(Kernel kernel, int shared_bytes) {
   if (shared_bytes > 48 * 1024) {
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
                (std::to_string(shared_bytes) + " bytes of shared memory for a block").c_str());
   }
+}
+
+template <class Kernel, class... Args>
+void launch_kernel(Kernel kernel, int64_t blocks, int threads, int shared_bytes, cudaStream_t stream, Args... args) {
+  if (blocks == 0) return;
+  if (blocks > 0x7fffffff) throw std::invalid_argument("query: too many tiles for one CUDA grid");
+  allow_shared(kernel, shared_bytes);
   kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream>>>(args...);
   cuda_check(cudaGetLastError(), "kernel launch");
 }

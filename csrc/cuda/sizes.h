@@ -29,6 +29,17 @@ constexpr HeadSize forward_size(int head_dim, int v_head_dim) {
 }
 // Keys of a tile of Hopper's forward, but with a floating mask, which no pass over tiles comes before
 constexpr int sm90_forward_keys(HeadSize size) { return size == HeadSize::d256 ? 64 : 128; }
+// The blocks of Hopper's forward in clusters of two, which share their copies of keys and values, or 0: blocks alone.
+// Two neighbouring tiles of rows see the same keys where a key head has an even number of them (tiles: of a query head,
+// `group` of which share a key head). Alone, too, where tiles are too few for the device, keys too few for what is read
+// of them to count, or where clusters leave more than one multiprocessor idle. resident: blocks in clusters that run at
+// a time.
+constexpr int blocks_in_pairs(int64_t tiles, int64_t group, int64_t total, int64_t kv_len, int multiprocessors,
+                              int resident) {
+  const int blocks = (resident < multiprocessors ? resident : multiprocessors) / 2 * 2;
+  const bool pairs = tiles * group % 2 == 0, fills = blocks > 0 && blocks + 1 >= multiprocessors;
+  return pairs && fills && total >= blocks && kv_len >= 512 ? blocks : 0;
+}
 // Columns of the other kernels: 64, 128 or 256, of those for 16-bit numbers 512 too; 0: none takes these
 constexpr int backward_size(int head_dim, int v_head_dim) {
   const int d = head_dim > v_head_dim ? head_dim : v_head_dim;

@@ -1,6 +1,6 @@
-// What csrc/cuda/architectures.cu chooses, and how decoding is cut up, for test_architectures.py: reads cases, writes
-// names and numbers. The launches that the
-// list names are not linked: nothing is launched.
+// What csrc/cuda/architectures.cu chooses, how decoding is cut up and when blocks are in clusters, for
+// test_architectures.py: reads cases, writes names and numbers. The launches that the list names are not linked:
+// nothing is launched.
 #include "cuda/architectures.h"
 #include "cuda/decode/decode_tiling.h"
 
@@ -49,6 +49,11 @@ int main() {
       int head_dim, v_head_dim;
       std::cin >> head_dim >> v_head_dim;
       std::cout << sparse_columns(head_dim, v_head_dim) << "\n";
+    } else if (what == "pairs") {
+      int64_t tiles, group, total, kv_len;
+      int resident;
+      std::cin >> tiles >> group >> total >> kv_len >> resident;
+      std::cout << blocks_in_pairs(tiles, group, total, kv_len, device.multiprocessors, resident) << "\n";
     } else {
       LatentCase c{.type = static_cast<ElementType>(type)};
       std::cin >> c.rows >> c.v_head_dim >> c.chunked >> c.masked >> c.near >> c.bytes;

@@ -145,6 +145,26 @@ def test_many_rows_of_decoding(choose):
     assert [bool(int(x)) for (x,) in found] == [case[-1] for case in cases]
 
 
+def test_blocks_in_clusters(choose):
+    """Where two tiles of a key head make a pair, tiles fill 100 multiprocessors, 512 keys or more are seen, and the
+    device runs clusters on all multiprocessors but one at most."""
+    cases = [  # tiles of a query head, heads of a key head, tiles of all, keys, blocks in clusters at a time; blocks
+        (64, 1, 1024, 8192, 100, 100),
+        (2, 1, 100, 512, 100, 100),
+        (2, 1, 98, 512, 100, 0),
+        (2, 1, 98, 512, 98, 0),  # and two are idle
+        (64, 1, 1024, 511, 100, 0),
+        (63, 1, 63 * 16, 8192, 100, 0),  # the last tile of a head is alone
+        (63, 4, 63 * 16, 8192, 100, 100),  # with the first one of the next head, whose keys are the same
+        (63, 3, 63 * 18, 8192, 100, 0),
+        (1, 8, 128, 8192, 100, 100),
+        (64, 1, 1024, 8192, 0, 0),  # it runs none
+        (64, 1, 1024, 8192, 200, 100),
+    ]
+    found = choose("pairs", [(90, 227, 0, *case) for *case, _ in cases])
+    assert [int(x) for (x,) in found] == [case[-1] for case in cases]
+
+
 def test_latents(choose):
     """Hopper's own kernel: without a mask, for latents of more than 256 numbers in whole chunks and not in bytes, and
     many rows."""

@@ -34,6 +34,7 @@ SHAPES = [  # batch, query heads, key heads, q_len, kv_len, head_dim, v_head_dim
     (1, 2, 2, 2200, 140, 64, 64, True),  # Hopper's backward: dQ by a pass of its own
 ]
 
+PAIRS = [(256, head_dim, dtype) for head_dim in (128, 192) for dtype in (torch.bfloat16, torch.float16)]
 WIDE = [  # dtype, head_dim, deterministic: the kernels for float32 and float64
     *((dtype, head_dim, False) for dtype in (torch.float32, torch.float64) for head_dim in (64, 128, 256)),
     (torch.float32, 64, True),
@@ -69,6 +70,26 @@ def test_values(shape, layout, dtype):
     for i, got in enumerate((out, lse, *grads)):
         factor = {} if i < 2 else {"factor": GRADIENT_FACTOR}
         assert_close_to_reference(got.cpu(), plain[i], expected[i], rounding=rounding[i], **factor)
+
+
+@pytest.mark.parametrize("q_len,head_dim,dtype", [*PAIRS, (257, 128, torch.bfloat16)])
+def test_blocks_in_clusters(q_len, head_dim, dtype):
+    """Two tiles of rows a head run in pairs on Hopper, three do not."""
+    shape = (1, 72, 72, q_len, 600, head_dim, 128, False)
+    inputs = operands(shape, dtype)
+    grad_out = torch.zeros(1, 72, q_len, 128, dtype=dtype)
+    expected = reference_run((*inputs, None), grad_out)
+    plain, rounding = plain_run((*inputs, None), grad_out)
+    device = [x.cuda() for x in inputs]
+    torch.ops.attnjourney.attention_forward(*device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        out, lse, _ = torch.ops.attnjourney.attention_forward(*device)
+        torch.cuda.synchronize()
+    names = [event.name for event in profiler.events() if "forward" in event.name]
+    if names and torch.cuda.get_device_capability() == (9, 0):
+        assert any("Sm90ClusterShape" in name for name in names) == (q_len == 256), names
+    for i, got in enumerate((out, lse)):
+        assert_close_to_reference(got.cpu(), plain[i], expected[i], rounding=rounding[i])
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tools import cuda_record
-from tools.cuda_record import ROOT
+from tools.cuda_record import OBJECTS, ROOT
 
 LIBRARIES = ROOT / "build/cuda/attnjourney"
 
@@ -93,6 +93,34 @@ def test_instructions_of_wgmma(kernels):
     assert any(x[3] for x in now.values())
     other = {name: (before[name][3], x[3]) for name, x in now.items() if name in before and x[3] != before[name][3]}
     assert not other, f"(recorded, now): {other}. {IF_MEANT}"
+
+
+def test_launches_of_the_hopper_forward(built):
+    """Blocks in clusters of two where they are for the call and the device runs them; else alone, with the counter."""
+    program, source = ROOT / "build/cuda/launches", ROOT / "tests/cuda/launches.cu"
+    command = [built, "-cudart", "none", "-std=c++20", "-Icsrc", "-arch=sm_90a", str(source), "-o", str(program)]
+    done = subprocess.run(
+        [*command, str(OBJECTS / "inst/sm90/forward_bf16.o")], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    long, size = (8192, 8192), "128, 128, 2, 128, 2, 2"
+    cases = [  # heads, heads of a key head, rows, keys, head_dim, ranges, clusters at a time; are they taken? sizes
+        ((16, 1, *long, 128, 0, 66), True, size),
+        ((16, 1, *long, 192, 0, 66), True, "192, 128, 2, 128, 2, 1"),
+        ((16, 1, *long, 128, 1, 66), False, size),
+        ((16, 1, 8064, 8192, 128, 0, 66), False, size),
+        ((16, 2, 8064, 8192, 128, 0, 66), True, size),
+        ((16, 1, *long, 128, 0, 65), False, size),
+        ((16, 1, *long, 128, 0, -1), False, size),
+        ((80, 1, 256, 256, 128, 0, 66), False, size),
+    ]
+    text = "\n".join(" ".join(map(str, case)) for case, *_ in cases)
+    said = subprocess.run([str(program)], input=text, capture_output=True, text=True, check=True).stdout.split("\n")
+    for (case, paired, shape), line in zip(cases, said[:-1], strict=True):
+        *numbers, mangled = line.split()
+        (name,) = cuda_record.names_of([mangled], ["sm_90a"])
+        assert numbers == (["132", "2", "0", "64"] if paired else ["132", "1", "1", "128"]), case
+        assert ("Sm90ClusterShape" in name) == paired and f"bfloat16, {shape}, {'true' if case[5] else 'false'}" in name
 
 
 def test_loads_without_cuda(built):

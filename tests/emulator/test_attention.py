@@ -187,7 +187,7 @@ def programs():
 
 
 def check_forward(program, kernel, shape, order, rows_first=False, **extra):
-    _, dtype, head_dim, v_head_dim = FORWARD[kernel]
+    _, dtype, head_dim, v_head_dim = FORWARD[kernel] if isinstance(kernel, str) else kernel  # or an entry like those
     inputs, mask = inputs_of(shape, dtype, head_dim, v_head_dim)
     given = with_nan(shape, inputs, (True, False, False))
     results, counts = run.forward(program, *given, shape[-1], order, rows_first, **extra)

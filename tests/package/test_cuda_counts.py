@@ -20,6 +20,8 @@ def test_tiles_are_the_kernels():
     assert counted == there
     stored = {(int(dqk), int(dv)): store == "true" for dqk, dv, _, _, store in shapes}
     assert all(stored[dims] == k.chained for dims, *kernels, _ in cuda_counts.FORWARD for k in kernels)
+    pairs = re.findall(r"go_in_pairs\.template operator\(\)<Sm90ForwardShape<T, (\d+), (\d+)", source)
+    assert tuple((int(dqk), int(dv)) for dqk, dv in pairs) == cuda_counts.PAIRED
     sizes = (ROOT / "csrc/cuda/sizes.h").read_text()
     rows = int(re.search(r"backward_rows\(int size\) { return (\d+) / size; }", sizes)[1])
     for dims, kernel, _ in cuda_counts.BACKWARD:

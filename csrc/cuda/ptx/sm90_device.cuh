@@ -21,6 +21,18 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t bar) {
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
+// At the same place in the shared memory of the cluster's block of that rank. It hands over what has been read: stores
+// would need the scope of the cluster, which costs a fence for the whole device.
+__device__ __forceinline__ void mbarrier_arrive_at(uint32_t bar, int rank) {
+  asm volatile(
+      "{ .reg .b32 at; mapa.shared::cluster.u32 at, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [at]; }" ::"r"(bar),
+      "r"(rank)
+      : "memory");
+}
+// all threads of the cluster's blocks
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
+}
 // returns once the phase of that parity has completed
 __device__ __forceinline__ void mbarrier_wait(uint32_t bar, int parity) {
   asm volatile(
@@ -38,6 +50,15 @@ __device__ __forceinline__ void tma_load_4d(uint32_t dst, const TensorMap* map, 
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
       "[%2];" ::"r"(dst),
       "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+// to the same place in each of the cluster's blocks, completing on its mbarrier there; blocks: bits of their ranks
+__device__ __forceinline__ void tma_multicast_4d(uint32_t dst, const TensorMap* map, int c0, int c1, int c2, int c3,
+                                                 uint32_t bar, uint32_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, "
+      "%4, %5, %6}], [%2], %7;" ::"r"(dst),
+      "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(static_cast<uint16_t>(blocks))
       : "memory");
 }
 __device__ __forceinline__ void tma_store_4d(const TensorMap* map, uint32_t src, int c0, int c1, int c2, int c3) {

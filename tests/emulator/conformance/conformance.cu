@@ -2,6 +2,7 @@
 #include <cmath>
 #include <stdexcept>
 
+#include "cuda/clusters.h"
 #include "cuda/kernels/common/forward_task.cuh"
 #include "cuda/ptx/sm90.cuh"
 #include "cuda/tensor_map.h"
@@ -30,6 +31,11 @@ struct DeviceHost {
   static void launch(int shared_bytes, F f) {
     run<<<1, 128, static_cast<size_t>(shared_bytes)>>>(f);
     attnjourney::cuda_check(cudaGetLastError(), "launch");
+    attnjourney::cuda_check(cudaDeviceSynchronize(), "kernel");
+  }
+  template <class F>
+  static void launch_pair(int shared_bytes, F f) {
+    attnjourney::ClusterLaunch<F>{run<F>, 2, 128, shared_bytes}.run(2, nullptr, f);
     attnjourney::cuda_check(cudaDeviceSynchronize(), "kernel");
   }
   static CUtensorMap map(const uint16_t* data, int heads, int length, int dim, int rows) {

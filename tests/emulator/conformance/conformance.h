@@ -199,6 +199,33 @@ struct TmaLoad {  // 16 rows from row 8 on, columns from 64 on, of head 1; singl
 };
 
 template <class Map>
+struct Multicast {  // the rows of TmaLoad in both blocks of a cluster, each of which brings eight; then both meet
+  Map map;          // boxes of eight rows
+  float* out;       // [2][16][64]
+  __device__ void operator()() const {
+    unsigned char* panel = ptx::dynamic_smem();
+    const uint32_t to = ptx::smem_addr(panel), full = to + 2048, read = full + 8;
+    const int rank = static_cast<int>(blockIdx.x);
+    if (threadIdx.x == 0) {
+      ptx::mbarrier_init(full, 1);
+      ptx::mbarrier_init(read, 2);
+      ptx::fence_mbarrier_init();
+    }
+    ptx::cluster_sync();
+    if (threadIdx.x == 0) {
+      ptx::mbarrier_arrive_expect_tx(full, 2048);
+      ptx::tma_multicast_4d(to + rank * 1024, &map, 64, 1, 8 + 8 * rank, 0, full, 3);
+    }
+    ptx::mbarrier_wait(full, 0);
+    for (int i = threadIdx.x; i < 1024; i += 128) out[rank * 1024 + i] = *in_panel(panel, i / 64, i % 64);
+    __syncthreads();
+    if (threadIdx.x == 0)
+      for (int r = 0; r < 2; r++) ptx::mbarrier_arrive_at(read, r);
+    ptx::mbarrier_wait(read, 0);
+  }
+};
+
+template <class Map>
 struct TmaStore {
   Map map;
   __device__ void operator()() const {
@@ -417,6 +444,11 @@ struct Program {
     compare("TMA load", out.data, want);
     Host::launch(2048 + 8, TmaLoad<Map>{map(1), out.data, true});
     compare("TMA load of single rows", out.data, want);
+    Buffer<float> both(std::vector<float>(2048, -1.f), "both");
+    Host::launch_pair(2048 + 16, Multicast<Map>{map(8), both.data});
+    std::vector<float> twice = want;
+    twice.insert(twice.end(), want.begin(), want.end());
+    compare("TMA load to a cluster", both.data, twice);
     Host::launch(2048, TmaStore<Map>{map(16)});
     checked++;
     for (int h = 0, i = 0; h < kHeads; h++)

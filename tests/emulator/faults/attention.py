@@ -125,6 +125,30 @@ SM90_FORWARD = [
     ),
 ]
 
+_LOADS, _SHAPE = "sm90/forward_producer.cuh", "sm90/forward_shape.cuh"
+SM90_CLUSTERS = [
+    ("a block that begins before the other is there", _SHAPE, "@cluster_met", "__syncthreads();"),
+    (
+        "K brought to a block that still reads",
+        _SHAPE,
+        "k_empty + 8 * i, 4 * Shape::kGroups * Shape::kCluster",
+        "k_empty + 8 * i, 4 * Shape::kGroups",
+    ),
+    (
+        "V brought to a block that still reads",
+        _SHAPE,
+        "v_empty + 8 * i, 4 * Shape::kGroups * Shape::kCluster",
+        "v_empty + 8 * i, 4 * Shape::kGroups",
+    ),
+    ("released to one block twice", "sm90/forward.cuh", "mbarrier_arrive_at(bar, rank)", "mbarrier_arrive_at(bar, 0)"),
+    ("released to the first block alone", "sm90/forward.cuh", "rank < Shape::kCluster", "rank < 1"),
+    ("both blocks bring the same half", _LOADS, "blockIdx.x % Shape::kCluster * kPart", "0"),
+    ("halves exchanged", _LOADS, "head, row + first, batch", "head, row + kPart - first, batch"),
+    ("a half that stays in its block", _LOADS, "(1u << Shape::kCluster) - 1", "1u << blockIdx.x % Shape::kCluster"),
+    ("a block that ends before the other", _LOADS, "Loads::await_cluster();", ""),
+    ("a block that ends before the other's last values", _LOADS, "wait_k();\n      wait_v(k_count);", "wait_k();"),
+]
+
 # Leaving out the wait for a free Q stage alone is no fault: the wait for dO's stage implies it.
 SM90_BACKWARD = [
     ("dS read without a proxy fence", "sm90/backward.cuh", "df, part);\n    ptx::fence_proxy_async();", "df, part);"),

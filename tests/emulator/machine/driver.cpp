@@ -55,6 +55,7 @@ int run(int argc, char** argv, const std::function<void(const Arguments&)>& body
       fprintf(stderr, "%s=%llu ", name, static_cast<unsigned long long>(x));
     };
     print("mma", s.mma), print("ldmatrix", s.ldmatrix), print("phases", s.ldmatrix_phases), print("copies", s.copies);
+    print("copied", s.copied_bytes);
     return 0;
   } catch (const emulator::Error& e) {
     fprintf(stderr, "%s\n", e.what());

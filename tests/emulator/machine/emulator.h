@@ -1,4 +1,4 @@
-// Runs CUDA kernels on the CPU, to prove them: one block at a time, one fiber per thread.
+// Runs CUDA kernels on the CPU, to prove them: one block, or one cluster of blocks, at a time, one fiber per thread.
 //
 // A kernel file is compiled by g++ against the host twins of csrc/cuda/ptx (ptx_sm80.h, ptx_sm90.h) with
 // -fsanitize=thread, whose hooks are ours (memory.cpp): every plain load and store reaches a shadow memory with vector
@@ -36,10 +36,11 @@ struct Options {
   uint64_t seed = 1;
   bool eager_copies = false;  // asynchronous copies land when issued instead of when waited for
   bool check = true;          // shadow memory
+  int cluster = 1;            // blocks that run side by side and reach each other's shared memory; they differ in x
   bool cut_sums = false;  // products of halves add as the coarsest tensor core would (add_and_cut), instead of rounding
 };
 
-struct Stats {
+struct Stats {  // copied_bytes: read by copies, those of a multicast once
   uint64_t blocks, mma, ldmatrix, ldmatrix_phases, copies, copied_bytes, atomics, accesses;
 };
 Stats& stats();
@@ -117,9 +118,13 @@ TensorMap tensor_map(const void* data, const ElementStrides&, int64_t batch, int
                      int64_t rows, int element = 2, int line = 128);
 void mbarrier_init(uint32_t bar, int count, Site);
 void mbarrier_arrive(uint32_t bar, uint32_t expect_bytes, Site);
+void mbarrier_arrive_at(uint32_t bar, int rank, Site);  // of the cluster's block of that rank
+void cluster_sync(Site);
 void mbarrier_wait(uint32_t bar, int parity, Site);
 void fence_proxy_async();
 void tma_load(uint32_t dst, const TensorMap&, const int* coordinates, uint32_t bar, Site);
+// blocks: bits of the ranks of the cluster's blocks that it goes to, at the same places
+void tma_multicast(uint32_t dst, const TensorMap&, const int* coordinates, uint32_t bar, uint32_t blocks, Site);
 void tma_store(const TensorMap&, uint32_t src, const int* coordinates, Site);
 void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar, Site);
 void bulk_reduce_add(float* dst, uint32_t src, uint32_t bytes, Site);

@@ -51,8 +51,8 @@ bool ordered_across(const Thread& t, const GlobalCell& c) {
        std::to_string(other) + ", no barrier between; at " + at(s));
 }
 void check_range(uint32_t offset, size_t bytes, Site s) {
-  if (offset + bytes > smem_bytes)
-    fail(format("shared-memory access out of bounds: offset %u + %zu > %zu, ", offset, bytes, smem_bytes) + who() +
+  if (const size_t own = offset % smem_pitch; own + bytes > smem_bytes)
+    fail(format("shared-memory access out of bounds: offset %zu + %zu > %zu, ", own, bytes, smem_bytes) + who() +
          " at " + at(s));
 }
 template <class F>
@@ -115,14 +115,15 @@ void access(const void* a, size_t bytes, bool write, bool aligned, const void* p
   auto* p = static_cast<const unsigned char*>(a);
   auto* stack = reinterpret_cast<unsigned char*>(current->stack);
   if (p >= stack && p < stack + stack_bytes) return;
-  const bool in_smem = p >= smem - guard_bytes && p < smem + smem_bytes + guard_bytes;
+  const unsigned char* const own = smem + in_cluster(0);
+  const bool in_smem = p >= smem - guard_bytes && p < smem + smem_pitch * options.cluster + guard_bytes;
   Region* r = in_smem ? nullptr : region_of(a);
   if (!in_smem && !r) return;  // parameters, constants
   if (aligned && bytes <= 16 && (bytes & (bytes - 1)) == 0 && reinterpret_cast<uintptr_t>(p) % bytes)
     fail(format("misaligned %zu-byte access, ", bytes) + who() + " at " + at(s));
   if (r) return region_access(*r, a, bytes, write ? Access::write : Access::read, s);
-  if (p < smem) fail("shared-memory access below its start, " + who() + " at " + at(s));
-  const auto offset = static_cast<uint32_t>(p - smem);
+  if (p < own) fail("shared-memory access below its start, " + who() + " at " + at(s));
+  const auto offset = in_cluster(static_cast<uint32_t>(p - own));
   if (write)
     smem_write(offset, bytes, false, s);
   else
@@ -148,13 +149,14 @@ std::string line_of_access() {
 }
 
 void reset_memory() {
-  memset(smem, 0xff, smem_bytes);
+  const size_t bytes = smem_pitch * static_cast<size_t>(options.cluster - 1) + smem_bytes;
+  memset(smem, 0xff, bytes);
   acquired.clear();
-  if (options.check) shadow.assign((smem_bytes + granule - 1) / granule, Cell{});
+  if (options.check) shadow.assign((bytes + granule - 1) / granule, Cell{});
 }
 
 uint32_t smem_addr(const void* p, Site s) {
-  const ptrdiff_t offset = static_cast<const unsigned char*>(p) - smem;
+  const ptrdiff_t offset = static_cast<const unsigned char*>(p) - smem - in_cluster(0);
   if (offset < 0 || offset > static_cast<ptrdiff_t>(smem_bytes))
     fail("smem_addr of a pointer outside shared memory, " + who() + " at " + at(s));
   return static_cast<uint32_t>(offset);
@@ -262,6 +264,7 @@ void cp_async(uint32_t dst, const void* src, int bytes, int valid, Site s) {
   if (dst % bytes || (valid && reinterpret_cast<uintptr_t>(src) % bytes))
     fail("misaligned cp.async, " + who() + " at " + at(s));
   if (valid) global_access(src, valid, Access::read, s);
+  dst = in_cluster(dst);
   smem_write(dst, bytes, true, s);
   const Copy c{dst, static_cast<const unsigned char*>(src), bytes, valid, s};
   if (options.eager_copies) {

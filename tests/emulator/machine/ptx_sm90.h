@@ -13,11 +13,20 @@ inline void mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes, Site s = Sit
   emulator::mbarrier_arrive(bar, bytes, s);
 }
 inline void mbarrier_wait(uint32_t bar, int parity, Site s = Site::here()) { emulator::mbarrier_wait(bar, parity, s); }
+inline void mbarrier_arrive_at(uint32_t bar, int rank, Site s = Site::here()) {
+  emulator::mbarrier_arrive_at(bar, rank, s);
+}
+inline void cluster_sync(Site s = Site::here()) { emulator::cluster_sync(s); }
 
 inline void tma_load_4d(uint32_t dst, const TensorMap* map, int c0, int c1, int c2, int c3, uint32_t bar,
                         Site s = Site::here()) {
   const int c[4] = {c0, c1, c2, c3};
   emulator::tma_load(dst, *map, c, bar, s);
+}
+inline void tma_multicast_4d(uint32_t dst, const TensorMap* map, int c0, int c1, int c2, int c3, uint32_t bar,
+                             uint32_t blocks, Site s = Site::here()) {
+  const int c[4] = {c0, c1, c2, c3};
+  emulator::tma_multicast(dst, *map, c, bar, blocks, s);
 }
 inline void tma_store_4d(const TensorMap* map, uint32_t src, int c0, int c1, int c2, int c3, Site s = Site::here()) {
   const int c[4] = {c0, c1, c2, c3};

@@ -30,7 +30,7 @@ dim3 grid, block;
 uint3 block_index;
 uint32_t launch_number;
 unsigned char* smem;
-size_t smem_bytes;
+size_t smem_bytes, smem_pitch;
 std::vector<Cell> shadow;
 std::vector<Thread> threads;
 std::vector<Warp> warps;
@@ -39,11 +39,12 @@ std::mt19937_64 rng;
 
 namespace {
 
-Barrier barriers[16];
+Barrier barriers[max_cluster][16], of_cluster;
 std::vector<char*> stacks;
 const std::function<void()>* body;
 void* scheduler_stack;
-int alive;
+int alive, alive_in[max_cluster];
+uint3 cluster_index;  // of its first block
 bool failed;
 std::string message;
 
@@ -59,7 +60,7 @@ void fiber_main() {
     if (!group.empty()) fail(who() + " exits with a bulk store in flight, issued at " + at(group[0].site));
   if (!t.bulk.open.empty()) fail(who() + " exits with an uncommitted bulk store, issued at " + at(t.bulk.open[0].site));
   t.state = State::done;
-  alive--;
+  alive--, alive_in[t.rank]--;
   to_scheduler();
   abort();
 }
@@ -72,8 +73,11 @@ void prepare(Thread& t) {
   t.stack_pointer = sp;
 }
 
+uint3 block_of(int rank) { return {cluster_index.x + static_cast<unsigned>(rank), cluster_index.y, cluster_index.z}; }
+
 void resume(Thread& t) {
   current = &t;
+  block_index = block_of(t.rank);
   emulator_switch(&scheduler_stack, t.stack_pointer);
   current = nullptr;
   if (failed) throw Error(message);
@@ -117,7 +121,7 @@ bool run_starved(int group) {
 }
 
 [[noreturn]] void report_deadlock() {
-  std::string m = format("deadlock in block (%u,%u,%u):", block_index.x, block_index.y, block_index.z);
+  std::string m = format("deadlock in block (%u,%u,%u):", cluster_index.x, cluster_index.y, cluster_index.z);
   int shown = 0;
   for (auto& t : threads) {
     const Thread* before = t.id ? &threads[t.id - 1] : nullptr;
@@ -130,31 +134,37 @@ bool run_starved(int group) {
   throw Error(m);
 }
 
-void run_block() {
-  const int n = block.x * block.y * block.z, warp_count = (n + 31) / 32;
+void clear(Barrier& b) {
+  b.arrived = 0;
+  b.waiting.clear();
+  b.clock.assign(clock_size(), 0);
+  b.proxy = b.clock;
+}
+
+void run_cluster() {
+  const int own = block.x * block.y * block.z, n = own * options.cluster, warp_count = (n + 31) / 32;
   threads.resize(n);
   warps.assign(warp_count, Warp{});
   reset_memory();
-  for (auto& b : barriers) {
-    b.arrived = 0;
-    b.waiting.clear();
-    b.clock.assign(clock_size(), 0);
-    b.proxy = b.clock;
-  }
+  for (auto& of_block : barriers)
+    for (auto& b : of_block) clear(b);
+  clear(of_cluster);
   reset_mbarriers();
   reset_wgmma();
   for (int i = 0; i < n; i++) {
     Thread& t = threads[i];
     t = Thread{};
     t.stack = stacks[i];
-    t.id = i, t.lane = i % 32, t.warp = i / 32;
-    t.index = {i % block.x, i / block.x % block.y, i / (block.x * block.y)};
+    t.id = i, t.lane = i % 32, t.warp = i / 32, t.rank = i / own;
+    const unsigned at = i % own;
+    t.index = {at % block.x, at / block.x % block.y, at / (block.x * block.y)};
     t.clock.assign(clock_size(), 0);
     t.clock[i] = 1;
     t.proxy.assign(clock_size(), 0);
     prepare(t);
   }
   alive = n;
+  for (int& count : alive_in) count = own;
   const bool reverse = options.order == Order::reverse, random = options.order == Order::random;
   const int starved = options.order == Order::starve ? starved_group() : -1;
   std::vector<int> order(warp_count), lanes(32);
@@ -171,7 +181,7 @@ void run_block() {
     if (land_one_copy()) continue;
     if (starved < 0 || !run_starved(starved)) report_deadlock();
   }
-  counts.blocks++;
+  counts.blocks += options.cluster;
 }
 
 }  // namespace
@@ -190,8 +200,10 @@ std::string at(Site s) {
   return format("%s:%d", slash ? slash + 1 : s.file, s.line);
 }
 std::string who(int t) {
-  return format("block (%u,%u,%u) thread %d (warp %d lane %d)", block_index.x, block_index.y, block_index.z, t, t / 32,
-                t % 32);
+  const int own = static_cast<int>(block_threads()), rank = t / own;
+  const uint3 b = block_of(rank);
+  t %= own;
+  return format("block (%u,%u,%u) thread %d (warp %d lane %d)", b.x, b.y, b.z, t, t / 32, t % 32);
 }
 std::string who() { return who(current->id); }
 
@@ -219,20 +231,24 @@ void launch_body(dim3 g, dim3 b, size_t bytes, const std::function<void()>& f, O
   failed = false, current = nullptr, launch_number++;
   rng.seed(o.seed);
   const size_t n = static_cast<size_t>(b.x) * b.y * b.z;
+  const auto size = static_cast<size_t>(o.cluster);
   if (n > 1024 || bytes > max_smem) throw Error("launch: block or shared memory too large");
-  const auto reserve = [](size_t size) {
+  if (o.cluster < 1 || o.cluster > max_cluster || n * size > 1024 || (o.cluster > 1 && n % 128))
+    throw Error("launch: the emulator has no such cluster");
+  if (g.x % size) throw Error("launch: the grid is no multiple of its cluster");
+  const auto reserve = [](size_t most) {
     return static_cast<char*>(
-        mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+        mmap(nullptr, most, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   };
-  while (stacks.size() < n) stacks.push_back(reserve(stack_bytes));
-  static unsigned char* area = reinterpret_cast<unsigned char*>(reserve(max_smem + 2 * guard_bytes));
+  while (stacks.size() < n * size) stacks.push_back(reserve(stack_bytes));
+  static unsigned char* area = reinterpret_cast<unsigned char*>(reserve(max_cluster * max_smem + 2 * guard_bytes));
   smem = area + guard_bytes;
-  smem_bytes = bytes;
+  smem_bytes = bytes, smem_pitch = (bytes / 1024 + 1) * 1024;  // the pattern of swizzled tiles is that of the first
   for (unsigned z = 0; z < g.z; z++)
     for (unsigned y = 0; y < g.y; y++)
-      for (unsigned x = 0; x < g.x; x++) {
-        block_index = {x, y, z};
-        run_block();
+      for (unsigned x = 0; x < g.x; x += o.cluster) {
+        block_index = cluster_index = {x, y, z};
+        run_cluster();
       }
 }
 
@@ -241,7 +257,8 @@ uint3 thread_idx() { return current->index; }
 uint3 block_idx() { return block_index; }
 dim3 block_dim() { return block; }
 dim3 grid_dim() { return grid; }
-unsigned char* dynamic_smem() { return smem; }
+unsigned char* dynamic_smem() { return smem + in_cluster(0); }
+bool has_exited(int rank) { return alive_in[rank] == 0; }
 
 // ---- what happens before what ----
 
@@ -281,8 +298,8 @@ void complete(Barrier& b) {
 }  // namespace
 
 void bar_sync(int id, int count, Site s) {
-  Barrier& b = barriers[id];
-  open_barrier(b, id, count ? count : static_cast<int>(threads.size()), s);
+  Barrier& b = barriers[current->rank][id];
+  open_barrier(b, id, count ? count : static_cast<int>(block_threads()), s);
   if (id == 0 && b.site.line != s.line)
     fail("divergent __syncthreads: " + who() + " at " + at(s) + ", others at " + at(b.site));
   b.waiting.push_back(current);
@@ -290,8 +307,15 @@ void bar_sync(int id, int count, Site s) {
   complete(b);
 }
 
+void cluster_sync(Site s) {
+  of_cluster.expected = static_cast<int>(threads.size());
+  of_cluster.waiting.push_back(current);
+  if (++of_cluster.arrived < of_cluster.expected) return block_here("cluster barrier", s);
+  complete(of_cluster);
+}
+
 void bar_arrive(int id, int count, Site s) {
-  Barrier& b = barriers[id];
+  Barrier& b = barriers[current->rank][id];
   open_barrier(b, id, count, s);
   join(b.clock, current->clock);
   join(b.proxy, current->proxy);

@@ -9,8 +9,8 @@
 namespace emulator {
 
 constexpr size_t stack_bytes = 256 << 10, guard_bytes = 1 << 20;
-constexpr size_t granule = 2;  // bytes of memory per shadow cell
-constexpr int max_warps = 32, max_mbarriers = 32;
+constexpr size_t granule = 2;                                       // bytes of memory per shadow cell
+constexpr int max_warps = 32, max_mbarriers = 32, max_cluster = 2;  // mbarriers: of a block
 constexpr size_t max_smem = 227 << 10;
 
 // What a thread has synchronised with: one entry per thread, and one per mbarrier for the copies that complete on it.
@@ -48,7 +48,8 @@ struct alignas(64) Thread {
   void* stack_pointer;
   char* stack;
   uint3 index;
-  int id, lane, warp;
+  int id, lane, warp;  // in the cluster
+  int rank;            // of its block
   State state;
   const char* waits_in;  // for deadlock reports
   Site waits_at;
@@ -83,10 +84,10 @@ struct Cell {  // shadow of one granule of shared memory
 extern Stats counts;
 extern Options options;
 extern dim3 grid, block;
-extern uint3 block_index;
+extern uint3 block_index;  // of the current thread
 extern uint32_t launch_number;
-extern unsigned char* smem;
-extern size_t smem_bytes;
+extern unsigned char* smem;  // of the cluster's blocks, smem_pitch bytes each, of which smem_bytes are there
+extern size_t smem_bytes, smem_pitch;
 extern std::vector<Cell> shadow;
 extern std::vector<Thread> threads;
 extern std::vector<Warp> warps;
@@ -103,7 +104,16 @@ void block_here(const char* what, Site);
 void let_others_run();  // a place where the starving order takes the thread off
 void join(Clock&, const Clock&);
 void synchronise(Thread* const* list, size_t count, Clock clock, Clock proxy);
-inline size_t clock_size() { return threads.size() + max_mbarriers; }
+inline size_t clock_size() { return threads.size() + static_cast<size_t>(max_mbarriers * options.cluster); }
+inline size_t block_threads() { return threads.size() / static_cast<size_t>(options.cluster); }
+bool has_exited(int rank);  // a block
+
+// Offsets within a block are what a kernel knows; those in the cluster are what the emulator reckons with.
+inline uint32_t in_cluster(uint32_t offset, int rank) {
+  if (offset >= smem_pitch) fail(format("shared-memory access out of bounds: offset %u, ", offset) + who());
+  return offset + static_cast<uint32_t>(static_cast<size_t>(rank) * smem_pitch);
+}
+inline uint32_t in_cluster(uint32_t offset) { return in_cluster(offset, current->rank); }
 
 // memory.cpp. A Site without a file stands for the plain access being checked.
 std::string line_of_access();

@@ -91,6 +91,8 @@ void land(const Load& o) {
     else
       memset(smem + dst, 0, o.map.element);
   });
+  if (options.cluster > 1 && has_exited(static_cast<int>(o.dst / smem_pitch)))
+    fail(format("a copy arrives in shared memory at offset %zu of a block that has exited", o.dst % smem_pitch));
   Mbarrier& b = *find(o.bar);
   if (options.check)
     for (uint32_t i = o.dst / granule; i < (o.dst + o.bytes) / granule; i++) {
@@ -105,11 +107,22 @@ void land(const Load& o) {
 void issue(const Load& o, Site s) {
   smem_write(o.dst, o.bytes, true, s);
   counts.copies++;
-  counts.copied_bytes += o.bytes;
   if (options.eager_copies)
     land(o);
   else
     loads.push_back(o);
+}
+
+void arrive(uint32_t address, uint32_t expect_bytes, Site s) {
+  Mbarrier& b = mbarrier(address, s);
+  smem_read(*current, address, 8, s);  // its initialisation must happen before
+  join(b.clock, current->clock);
+  join(b.proxy, current->proxy);
+  current->clock[current->id]++;
+  b.bytes += expect_bytes;
+  if (--b.pending < 0) fail("mbarrier: more arrivals than its count, " + who() + " at " + at(s));
+  complete_if_due(b);
+  let_others_run();
 }
 
 }  // namespace
@@ -153,25 +166,23 @@ bool land_one_copy() {
 }
 
 void mbarrier_init(uint32_t address, int count, Site s) {
+  address = in_cluster(address);
   if (address % 8) fail("misaligned mbarrier at " + at(s));
   if (find(address)) fail("mbarrier initialised twice at " + at(s));
-  if (mbarriers.size() == max_mbarriers) fail("too many mbarriers for the emulator");
+  if (mbarriers.size() == static_cast<size_t>(max_mbarriers * options.cluster))
+    fail("too many mbarriers for the emulator");
   const Clock zero(clock_size(), 0);
   mbarriers.push_back({address, count, count, static_cast<int>(mbarriers.size()), 0, 0, 0, zero, zero, zero, zero, {}});
   smem_write(address, 8, false, s);
 }
-void mbarrier_arrive(uint32_t address, uint32_t expect_bytes, Site s) {
-  Mbarrier& b = mbarrier(address, s);
-  smem_read(*current, address, 8, s);  // its initialisation must happen before
-  join(b.clock, current->clock);
-  join(b.proxy, current->proxy);
-  current->clock[current->id]++;
-  b.bytes += expect_bytes;
-  if (--b.pending < 0) fail("mbarrier: more arrivals than its count, " + who() + " at " + at(s));
-  complete_if_due(b);
-  let_others_run();
+void mbarrier_arrive(uint32_t address, uint32_t expect_bytes, Site s) { arrive(in_cluster(address), expect_bytes, s); }
+void mbarrier_arrive_at(uint32_t address, int rank, Site s) {
+  if (rank < 0 || rank >= options.cluster) fail(format("the cluster has no block %d, ", rank) + who() + " at " + at(s));
+  if (has_exited(rank)) fail("arrival at an mbarrier of a block that has exited, " + who() + " at " + at(s));
+  arrive(in_cluster(address, rank), 0, s);
 }
 void mbarrier_wait(uint32_t address, int parity, Site s) {
+  address = in_cluster(address);
   Mbarrier& b = mbarrier(address, s);
   smem_read(*current, address, 8, s);
   if (static_cast<int>(b.phase) == parity) {
@@ -184,23 +195,37 @@ void mbarrier_wait(uint32_t address, int parity, Site s) {
 void fence_proxy_async() { current->proxy = current->clock; }
 
 void tma_load(uint32_t dst, const TensorMap& m, const int* coordinates, uint32_t bar, Site s) {
-  mbarrier(bar, s);
+  tma_multicast(dst, m, coordinates, bar, 1u << current->rank, s);
+}
+void tma_multicast(uint32_t dst, const TensorMap& m, const int* coordinates, uint32_t bar, uint32_t blocks, Site s) {
+  if (!blocks || blocks >> options.cluster)
+    fail(format("the cluster has not the blocks %#x, ", blocks) + who() + " at " + at(s));
   check_map(m, dst, s);
-  Load o{dst, bar, box_bytes(m), m, {}};
-  std::copy(coordinates, coordinates + m.rank, o.coordinates);
-  issue(o, s);
+  counts.copied_bytes += box_bytes(m);
+  for (int rank = 0; rank < options.cluster; rank++) {
+    if (!(blocks >> rank & 1)) continue;
+    const uint32_t to = in_cluster(bar, rank);
+    mbarrier(to, s);
+    if (rank != current->rank) smem_read(*current, to, 8, s);  // its initialisation must happen before
+    Load o{in_cluster(dst, rank), to, box_bytes(m), m, {}};
+    std::copy(coordinates, coordinates + m.rank, o.coordinates);
+    issue(o, s);
+  }
 }
 void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar, Site s) {
-  mbarrier(bar, s);
+  mbarrier(in_cluster(bar), s);
   if (dst % 16 || reinterpret_cast<uintptr_t>(src) % 16 || bytes % 16)
     fail("misaligned bulk copy, " + who() + " at " + at(s));
   global_access(src, bytes, Access::read, s);
+  counts.copied_bytes += bytes;
   const uint32_t words = bytes / 4;
-  issue({dst, bar, bytes, {static_cast<const unsigned char*>(src), 1, 4, {words}, {words}, {4}, 0}, {}}, s);
+  const TensorMap line{static_cast<const unsigned char*>(src), 1, 4, {words}, {words}, {4}, 0};
+  issue({in_cluster(dst), in_cluster(bar), bytes, line, {}}, s);
 }
 
 void tma_store(const TensorMap& m, uint32_t src, const int* coordinates, Site s) {
   check_map(m, src, s);
+  src = in_cluster(src);
   BulkOp o{src, box_bytes(m), nullptr, m, {}, s};
   std::copy(coordinates, coordinates + m.rank, o.coordinates);
   smem_read_by_proxy(src, o.bytes, "TMA store", s);
@@ -209,6 +234,7 @@ void tma_store(const TensorMap& m, uint32_t src, const int* coordinates, Site s)
 void bulk_reduce_add(float* dst, uint32_t src, uint32_t bytes, Site s) {
   if (src % 16 || reinterpret_cast<uintptr_t>(dst) % 16 || bytes % 16)
     fail("misaligned bulk reduction, " + who() + " at " + at(s));
+  src = in_cluster(src);
   counts.atomics += bytes / 4;
   global_access(dst, bytes, Access::atomic, s);
   smem_read_by_proxy(src, bytes, "bulk reduction", s);

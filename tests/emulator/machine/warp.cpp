@@ -67,7 +67,7 @@ void ldmatrix(uint32_t* r, uint32_t addr, int count, bool trans, Site s) {
     for (int m = 0; m < count; m++) {
       uint32_t rows[8];
       for (int i = 0; i < 8; i++) {
-        rows[i] = l[m * 8 + i]->addr;
+        rows[i] = in_cluster(l[m * 8 + i]->addr);
         if (rows[i] % 16)
           fail("misaligned ldmatrix row, lane " + std::to_string(m * 8 + i) + " of " + who() + " at " + at(s));
         // Row i goes to several lanes and nothing promises which of them reads it: check one far from its usual writer.
@@ -96,7 +96,7 @@ void stmatrix(uint32_t addr, const uint32_t* r, int count, Site s) {
     for (int m = 0; m < count; m++) {
       uint32_t rows[8];
       for (int i = 0; i < 8; i++) {
-        rows[i] = l[m * 8 + i]->addr;
+        rows[i] = in_cluster(l[m * 8 + i]->addr);
         if (rows[i] % 16)
           fail("misaligned stmatrix row, lane " + std::to_string(m * 8 + i) + " of " + who() + " at " + at(s));
         current = &threads[self->warp * 32 + (4 * i + 17) % 32];  // nothing promises which lane writes a row

@@ -11,6 +11,7 @@ struct Product {
   bool a_registers, accumulate, a_mn_major, b_mn_major;
   Element element;
   uint64_t desc_a, desc_b;
+  int rank;  // of its block in the cluster
   int n;
   int size() const { return element == Element::e4m3 ? 1 : 2; }  // bytes of an element
   int depth() const { return 32 / size(); }
@@ -51,18 +52,18 @@ int swizzle_of(uint64_t desc) { return desc >> 62 == 1 ? 128 : desc >> 62 == 2 ?
 // exchanged by the bits of the address above it; MN-major, of 16-bit numbers alone, panels of 64 x 8 with 128-byte
 // swizzle. A step along K adds its bytes to the start, within a row; the pattern itself begins at a multiple of its
 // eight rows (base offset 0).
-uint32_t operand_offset(uint64_t desc, int mn, int k, bool mn_major, int size) {
+uint32_t operand_offset(const Product& o, uint64_t desc, int mn, int k, bool mn_major) {
   const uint32_t start = (desc & 0x3fff) << 4, lead = (desc >> 16 & 0x3fff) << 4, stride = (desc >> 32 & 0x3fff) << 4;
   const int line = swizzle_of(desc);
-  return swizzled(mn_major ? start + mn / 64 * lead + k / 8 * stride + k % 8 * 128 + mn % 64 * 2
-                           : start + mn / 8 * stride + mn % 8 * line + k * size,
-                  line);
+  const uint32_t own = mn_major ? start + mn / 64 * lead + k / 8 * stride + k % 8 * 128 + mn % 64 * 2
+                                : start + mn / 8 * stride + mn % 8 * line + k * o.size();
+  return in_cluster(swizzled(own, line), o.rank);
 }
 template <class F>
 void each_operand(const Product& o, F&& f) {
   for (int k = 0; k < o.depth(); k += 2 / o.size()) {  // two bytes at a time
-    for (int i = 0; i < 64 && !o.a_registers; i++) f(operand_offset(o.desc_a, i, k, o.a_mn_major, o.size()));
-    for (int j = 0; j < o.n; j++) f(operand_offset(o.desc_b, j, k, o.b_mn_major, o.size()));
+    for (int i = 0; i < 64 && !o.a_registers; i++) f(operand_offset(o, o.desc_a, i, k, o.a_mn_major));
+    for (int j = 0; j < o.n; j++) f(operand_offset(o, o.desc_b, j, k, o.b_mn_major));
   }
 }
 // The sum of the accumulator and 32 products of e4m3 as Hopper adds them: terms keep 13 bits below the largest one
@@ -99,8 +100,8 @@ void run(const Product& o, int first) {
   };
   for (int k = 0; k < depth; k++) {
     for (int i = 0; i < 64 && !o.a_registers; i++)
-      a[i * depth + k] = load(operand_offset(o.desc_a, i, k, o.a_mn_major, o.size()));
-    for (int j = 0; j < o.n; j++) b[k * o.n + j] = load(operand_offset(o.desc_b, j, k, o.b_mn_major, o.size()));
+      a[i * depth + k] = load(operand_offset(o, o.desc_a, i, k, o.a_mn_major));
+    for (int j = 0; j < o.n; j++) b[k * o.n + j] = load(operand_offset(o, o.desc_b, j, k, o.b_mn_major));
   }
   for (int i = 0; i < 128 && o.a_registers; i++)
     for (int q = 0; q < 4; q++)
@@ -163,7 +164,7 @@ void wgmma(float* d, int n, const uint32_t* a, uint64_t desc_a, uint64_t desc_b,
     counts.mma++;
     Product o{};
     o.a_registers = a != nullptr, o.accumulate = accumulate, o.a_mn_major = a_mn_major, o.b_mn_major = b_mn_major;
-    o.element = element, o.desc_a = desc_a, o.desc_b = desc_b, o.n = n;
+    o.element = element, o.desc_a = desc_a, o.desc_b = desc_b, o.rank = current->rank, o.n = n;
     for (uint64_t desc : {a ? desc_b : desc_a, desc_b}) {
       const int line = swizzle_of(desc);
       if (!line || (desc >> 49 & 7) || ((a_mn_major || b_mn_major) && line != 128))
@@ -225,7 +226,8 @@ void setmaxnreg(int registers, Site s) {
     if (registers % 8 || registers < 24 || registers > 256) fail("setmaxnreg value out of range at " + at(s));
     w.registers = registers;
     int sum = 0;
-    for (size_t g = 0; g < threads.size() / 128; g++) sum += groups[g].registers * 128;
+    const size_t own = block_threads() / 128, first = own * static_cast<size_t>(current->rank);
+    for (size_t g = first; g < first + own; g++) sum += groups[g].registers * 128;
     if (sum > 65536) fail("setmaxnreg: the block's warpgroups ask for more than 64K registers, at " + at(s));
   });
 }

@@ -13,6 +13,12 @@ struct EmulatedHost {
   static void launch(int shared_bytes, F f) {
     emulator::launch([f] { f(); }, dim3(1), dim3(128), static_cast<size_t>(shared_bytes), emulator::Options{});
   }
+  template <class F>
+  static void launch_pair(int shared_bytes, F f) {
+    emulator::Options options;
+    options.cluster = 2;
+    emulator::launch([f] { f(); }, dim3(2), dim3(128), static_cast<size_t>(shared_bytes), options);
+  }
   static emulator::TensorMap map(const uint16_t* data, int heads, int length, int dim, int rows) {
     return emulator::tensor_map(data, {0, int64_t{dim} * length, dim}, 1, heads, length, dim, rows);
   }

@@ -1,5 +1,5 @@
 // Runs one forward kernel, named by -DKERNEL=... (with SM90: a Sm90ForwardShape but for kRanged, as SHAPE(ranged)).
-// stdin, stdout: as forward_call.h. -DRANGED: the kernel that looks at ranges alone.
+// stdin, stdout: as forward_call.h. -DRANGED, -DPLAIN: the kernel that looks at ranges, or does not, alone.
 #include "forward_call.h"
 //
 #include "kernels/forward.h"
@@ -12,9 +12,13 @@ template <bool Ranged>
 void launch(Call& c, const driver::Arguments& a) {
   using S = SHAPE(Ranged);
   c.plan(a, S::kRows);
-  const auto maps = c.maps<Sm90ForwardMaps, typename S::T>(S::kKeys);
-  emulator::launch(sm90_forward<S>, dim3(std::min(a["grid"], c.p.total)), dim3(S::kThreads), S::kSmemBytes, a.options(),
-                   maps, c.p);
+  const auto maps = c.maps<Sm90ForwardMaps, typename S::T>(S::kKeys / S::kCluster);
+  emulator::Options how = a.options();
+  how.cluster = S::kCluster;
+  if (S::kCluster > 1 && (c.p.tiles * c.p.group % S::kCluster || c.p.counter))
+    throw emulator::Error("no call for clusters");
+  const int grid = std::min(std::max(a["grid"] / S::kCluster, 1) * S::kCluster, c.p.total);
+  emulator::launch(sm90_forward<S>, dim3(grid), dim3(S::kThreads), S::kSmemBytes, how, maps, c.p);
 }
 #else
 using Call = driver::ForwardCall<KERNEL::T, ForwardTask>;
@@ -29,12 +33,16 @@ void launch(Call& c, const driver::Arguments& a) {
 int main(int argc, char** argv) {
   return driver::run(argc, argv, [](const driver::Arguments& a) {
     Call c(a);
+#ifdef PLAIN
+    launch<false>(c, a);
+#else
 #ifndef RANGED
     if (!a["ranged"])
       launch<false>(c, a);
     else
 #endif
       launch<true>(c, a);
+#endif
     c.finish();
   });
 }

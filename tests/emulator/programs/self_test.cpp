@@ -17,11 +17,12 @@ static bool matches(const std::string& got, std::string wanted) {
 }
 
 template <class Kernel>
-void expect(const char* name, const char* want, dim3 grid, dim3 block, size_t shared_bytes, Kernel kernel) {
+void expect(const char* name, const char* want, dim3 grid, dim3 block, size_t shared_bytes, Kernel kernel,
+            int cluster = 1) {
   for (auto order : {Order::forward, Order::reverse, Order::random, Order::starve}) {
     std::string got = "ok";
     emulator::Options options;
-    options.order = order;
+    options.order = order, options.cluster = cluster;
     try {
       emulator::launch(kernel, grid, block, shared_bytes, options);
     } catch (const emulator::Error& e) {
@@ -58,6 +59,8 @@ int main() {
   expect("uninitialised shared", "uninitialised shared", 1, 32, 256, [=] { px[threadIdx.x] = floats()[threadIdx.x]; });
   expect("past the end of shared memory", "shared-memory access out of bounds", 1, 32, 64,
          [=] { floats()[8 + threadIdx.x] = 1; });
+  expect("a kilobyte past it", "shared-memory access out of bounds", 1, 32, 64,
+         [=] { floats()[256 + threadIdx.x] = 1; });
 
   expect("exchange with a barrier", "ok", 1, 64, 256, [=] {
     floats()[threadIdx.x] = 1;
@@ -164,7 +167,7 @@ int main() {
   expect("bulk source rewritten too early", "still reads it", 1, 32, 128, [=] { bulk_out(true, false); });
 
   // A B = 16 for ones of 64 x 16 and 16 x 64
-  const auto product = [=](bool fence, bool wait) {
+  const auto product = [=](bool fence, bool wait, uint32_t b = 8192) {
     const uint32_t base = ptx::smem_addr(ptx::dynamic_smem());
     for (int i = 0; i < 32; i++)
       reinterpret_cast<uint32_t*>(ptx::dynamic_smem())[i * 128 + threadIdx.x] = ptx::pack2<attnjourney::Bf16>(1, 1);
@@ -173,7 +176,7 @@ int main() {
     const auto desc = [](uint32_t a) { return uint64_t{a >> 4} | uint64_t{64} << 32 | uint64_t{1} << 62; };
     float d[32];
     ptx::wgmma_fence();
-    ptx::wgmma_ss_new<attnjourney::Bf16, 64, 0, 0>(d, desc(base), desc(base + 8192));
+    ptx::wgmma_ss_new<attnjourney::Bf16, 64, 0, 0>(d, desc(base), desc(base + b));
     ptx::wgmma_commit();
     if (wait) ptx::wgmma_wait<0>();
     if (!(d[5] == 16)) px[threadIdx.x + 256] = 0;
@@ -182,6 +185,62 @@ int main() {
   expect("wgmma", "ok", 1, 128, 16384, [=] { product(true, true); });
   expect("wgmma without the proxy fence", "without fence.proxy.async", 1, 128, 16384, [=] { product(false, true); });
   expect("accumulator read before the wait", "out of bounds of 'x'", 1, 128, 16384, [=] { product(true, false); });
+  for (uint32_t b : {16u << 10, 17u << 10, 34u << 10})
+    expect("wgmma of what is past the end", "shared-memory access out of bounds", 1, 128, 16384,
+           [=] { product(true, true, b); });
+
+  // Two blocks of a cluster fill one row of each from two halves, twice. meet: before the first copy; release: the row,
+  // before the second; stay: until that is there in both
+  const emulator::TensorMap halves{reinterpret_cast<unsigned char*>(px), 1, 4, {128}, {64}, {4}, 0};
+  const auto pair = [=](bool meet, bool release, bool stay, uint32_t blocks = 3) {
+    const uint32_t base = ptx::smem_addr(ptx::dynamic_smem()), full = base + 512, empty = full + 8;
+    const auto copy = [=] {
+      const int rank = blockIdx.x % 2, c[4] = {rank * 64};
+      ptx::mbarrier_arrive_expect_tx(full, 512);
+      emulator::tma_multicast(base + rank * 256, halves, c, full, blocks, ptx::Site::here());
+    };
+    if (threadIdx.x == 0) {
+      ptx::mbarrier_init(full, 1);
+      ptx::mbarrier_init(empty, 2);
+    }
+    if (meet)
+      ptx::cluster_sync();
+    else
+      __syncthreads();
+    if (threadIdx.x == 0) copy();
+    if (threadIdx.x == 32) {
+      ptx::mbarrier_wait(full, 0);
+      if (floats()[100] != 1) px[256] = 0;
+      for (int rank = 0; rank < 2; rank++) ptx::mbarrier_arrive_at(empty, rank);
+    }
+    if (threadIdx.x == 0) {
+      ptx::mbarrier_wait(full, 0);
+      if (release) ptx::mbarrier_wait(empty, 0);
+      copy();
+    }
+    if (stay || blockIdx.x == 0) ptx::mbarrier_wait(full, 1);
+    if (stay) ptx::cluster_sync();
+  };
+  expect("a cluster", "ok", 2, 128, 528, [=] { pair(true, true, true); }, 2);
+  expect("four blocks in clusters", "ok", 4, 128, 528, [=] { pair(true, true, true); }, 2);
+  expect("a block that has not started", "never initialised|race", 2, 128, 528, [=] { pair(false, true, true); }, 2);
+  expect(
+      "a stage of the other block filled too early", "race|in flight", 2, 128, 528, [=] { pair(true, false, true); },
+      2);
+  expect(
+      "a half for one block alone", "deadlock|race|never initialised", 2, 128, 528, [=] { pair(true, true, true, 1); },
+      2);
+  expect(
+      "a half for a third block", "the cluster has not the blocks 0x4", 2, 128, 528, [=] { pair(true, true, true, 4); },
+      2);
+  expect("a half for no block", "the cluster has not the blocks 0", 2, 128, 528, [=] { pair(true, true, true, 0); }, 2);
+  expect("three blocks in clusters", "no multiple of its cluster", 3, 128, 528, [=] { pair(true, true, true); }, 2);
+  expect(
+      "arrival at a third block", "the cluster has no block 2", 2, 128, 528,
+      [=] { ptx::mbarrier_arrive_at(ptx::smem_addr(ptx::dynamic_smem()), 2); }, 2);
+  expect(
+      "past the end of the first block", "shared-memory access out of bounds", 2, 128, 512,
+      [=] { floats()[128 + 256 * (threadIdx.x / 64)] = 1; }, 2);
 
   // what the driver refuses
   const auto refused = [&](const char* name, const char* want, const auto& call) {
@@ -209,6 +268,11 @@ int main() {
   map("a stride of a terabyte", "below 2^40", 0, {int64_t{1} << 39, 64, 128}, 2, 5, 64);
   map("the stride of one item", "ok", 0, {3, 64, 128}, 1, 5, 64);
   map("boxes of 257 rows", "boxes from 1 to 256, got 257", 0, {0, 64, 128}, 1, 500, 257);
+  refused("a block of a cluster that has exited", "has exited", [=] {  // in that order
+    emulator::Options options;
+    options.cluster = 2;
+    emulator::launch([=] { pair(true, true, false); }, 2, 128, 528, options);
+  });
   refused("1025 threads", "block or shared memory too large",
           [] { emulator::launch([] {}, 1, 1025, 0, emulator::Options{}); });
   refused("228 KB", "block or shared memory too large",

@@ -75,11 +75,19 @@ struct Sm90ForwardConsumer {
   __device__ __forceinline__ void wait_v(int number) const {
     ptx::mbarrier_wait(barriers.v_full + 8 * (number % Shape::kStages), number / Shape::kStages & 1);
   }
+  // to each block that brings some of it
+  __device__ __forceinline__ void release_tile(uint32_t bar) const {
+    if constexpr (Shape::kCluster == 1) return release(bar);
+    if (lane == 0) {
+#pragma unroll
+      for (int rank = 0; rank < Shape::kCluster; rank++) ptx::mbarrier_arrive_at(bar, rank);
+    }
+  }
   __device__ __forceinline__ void release_k(int number) const {
-    release(barriers.k_empty + 8 * (number % Shape::kStages));
+    release_tile(barriers.k_empty + 8 * (number % Shape::kStages));
   }
   __device__ __forceinline__ void release_v(int number) const {
-    release(barriers.v_empty + 8 * (number % Shape::kStages));
+    release_tile(barriers.v_empty + 8 * (number % Shape::kStages));
   }
 
   // ---- the tile of rows ----

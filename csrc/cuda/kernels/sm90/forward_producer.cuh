@@ -30,10 +30,8 @@ struct Sm90ForwardLoads {
   __device__ __forceinline__ void load_k(int head, int batch, int row) { load_k(wait_k(), head, batch, row); }
   __device__ __forceinline__ void load_k(int stage, int head, int batch, int row) {
     ptx::mbarrier_arrive_expect_tx(barriers.k_full + 8 * stage, Shape::kKeyBytes);
-#pragma unroll
-    for (int c = 0; c < Shape::kDqk / 64; c++)
-      ptx::tma_load_4d(smem + Shape::kKeyAt + stage * Shape::kKeyBytes + c * Shape::kKeys * 128, &maps.key, c * 64,
-                       head, row, batch, barriers.k_full + 8 * stage);
+    load_panels<Shape::kDqk / 64>(smem + Shape::kKeyAt + stage * Shape::kKeyBytes, maps.key, head, batch, row,
+                                  barriers.k_full + 8 * stage);
     k_count++;
   }
   // the stage of a V tile, free; count: V tiles before this one. They follow K's, so that K's number gives it
@@ -45,9 +43,35 @@ struct Sm90ForwardLoads {
   // rows from `end` on are zeros
   __device__ __forceinline__ void load_v(int stage, int head, int batch, int row, int end) {
     ptx::mbarrier_arrive_expect_tx(barriers.v_full + 8 * stage, Shape::kValueBytes);
-    tma_load_rows<Shape::kKeys, Shape::kDv / 64>(smem + Shape::kValueAt + stage * Shape::kValueBytes, maps.value,
-                                                 maps.value8, maps.value1, row, end, task.kv_len, head, batch,
-                                                 barriers.v_full + 8 * stage);
+    const uint32_t to = smem + Shape::kValueAt + stage * Shape::kValueBytes;
+    if constexpr (Shape::kCluster > 1)  // which is without ends
+      load_panels<Shape::kDv / 64>(to, maps.value, head, batch, row, barriers.v_full + 8 * stage);
+    else
+      tma_load_rows<Shape::kKeys, Shape::kDv / 64>(to, maps.value, maps.value8, maps.value1, row, end, task.kv_len,
+                                                   head, batch, barriers.v_full + 8 * stage);
+  }
+  // A tile of keys; in a cluster this block's rows of it, to all blocks. What the others bring may be here before this
+  // block expects it: its phase ends with neither alone.
+  template <int Panels>
+  __device__ __forceinline__ void load_panels(uint32_t to, const ptx::TensorMap& map, int head, int batch, int row,
+                                              uint32_t bar) {
+    constexpr int kPart = Shape::kKeys / Shape::kCluster;
+    const int first = Shape::kCluster == 1 ? 0 : blockIdx.x % Shape::kCluster * kPart;
+#pragma unroll
+    for (int c = 0; c < Panels; c++) {
+      const uint32_t panel = to + (c * Shape::kKeys + first) * 128;
+      if constexpr (Shape::kCluster == 1)
+        ptx::tma_load_4d(panel, &map, c * 64, head, row, batch, bar);
+      else
+        ptx::tma_multicast_4d(panel, &map, c * 64, head, row + first, batch, bar, (1u << Shape::kCluster) - 1);
+    }
+  }
+  // A block must not end while others may write to it, or arrive here: until all have released the last tiles.
+  __device__ __forceinline__ void await_cluster() {
+    for (int i = 0; i < Shape::kStages; i++, k_count++) {
+      wait_k();
+      wait_v(k_count);
+    }
   }
 
   // the tile of rows after tile i of all
@@ -165,6 +189,7 @@ struct Sm90ForwardProducer : Sm90ForwardLoads<Shape> {
       }
     }
     Loads::finish();
+    if constexpr (Shape::kCluster > 1) Loads::await_cluster();
     if constexpr (Shape::kScouts) {
       const int stage = Loads::wait_v(k_count);
       look(stage) = -1;

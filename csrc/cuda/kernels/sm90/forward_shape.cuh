@@ -19,6 +19,7 @@ struct Sm90ForwardShape {
   // warps that look at values: forward_scouts.cuh; beside three warpgroups, and at 192 columns of float16, there are no
   // registers for it
   static constexpr bool kScouts = Ranged_ && Groups_ == 2 && !(Dqk_ == 192 && std::is_same_v<T_, Half>);
+  static constexpr int kCluster = 1;  // see Sm90ClusterShape
   static constexpr int kRows = 64 * kGroups, kThreads = 128 * (kGroups + 1);
   // bytes of a warpgroup's Q, of a stage of K, of V
   static constexpr int kQueryBytes = 64 * kDqk * 2, kKeyBytes = kKeys * kDqk * 2, kValueBytes = kKeys * kDv * 2;
@@ -36,6 +37,16 @@ struct Sm90ForwardShape {
   static_assert(kDqk % 64 == 0 && kDv % 64 == 0 && kKeys % 16 == 0 && kSmemBytes <= 227 * 1024);
   static_assert(kGroups == 2 || kGroups == 3);
   static_assert(kSlotsAt % 16 == 0);
+};
+
+// Two blocks of a cluster work on neighbouring tiles of rows of one key head, on the same keys at the same time: each
+// brings half of the rows of a tile of K and V, to both. The second-level cache is read half as often. Of tiles that
+// see all keys, an even number a key head, tile i, i + grid, ..., in a grid of an even number of blocks (sizes.h:
+// blocks_in_pairs).
+template <class Base>
+struct Sm90ClusterShape : Base {
+  static constexpr int kCluster = 2;
+  static_assert(!Base::kRanged && Base::kKeys % 16 == 0);  // half of a tile: whole patterns of 8 rows
 };
 
 // A tile as one warpgroup sees it, key tiles by number. The producer decodes it: divisions in the consumers made them
@@ -80,9 +91,9 @@ struct Sm90ForwardBarriers {
     }
     for (int i = 0; i < Shape::kStages; i++) {
       ptx::mbarrier_init(k_full + 8 * i, 1);
-      ptx::mbarrier_init(k_empty + 8 * i, 4 * Shape::kGroups);
+      ptx::mbarrier_init(k_empty + 8 * i, 4 * Shape::kGroups * Shape::kCluster);
       ptx::mbarrier_init(v_full + 8 * i, 1);
-      ptx::mbarrier_init(v_empty + 8 * i, 4 * Shape::kGroups + (Shape::kScouts ? kScoutWarps : 0));
+      ptx::mbarrier_init(v_empty + 8 * i, 4 * Shape::kGroups * Shape::kCluster + (Shape::kScouts ? kScoutWarps : 0));
       if (Shape::kScouts) ptx::mbarrier_init(v_seen + 8 * i, kScoutWarps);
     }
     ptx::fence_mbarrier_init();
@@ -97,7 +108,10 @@ __device__ __forceinline__ void sm90_forward_roles(Produce&& produce, Consume&& 
   const uint32_t smem = ptx::smem_addr(base);
   const Sm90ForwardBarriers<Shape> barriers(smem + Shape::kBarriersAt);
   if (threadIdx.x == 0) barriers.init();
-  __syncthreads();
+  if constexpr (Shape::kCluster > 1)
+    ptx::cluster_sync();  // @cluster_met
+  else
+    __syncthreads();
   if (threadIdx.x < 128) {
     ptx::setmaxnreg_dec<Shape::kProducerRegisters>();
     if (threadIdx.x == 0) produce(smem, base, barriers);
@@ -108,7 +122,8 @@ __device__ __forceinline__ void sm90_forward_roles(Produce&& produce, Consume&& 
   }
 }
 
-// Boxes: query 64 columns x 64 rows, key and value 64 x kKeys, out 64 x 16; sizes (dim, heads, length, batch).
+// Boxes: query 64 columns x 64 rows, key and value 64 x kKeys / kCluster, out 64 x 16; sizes (dim, heads, length,
+// batch).
 struct Sm90ForwardMaps {
   ptx::TensorMap query, key, value, out;
   ptx::TensorMap value8, value1;  // boxes of 8 rows and of one

@@ -7,10 +7,12 @@
 #endif
 
 namespace attnjourney {
+#ifndef PLAIN
 #ifdef SHAPE
 INSTANCE(sm90_forward<SHAPE(true)>);
 #else
 INSTANCE(sm80_forward<KERNEL, true>);
+#endif
 #endif
 #ifndef RANGED
 #ifdef SHAPE
