@@ -18,12 +18,12 @@ plain_run, reference_run = remembered(plain_run), remembered(reference_run)
 
 
 def sm80_forward(*shape):
-    return ("forward", (f"KERNEL=Sm80Forward<{','.join(map(str, shape))}>",))
+    return ("attention_forward", (f"KERNEL=Sm80Forward<{','.join(map(str, shape))}>",))
 
 
 def sm90_forward(dtype, dqk, dv, groups, keys, stages, query_stages, ping_pong, ahead, store):
     sizes = f"{dtype},{dqk},{dv},{groups},{keys},{stages},{query_stages}"
-    return ("forward", (f"SHAPE(ranged)=Sm90ForwardShape<{sizes},ranged,{ping_pong},{ahead},{store}>",))
+    return ("attention_forward", (f"SHAPE(ranged)=Sm90ForwardShape<{sizes},ranged,{ping_pong},{ahead},{store}>",))
 
 
 FORWARD = {  # kernel: (program, dtype, head_dim, v_head_dim)
@@ -87,12 +87,20 @@ FAULTY_FORWARD = [("sm80-64-bf16", *fault) for fault in faults.SM80_FORWARD]
 FAULTY_FORWARD += [("sm90-64-bf16", *fault) for fault in faults.SM90_FORWARD]
 
 
+def sm80_backward(*shape):
+    return ("attention_backward", (f"KERNEL=Sm80Backward<{','.join(map(str, shape))}>",))
+
+
+def sm90_backward(*shape, entry=()):
+    return ("attention_backward", (f"SHAPE=Sm90BackwardShape<{','.join(map(str, shape))}>", *entry))
+
+
 def sm90_parts_backward(dtype, deterministic):
-    return ("backward", (f"SHAPE=Sm90BackwardShape<{dtype},192,64,{deterministic}>", "ENTRY=sm90_parts_backward"))
+    return sm90_backward(dtype, 192, 64, deterministic, entry=("ENTRY=sm90_parts_backward",))
 
 
 def sm90_columns_backward(dtype, deterministic):
-    return ("backward", (f"SHAPE=Sm90BackwardShape<{dtype},256,64,{deterministic}>", "ENTRY=sm90_columns_backward"))
+    return sm90_backward(dtype, 256, 64, deterministic, entry=("ENTRY=sm90_columns_backward",))
 
 
 def value_dim(head_dim):
@@ -101,14 +109,14 @@ def value_dim(head_dim):
 
 
 BACKWARD = {  # kernel: (program, dtype, head_dim, deterministic)
-    "sm80-64-bf16": (("backward", ("KERNEL=Sm80Backward<Bf16,64,128,128,false>",)), torch.bfloat16, 64, False),
-    "sm80-128-fp16": (("backward", ("KERNEL=Sm80Backward<Half,128,64,128,false>",)), torch.float16, 128, False),
-    "sm80-256-bf16": (("backward", ("KERNEL=Sm80Backward<Bf16,256,32,64,false>",)), torch.bfloat16, 256, False),
-    "sm80-128-deterministic": (("backward", ("KERNEL=Sm80Backward<Bf16,128,64,128,true>",)), torch.bfloat16, 128, True),
-    "sm90-64-fp16": (("backward", ("SHAPE=Sm90BackwardShape<Half,64,128,false>",)), torch.float16, 64, False),
-    "sm90-128-bf16": (("backward", ("SHAPE=Sm90BackwardShape<Bf16,128,64,false>",)), torch.bfloat16, 128, False),
-    "sm90-64-deterministic": (("backward", ("SHAPE=Sm90BackwardShape<Bf16,64,128,true>",)), torch.bfloat16, 64, True),
-    "sm90-128-deterministic": (("backward", ("SHAPE=Sm90BackwardShape<Half,128,64,true>",)), torch.float16, 128, True),
+    "sm80-64-bf16": (sm80_backward("Bf16", 64, 128, 128, "false"), torch.bfloat16, 64, False),
+    "sm80-128-fp16": (sm80_backward("Half", 128, 64, 128, "false"), torch.float16, 128, False),
+    "sm80-256-bf16": (sm80_backward("Bf16", 256, 32, 64, "false"), torch.bfloat16, 256, False),
+    "sm80-128-deterministic": (sm80_backward("Bf16", 128, 64, 128, "true"), torch.bfloat16, 128, True),
+    "sm90-64-fp16": (sm90_backward("Half", 64, 128, "false"), torch.float16, 64, False),
+    "sm90-128-bf16": (sm90_backward("Bf16", 128, 64, "false"), torch.bfloat16, 128, False),
+    "sm90-64-deterministic": (sm90_backward("Bf16", 64, 128, "true"), torch.bfloat16, 64, True),
+    "sm90-128-deterministic": (sm90_backward("Half", 128, 64, "true"), torch.float16, 128, True),
     "sm90-192-bf16": (sm90_parts_backward("Bf16", "false"), torch.bfloat16, 192, False),
     "sm90-192-deterministic": (sm90_parts_backward("Half", "true"), torch.float16, 192, True),
     "sm90-256-fp16": (sm90_columns_backward("Half", "false"), torch.float16, 256, False),

@@ -22,7 +22,8 @@ from tests.emulator.test_options import check_packed_backward as check_packed
 
 def kernel(*shape):
     entry = "ENTRY=sm90_full_columns_backward" if shape[1] == 256 else "ENTRY=sm90_full_backward"
-    return ("backward", (f"SHAPE=Sm90FullBackwardShape<{','.join(map(str, shape))}>", entry, "OPTIONS", "RANGED"))
+    shape = f"SHAPE=Sm90FullBackwardShape<{','.join(map(str, shape))}>"
+    return ("attention_backward", (shape, entry, "OPTIONS", "RANGED"))
 
 
 BACKWARD = {  # kernel: (program, dtype, head_dim, deterministic)

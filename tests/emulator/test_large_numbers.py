@@ -222,7 +222,7 @@ def test_weights_of_chosen_rows(programs, name, dtype):
 def faulty(family, *edit):
     """Forward and backward of a family, one of them with a fault."""
     made = [
-        (source, (*defines, "RANGED") if source in ("forward", "backward") else defines)
+        (source, (*defines, "RANGED") if source in ("attention_forward", "attention_backward") else defines)
         for source, defines in FAMILIES[family][:2]
     ]
     at = 0 if "forward" in edit[0] else 1

@@ -24,7 +24,8 @@ from tests.support.testing import (
 
 
 def kernel(program, *shape):
-    return (program, (f"KERNEL=Sm80{program.capitalize()}<{','.join(map(str, shape))}>", "RANGED"))
+    name = {"forward": "attention_forward", "backward": "attention_backward"}[program]
+    return (name, (f"KERNEL=Sm80{program.capitalize()}<{','.join(map(str, shape))}>", "RANGED"))
 
 
 FORWARD = {  # kernel: (program, dtype, head_dim, v_head_dim)

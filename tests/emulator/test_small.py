@@ -14,7 +14,7 @@ from tests.emulator.host.noticed import is_noticed
 
 
 def sm80(dtype, size, deterministic=False):
-    return ("backward", (f"KERNEL=Sm80BackwardSmall<{dtype},{size},{str(deterministic).lower()}>", "RANGED"))
+    return ("attention_backward", (f"KERNEL=Sm80BackwardSmall<{dtype},{size},{str(deterministic).lower()}>", "RANGED"))
 
 
 def fp32(dtype, size):

@@ -18,7 +18,7 @@ def forward_kernel(dtype, name, head_dim, v_head_dim):
 
 def backward_kernel(dtype, name, head_dim, deterministic=False):
     kernel = f"KERNEL=Sm80Backward512<{name},{str(deterministic).lower()}>"
-    return ("backward", (kernel, "WIDE", "RANGED")), dtype, head_dim, deterministic
+    return ("attention_backward", (kernel, "WIDE", "RANGED")), dtype, head_dim, deterministic
 
 
 FORWARD = {

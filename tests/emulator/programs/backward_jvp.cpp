@@ -1,7 +1,7 @@
 // Runs the kernels for the derivative of the backward in a direction, of -DMATH=... (an Sm80BackwardJvpMath or an
 // Fp32BackwardJvpMath). stdin: query, key, value, out, grad_out, stats, grad_lse, lengths, options, then the directions
 // of jvp.cpp, with bits for grad_out [.., the other layout] and grad_lse, and those of out [.., the other layout] and
-// lse. stdout: the gradients as of backward.cpp.
+// lse. stdout: the gradients as of attention_backward.cpp.
 #include "backward_options.h"
 #include "directions.h"
 //

@@ -1,6 +1,6 @@
 // float32 in planes of halves, as csrc/cuda/inst/fp32/fp16x2_backward.cu launches it: the passes, the products, and
 // Fp32Backward for what does not split. -DDIM: 64 or 128; -DALONE: without Fp32Backward, which takes long to compile.
-// stdin, stdout: as backward.cpp, then Fp16x2BackwardPlanes::needs_fallback; `cut`: sums are cut off.
+// stdin, stdout: as attention_backward.cpp, then Fp16x2BackwardPlanes::needs_fallback; `cut`: sums are cut off.
 #include "backward_task.h"
 //
 #include "kernels/fp16x2_backward.h"

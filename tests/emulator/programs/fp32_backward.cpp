@@ -1,4 +1,4 @@
-// Runs one Fp32Backward with its passes, named by -DKERNEL=...; stdin, stdout: as backward.cpp.
+// Runs one Fp32Backward with its passes, named by -DKERNEL=...; stdin, stdout: as attention_backward.cpp.
 #include "backward_options.h"
 //
 #include "kernels/fp32_backward.h"

@@ -1,5 +1,5 @@
-// Runs tile_kinds. stdin: lengths and options as forward.cpp; stdout: the bits [entries, row tiles, words, 2], then,
-// for every batch item and head, the number of its entry. tile_rows, tile_keys: of a tile, keys 64 or 128.
+// Runs tile_kinds. stdin: lengths and options as attention_forward.cpp; stdout: the bits [entries, row tiles, words,
+// 2], then, for every batch item and head, the number of its entry. tile_rows, tile_keys: of a tile, keys 64 or 128.
 #include "tile_kinds_of.h"
 
 using namespace attnjourney;

@@ -1,6 +1,6 @@
-// The order in which the blocks of a deterministic backward add to a tile of queries. stdin: lengths as forward.cpp;
-// stdout: for each block, int32: how many tiles it works on, then for each of them 1024 * its number among those of all
-// heads + its turn.
+// The order in which the blocks of a deterministic backward add to a tile of queries. stdin: lengths as
+// attention_forward.cpp; stdout: for each block, int32: how many tiles it works on, then for each of them 1024 * its
+// number among those of all heads + its turn.
 #include "emulator/machine/driver.h"
 //
 #include "cuda/kernels/common/backward_task.cuh"

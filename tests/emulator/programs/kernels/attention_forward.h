@@ -1,4 +1,4 @@
-// The kernel of forward.cpp, and its instances.
+// The kernel of attention_forward.cpp, and its instances.
 #pragma once
 #ifdef SHAPE
 #include "cuda/kernels/sm90/forward.cuh"

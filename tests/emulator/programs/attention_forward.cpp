@@ -2,7 +2,7 @@
 // stdin, stdout: as forward_call.h. -DRANGED, -DPLAIN: the kernel that looks at ranges, or does not, alone.
 #include "forward_call.h"
 //
-#include "kernels/forward.h"
+#include "kernels/attention_forward.h"
 
 using namespace attnjourney;
 

@@ -1,11 +1,11 @@
 // Runs one backward kernel with its passes, named by -DKERNEL=... (an Sm80Backward, with -DWIDE an Sm80WideBackward) or
 // -DSHAPE=... (an Sm90BackwardShape, of the kernel -DENTRY=...; with -DOPTIONS an Sm90FullBackwardShape). stdin: query,
 // key, value, out, grad_out, stats, grad_lse, lengths, options; stdout: grad_query, grad_key, grad_value, and of
-// options where there are such: grad_sinks, grad_slopes, grad_mask. -DRANGED: as in forward.cpp.
+// options where there are such: grad_sinks, grad_slopes, grad_mask. -DRANGED: as in attention_forward.cpp.
 #include "backward_options.h"
 #include "tile_kinds_of.h"
 //
-#include "kernels/backward.h"
+#include "kernels/attention_backward.h"
 
 template <bool Ranged>
 void launch_main(const BackwardTask& p, const driver::Shape& q, const driver::Shape& k, const driver::Shape& v,

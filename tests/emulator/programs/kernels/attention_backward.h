@@ -1,4 +1,4 @@
-// The kernels of backward.cpp, and their instances.
+// The kernels of attention_backward.cpp, and their instances.
 #pragma once
 #include <type_traits>
 
