@@ -214,7 +214,7 @@ FORWARD = (  # head dimensions; kernels of long calls, and of short causal ones;
     ((256, 256), Forward(128, 64, False, GUARD), Forward(128, 64, False, GUARD),
      {(8192, False): 640, (8192, True): 600}),
 )  # fmt: skip
-PAIRED = ((128, 128), (192, 128))  # in clusters of two blocks
+PAIRED = ((128, 128), (192, 128), (256, 256))  # in clusters of two blocks
 BACKWARD = (
     ((128, 128), Backward(64, 128),
      {(8192, False): 620, (8192, True): 590, (1024, True): 230, (2048, True): 350, (4096, True): 470}),

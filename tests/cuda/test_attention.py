@@ -35,6 +35,7 @@ SHAPES = [  # batch, query heads, key heads, q_len, kv_len, head_dim, v_head_dim
 ]
 
 PAIRS = [(256, head_dim, dtype) for head_dim in (128, 192) for dtype in (torch.bfloat16, torch.float16)]
+PAIRS += [(256, 256, torch.bfloat16)]
 WIDE = [  # dtype, head_dim, deterministic: the kernels for float32 and float64
     *((dtype, head_dim, False) for dtype in (torch.float32, torch.float64) for head_dim in (64, 128, 256)),
     (torch.float32, 64, True),

@@ -107,6 +107,7 @@ def test_launches_of_the_hopper_forward(built):
     cases = [  # heads, heads of a key head, rows, keys, head_dim, ranges, clusters at a time; are they taken? sizes
         ((16, 1, *long, 128, 0, 66), True, size),
         ((16, 1, *long, 192, 0, 66), True, "192, 128, 2, 128, 2, 1"),
+        ((16, 1, *long, 256, 0, 66), True, "256, 256, 2, 64, 2, 1"),
         ((16, 1, *long, 128, 1, 66), False, size),
         ((16, 1, 8064, 8192, 128, 0, 66), False, size),
         ((16, 2, 8064, 8192, 128, 0, 66), True, size),
@@ -119,7 +120,8 @@ def test_launches_of_the_hopper_forward(built):
     for (case, paired, shape), line in zip(cases, said[:-1], strict=True):
         *numbers, mangled = line.split()
         (name,) = cuda_record.names_of([mangled], ["sm_90a"])
-        assert numbers == (["132", "2", "0", "64"] if paired else ["132", "1", "1", "128"]), case
+        rows = int(shape.split(",")[3]) // (2 if paired else 1)
+        assert numbers == [*(("132", "2", "0") if paired else ("132", "1", "1")), str(rows)], case
         assert ("Sm90ClusterShape" in name) == paired and f"bfloat16, {shape}, {'true' if case[5] else 'false'}" in name
 
 

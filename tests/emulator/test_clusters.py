@@ -27,7 +27,7 @@ def in_pairs(kernel):
 
 SMALL = sm90_forward("Bf16", 64, 64, 2, 128, 2, 2, 1, 4, 1), torch.bfloat16, 64, 64
 KERNELS = {"64-bf16": in_pairs(SMALL)}  # as test_attention.FORWARD; a small one, and what is built
-KERNELS |= {name: in_pairs(FORWARD[f"sm90-{name}"]) for name in ("128-bf16", "128-fp16", "192-bf16")}
+KERNELS |= {name: in_pairs(FORWARD[f"sm90-{name}"]) for name in ("128-bf16", "128-fp16", "192-bf16", "256-fp16")}
 KERNELS["192-fp16"] = in_pairs((sm90_forward("Half", 192, 128, 2, 128, 2, 1, 1, 4, 0), torch.float16, 192, 128))
 SHAPES = [  # as test_attention.SHAPES; blocks of the grid. Tiles of 128 rows
     ((1, 2, 1, 200, 330, 8, {}), 2),  # two rounds of a pair; the last tile of keys is not whole

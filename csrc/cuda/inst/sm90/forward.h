@@ -49,7 +49,7 @@ void launch_sm90_forward(ForwardTask task, bool ranged, const Device& device, cu
       return go_in_pairs.template operator()<Sm90ForwardShape<T, 192, 128, 2, 128, 2, 1, Ranged, true, 4, false>>();
     if constexpr (!Ranged)  // else launches.cu takes the kernels with options: this one would spill
       if (size == HeadSize::d256)
-        return go.template operator()<Sm90ForwardShape<T, 256, 256, 2, 64, 2, 1, Ranged, true, 4, false>>();
+        return go_in_pairs.template operator()<Sm90ForwardShape<T, 256, 256, 2, 64, 2, 1, Ranged, true, 4, false>>();
     if constexpr (Ranged)
       if (task.kv_len <= 1024)
         return go.template operator()<Sm90ForwardShape<T, 64, 64, 2, 128, 2, 2, true, true, 4, true>>();
