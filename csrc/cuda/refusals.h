@@ -12,10 +12,12 @@
 
 namespace attnjourney {
 
-// The largest head dimensions of the forward and the backward.
+// The largest head dimensions of attention's kernels for tensors in one piece.
+inline int64_t most_head_dim(ScalarType dtype) {
+  return dtype == ScalarType::BFloat16 || dtype == ScalarType::Half ? 512 : 256;
+}
 inline int64_t most_head_dim(const AttentionCall& c) {
-  const bool is_16_bit = c.dtype == ScalarType::BFloat16 || c.dtype == ScalarType::Half;
-  return is_16_bit && !c.args.options.block_table && !c.args.fp8 ? 512 : 256;
+  return c.args.options.block_table || c.args.fp8 ? 256 : most_head_dim(c.dtype);
 }
 constexpr int64_t most_tangent_dim = 256;  // ... of their derivatives in a direction
 inline void check_served(const AttentionCall& c, int64_t most) {
@@ -36,8 +38,10 @@ inline void check_served(const AttentionCall& c, int64_t most) {
 
 // Lengths are on the device: a mask has as many columns as keys are looked at, and lengths beyond count as that many.
 inline void check_decode_served(const DecodeCall& c, const DecodeInputs& in) {
-  check_value(c.head_dim <= 256 && c.v_head_dim <= 256, "query: expected head dimensions of at most 256 on CUDA, got ",
-              c.head_dim, " and (value) ", c.v_head_dim);
+  const int64_t most = c.ring && in.options.attn_mask ? 256 : most_head_dim(in.query.scalar_type());
+  check_value(c.head_dim <= most && c.v_head_dim <= most, "query: expected head dimensions of at most ", most,
+              c.ring && in.options.attn_mask ? " beside a mask over a ring" : "", " on CUDA, got ", c.head_dim,
+              " and (value) ", c.v_head_dim);
   const int64_t limit = int64_t{1} << 28, blocks = in.block_table ? in.key.size(0) : 0;
   check_value(c.capacity < limit && blocks < limit && c.prefix < limit && c.batch * c.q_heads * c.q_len < limit,
               "query: expected fewer than 2^28 rows, keys and blocks on CUDA");

@@ -14,7 +14,9 @@ import json, sys, torch
 for name in ("_C_cpu.so", "_C_cuda.so"):
     torch.ops.load_library("{LIBRARIES}/" + name)
 tensors = {{
-    "wide": torch.zeros(2, 2, 4, 300), "mask": torch.ones(1, 5, dtype=torch.bool), "heads": torch.zeros(2),
+    "wide": torch.zeros(2, 2, 4, 300), "wider": torch.zeros(2, 2, 4, 513, dtype=torch.bfloat16),
+    "half_wide": torch.zeros(2, 2, 4, 512, dtype=torch.float16),
+    "mask": torch.ones(1, 5, dtype=torch.bool), "heads": torch.zeros(2),
     "table": torch.zeros(2, 3, dtype=torch.int32), "columns": torch.zeros(4, 4),
     "bytes": torch.zeros(2, 2, 4, 8, dtype=torch.int8), "scale": torch.ones(2, 2, 4),
 }}
@@ -35,9 +37,16 @@ print(json.dumps(messages))
 """
 REFUSED = [
     ({"x": "wide"}, "ValueError: query: expected head dimensions of at most 256 on CUDA, got 300 and (value) 300"),
+    ({"x": "wider"}, "ValueError: query: expected head dimensions of at most 512 on CUDA, got 513 and (value) 513"),
+    (
+        {"x": "half_wide", "ring": True, "attn_mask": "mask", "window_size": [0, 0]},
+        "ValueError: query: expected head dimensions of at most 256 beside a mask over a ring on CUDA, got 512 and",
+    ),
     ({"attn_mask": "mask"}, "ValueError: attn_mask: expected a last dimension of at most the capacity, 4, got shape"),
 ]
 SERVED = [  # lengths out of range among them: nobody looks
+    {"x": "half_wide", "attn_mask": "columns"},
+    {"x": "half_wide", "ring": True, "window_size": [0, 0]},
     {"dtype": "bfloat16", "is_causal": False, "scale": 0.5},
     {"dtype": "float16", "window_size": [0, -1], "ring": True, "attn_mask": "mask"} | {"window_size": [0, 0]},
     {"dtype": "float64", "block_table": "table", "prefix_length": 2},

@@ -1,6 +1,6 @@
-// Many query rows over a cache: a prompt, or a large piece of one, through attention's own kernels. A dense cache is
-// read where it lies; keys of blocks, of a ring or in bytes are first brought into one piece in the dtype of the query,
-// some sequences at a time.
+// Many query rows over a cache, a prompt or a large piece of one, or heads wider than 256: through attention's own
+// kernels. A dense cache is read where it lies; keys of blocks, of a ring or in bytes are first brought into one piece
+// in the dtype of the query, some sequences at a time.
 #include "cuda/attention/attention_cuda.h"
 #include "cuda/cache/cache_cuda.h"
 #include "decode_cuda.h"
