@@ -79,12 +79,9 @@ BYTES = [
     ("scales of the other tile", "scales[stage * kKeys + lane]", "scales[(stage ^ 1) * kKeys + lane]"),
 ]
 SM90 = [
-    ("columns used before they landed", "ptx::mbarrier_wait(full(smem, own, columns), phase);", ""),
-    (
-        "columns refilled without waiting",
-        "ptx::mbarrier_wait(empty(smem, own, columns), (round & 1) ^ 1);",
-        "",
-    ),
+    ("the rotary part used before it landed", "ptx::mbarrier_wait(full(smem, own, kRotary), phase);", ""),
+    ("columns used before they landed", "ptx::mbarrier_wait(full(smem, own, quarter), phase);", ""),
+    ("columns refilled without waiting", "ptx::mbarrier_wait(empty(smem, own, q), (round & 1) ^ 1);", ""),
     (
         "the rotary part refilled without waiting",
         "ptx::mbarrier_wait(empty(smem, own, kRotary), (round & 1) ^ 1);",
@@ -95,21 +92,32 @@ SM90 = [
         "ptx::cp_async_wait<0>();\n      ptx::fence_proxy_async();\n      ptx::mbarrier_arrive",
         "ptx::cp_async_wait<0>();\n      ptx::mbarrier_arrive",
     ),
-    ("weights that wgmma cannot see", "ptx::fence_proxy_async();\n      if (ptx::any", "if (ptx::any"),
-    ("the other's weights before they are there", "@weights_there", ""),
-    ("maxima before they are there", "@maxima_there", ""),
+    (
+        "a quarter full when the one before it is",
+        "ptx::cp_async_wait<0>();\n      ptx::fence_proxy_async();\n      ptx::mbarrier_arrive",
+        "ptx::fence_proxy_async();\n      ptx::mbarrier_arrive",
+    ),
+    ("scores before they are there", "ptx::wgmma_wait<2>();", "ptx::wgmma_wait<3>();"),
+    ("weights that wgmma cannot see", "ptx::fence_proxy_async();\n      __syncwarp();", "__syncwarp();"),
+    ("weights counted before all lanes have written", "@weights_written", ""),
+    ("the other's weights before they are there", "ptx::mbarrier_wait(weighed(smem, own ^ 1), phase);", ""),
+    ("the other's weights of the turn before", "own ? phase : phase ^ 1", "phase"),
+    ("outputs not brought to the other's maximum", "move(theirs_at);", "top[0] = theirs_at[0], top[1] = theirs_at[1];"),
     (
         "columns released before their products are done",
-        "ptx::wgmma_wait<1>();\n      release(own, own);",
-        "release(own, own);",
+        "ptx::wgmma_wait<1>();\n      release(own, 2 * own);",
+        "release(own, 2 * own);",
     ),
-    ("a hidden value leaks", "        guard(base, own);\n", ""),
+    ("the other's released before they are done", "@other_read", "ptx::wgmma_wait<2>();"),
+    ("the last tile left to the other", "if (n == part.last && n > part.first)", "if (false)"),
+    ("a hidden value leaks", "if (guarded(n)) guard(base, own, own);", ""),
+    ("a hidden value of the other's tile leaks", "if (guarded(n)) guard(base, own, own ^ 1);", ""),
+    ("one place for what both tiles hold", "4 * (2 * own + tile)", "4 * 2 * own"),
     (
         "zeros that wgmma cannot see",
         "ptx::fence_proxy_async();\n    ptx::bar_sync(2 + own, 128);",
         "ptx::bar_sync(2 + own, 128);",
     ),
-    ("the next part's tile counts twice", "item, n + own < part.last ? sequence.total : 0)", "item, sequence.total)"),
 ]
 FAULTS = [("mma-fp16", "decode/latent_mma.cuh", *fault) for fault in MMA]
 FAULTS += [("fma-fp32", "decode/latent_fma.cuh", *fault) for fault in FMA]
@@ -286,6 +294,6 @@ def test_values(programs, kernel):
 def test_faults_are_found(programs, fault):
     kernel = fault[0]
     executable = build.program(*faulty(fault))
-    cases = CASES[11:8:-1] if kernel == "sm90-bf16" else [*CASES[1:7], CASES[9]]
+    cases = [*CASES[11:8:-1], CASES[13]] if kernel == "sm90-bf16" else [*CASES[1:7], CASES[9]]
     calls = [(case, order) for order in ("random", "reverse", "starve", "forward") for case in cases]
     assert is_noticed([partial(check, executable, kernel, *call) for call in calls], fault[2])

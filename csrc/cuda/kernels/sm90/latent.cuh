@@ -1,9 +1,10 @@
-// Decoding over latents for Hopper (after FlashMLA's two warpgroups that share an output): one block is 64 rows of a
-// sequence against its share of the keys, in pairs of tiles of 64 keys. Warpgroup w computes the scores of tile w;
-// after both have agreed on the maxima it turns them into weights, and sums columns 256 w .. of the output over both
-// tiles: its own weights from registers, the other's from shared memory. A third warpgroup copies: columns 0 .. 255,
-// 256 .. 511 and the rotary part of a tile are free, and full, by themselves. Masks are not read. Proofs:
-// tests/emulator/test_latent.py.
+// Decoding over latents for Hopper: one block is 64 rows of a sequence against its share of the keys, in tiles of 64
+// keys. Two warpgroups take turns, half a step apart: each computes the scores of every second tile, turns them into
+// weights against the maximum so far, which passes from tile to tile, and sums columns 256 w .. of the output over all
+// tiles: its own weights from registers, the other's from shared memory, these while it weighs. So the products of one
+// hide the weights of the other, and a buffer of keys is filled while the other one's products run. A third warpgroup
+// copies: quarters of 128 columns and the rotary part of a tile are free, and full, by themselves. Masks are not read.
+// Proofs: tests/emulator/test_latent.py.
 #pragma once
 #include "cuda/kernels/decode/latent_mma.cuh"
 #include "cuda/ptx/sm90.cuh"
@@ -16,21 +17,26 @@ struct Sm90Latent {
   static constexpr int kRows = 64, kKeys = 64, kThreads = 384,
                        kPanelBytes = 64 * 128;  // panels of 64 columns, swizzled
   static constexpr int kHalf = kLatentValueDim / 2, kPanels = kLatentDim / 64;
-  // eight panels of Q, whose rotary part is in registers; two tiles of nine; weights of both
+  // eight panels of Q, whose rotary part is in registers; two tiles of nine; weights of both warpgroups
   static constexpr int kKeyAt = 8 * kPanelBytes, kWeightsAt = kKeyAt + 2 * kPanels * kPanelBytes;
   static constexpr int kBarriersAt = kWeightsAt + 2 * kPanelBytes;
-  static constexpr int kTopsAt = kBarriersAt + 128, kSumsAt = kTopsAt + 2 * kRows * 4;  // [warpgroup][row]
+  static constexpr int kTopsAt = kBarriersAt + 192, kSumsAt = kTopsAt + 2 * kRows * 4;  // [warpgroup][row]
   static constexpr int kThereAt = kSumsAt + 2 * kRows * 4;                              // [tile][key]: is it anywhere?
-  static constexpr int kFlagsAt = kThereAt + 2 * kKeys * 4;                             // of each warp that computes
-  static constexpr int kSmemBytes = kFlagsAt + 8 * 4;
+  static constexpr int kFlagsAt = kThereAt + 2 * kKeys * 4;                             // [warpgroup][tile][warp]
+  static constexpr int kSmemBytes = kFlagsAt + 16 * 4;
   static_assert(kSmemBytes <= 227 * 1024);
-  static constexpr int kRotary = 2;  // parts of a tile: 0, 1 columns of the two warpgroups
+  // parts of a tile: quarters of 128 columns, two of each warpgroup; the rotary columns
+  static constexpr int kRotary = 4, kParts = 5;
 
   static __device__ __forceinline__ uint32_t full(uint32_t smem, int tile, int part) {
-    return smem + kBarriersAt + 8 * (tile * 3 + part);
+    return smem + kBarriersAt + 8 * (tile * kParts + part);
   }
   static __device__ __forceinline__ uint32_t empty(uint32_t smem, int tile, int part) {
-    return full(smem, tile, part) + 48;
+    return full(smem, tile, part) + 8 * (2 * kParts);
+  }
+  // weights and maxima of a warpgroup's tile
+  static __device__ __forceinline__ uint32_t weighed(uint32_t smem, int warpgroup) {
+    return smem + kBarriersAt + 8 * (4 * kParts + warpgroup);
   }
   static __device__ __forceinline__ uint32_t tile_at(uint32_t smem, int tile) {
     return smem + kKeyAt + tile * (kPanels * kPanelBytes);
@@ -43,23 +49,22 @@ struct Sm90Latent {
     return uint64_t(addr >> 4 | uint32_t(panel >> 4) << 16) | uint64_t(1u << 30 | 1024 >> 4) << 32;
   }
 
-  // ---- the warps that copy: warp 0 part 0 of tile 0 and its rotary part, 1 part 1, 2 part 1 of tile 1 and its rotary
-  // part, 3 part 0 ----
+  // ---- the warps that copy: warp 0 columns 0 .. 255 of tile 0 and its rotary part, 1 the other columns, 2 those of
+  // tile 1 and its rotary part, 3 columns 0 .. 255 ----
   static __device__ __forceinline__ void produce(uint32_t smem, unsigned char* base, const DecodeTask& task,
                                                  const DecodePart<kKeys>& part) {
     const int warp = ptx::uniform(threadIdx.x / 32) - 8, lane = threadIdx.x % 32;
-    const int own = warp / 2, columns = warp == 0 || warp == 3 ? 0 : 1;
+    const int own = warp / 2, quarter = warp == 0 || warp == 3 ? 0 : 2;  // and the next one
     const bool rotary = warp % 2 == 0;
     const DecodeSequence& sequence = part.sequence;
     const T* const latent = static_cast<const T*>(task.key) + part.head * task.k.head;
     const uint32_t tile = tile_at(smem, own);
     uint32_t* const there = reinterpret_cast<uint32_t*>(base + kThereAt) + own * kKeys;
-    for (int n = part.first, round = 0; n < part.last; n += 2, round++) {
+    for (int n = part.first + own, round = 0; n < part.last; n += 2, round++) {
       int offset[2];  // of rows lane and lane + 32, in 16-byte chunks; less than 0: nowhere
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        const int item = (n + own) * kKeys + lane + 32 * i;
-        const Place at = place_of(task, sequence, part.batch, item, n + own < part.last ? sequence.total : 0);
+        const Place at = place_of(task, sequence, part.batch, n * kKeys + lane + 32 * i, sequence.total);
         offset[i] = at.outer < 0 ? -1 : static_cast<int>((at.outer * task.k.outer + at.slot * task.k.row) / 8);
       }
       const auto copy = [&](uint32_t to, int i, int from, int chunk) {  // a chunk of the row of lane `from`
@@ -80,22 +85,31 @@ struct Sm90Latent {
         }
       }
       ptx::cp_async_commit();
-      ptx::mbarrier_wait(empty(smem, own, columns), (round & 1) ^ 1);
-      const uint32_t panel = tile + (columns * 4 + lane / 8) * kPanelBytes;
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
+      for (int q = quarter; q < quarter + 2; q++) {
+        ptx::mbarrier_wait(empty(smem, own, q), (round & 1) ^ 1);
+        const uint32_t panel = tile + (2 * q + lane / 8 % 2) * kPanelBytes;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
 #pragma unroll 4
-        for (int r = 0; r < 32; r++) copy(panel + swizzled(r + 32 * i, lane % 8), i, r, columns * (kHalf / 8) + lane);
+          for (int r = 0; r < 32; r += 2) {
+            const int row = r + lane / 16;
+            copy(panel + swizzled(row + 32 * i, lane % 8), i, row, q * 16 + lane % 16);
+          }
+        }
+        ptx::cp_async_commit();
       }
-      ptx::cp_async_commit();
       if (rotary) {
-        ptx::cp_async_wait<1>();
+        ptx::cp_async_wait<2>();
         ptx::fence_proxy_async();
         ptx::mbarrier_arrive(full(smem, own, kRotary));
       }
+      ptx::cp_async_wait<1>();
+      ptx::fence_proxy_async();
+      ptx::mbarrier_arrive(full(smem, own, quarter));
       ptx::cp_async_wait<0>();
       ptx::fence_proxy_async();
-      ptx::mbarrier_arrive(full(smem, own, columns));
+      ptx::mbarrier_arrive(full(smem, own, quarter + 1));
       __syncwarp();
     }
   }
@@ -152,8 +166,46 @@ struct Sm90Latent {
 #pragma unroll
     for (int i = 0; i < 64; i++) out[0][i] = out[1][i] = 0.f;
 
-    for (int n = part.first, round = 0; n < part.last; n += 2, round++) {
-      const int phase = round & 1, item0 = (n + own) * kKeys;
+    // outputs and sum to new maxima
+    const auto move = [&](const float (&largest)[2]) {
+      float shrink[2];
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        shrink[h] = ptx::exp2(top[h] - (largest[h] == -INFINITY ? 0.f : largest[h]));
+        top[h] = largest[h];
+        sum[h] *= shrink[h];
+      }
+      if (ptx::any(shrink[0] != 1.f || shrink[1] != 1.f)) {
+#pragma unroll
+        for (int i = 0; i < 64; i++) out[0][i] *= shrink[i >> 1 & 1], out[1][i] *= shrink[i >> 1 & 1];
+      }
+    };
+    const auto values_of = [&](int tile, int half) {  // of 128 of this warpgroup's columns
+      return desc(tile_at(smem, tile) + (own * 4 + half * 2) * kPanelBytes, kPanelBytes);
+    };
+    const auto guarded = [&](int n) {  // may a row not see a key of the tile?
+      return task.q_len > 1 && (n * kKeys < whole_items.begin || (n + 1) * kKeys > whole_items.end);
+    };
+    // Starts the products of the other's tile n with its weights, two groups.
+    const auto take_over = [&](int n, int phase) {
+      ptx::mbarrier_wait(weighed(smem, own ^ 1), phase);
+      const float* const others = tops + (own ^ 1) * kRows + row;
+      const float theirs_at[2] = {others[0], others[8]};
+      move(theirs_at);
+      if (guarded(n)) guard(base, own, own ^ 1);
+      const uint64_t theirs = desc(smem + kWeightsAt + (own ^ 1) * kPanelBytes, 0);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+#pragma unroll
+        for (int kk = 0; kk < 4; kk++)
+          ptx::wgmma_ss<T, 128, 0, 1>(out[half], theirs + kk * 2, values_of(own ^ 1, half) + kk * 128, true);
+        ptx::wgmma_commit();
+      }
+    };
+
+    int n = part.first + own;
+    for (int phase = 0; n < part.last; n += 2, phase ^= 1) {
       const uint64_t keys = desc(tile_at(smem, own), 0), queries = desc(smem, 0);
       ptx::mbarrier_wait(full(smem, own, kRotary), phase);
       ptx::wgmma_fence();
@@ -161,87 +213,87 @@ struct Sm90Latent {
       for (int kk = 0; kk < 4; kk++)
         ptx::wgmma_rs<T, 64, 0>(scores, rotary[kk], keys + 8 * (kPanelBytes / 16) + kk * 2, kk > 0);
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const int columns = own ^ i;  // those that come first first
-        ptx::mbarrier_wait(full(smem, own, columns), phase);
+      for (int i = 0; i < 4; i++) {
+        const int quarter = i ^ 2 * own;  // those that come first first
+        ptx::mbarrier_wait(full(smem, own, quarter), phase);
         ptx::wgmma_fence();
-        const uint32_t panel = columns * 4 * (kPanelBytes / 16);
+        const uint32_t panel = quarter * 2 * (kPanelBytes / 16);
 #pragma unroll
-        for (int kk = 0; kk < 16; kk++)
+        for (int kk = 0; kk < 8; kk++)
           ptx::wgmma_ss<T, 64, 0, 0>(scores, queries + panel + kk / 4 * (kPanelBytes / 16) + kk % 4 * 2,
                                      keys + panel + kk / 4 * (kPanelBytes / 16) + kk % 4 * 2, true);
       }
       ptx::wgmma_commit();
-      ptx::wgmma_wait<0>();
+      const bool behind = n > part.first;
+      if (behind) {
+        take_over(n - 1, own ? phase : phase ^ 1);
+        ptx::wgmma_wait<2>();
+      } else {
+        ptx::wgmma_wait<0>();
+      }
       ptx::keep(scores);
 
-      const bool whole =
-          !task.table && n + own < part.last && item0 >= whole_items.begin && item0 + kKeys <= whole_items.end;
+      const int item0 = n * kKeys;
+      const bool whole = !task.table && item0 >= whole_items.begin && item0 + kKeys <= whole_items.end;
       score(scores, task, part, row, item0, whole, there, t);
       release(own, kRotary);
+      float largest[2];
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        float largest = -INFINITY;
+        float x = top[h];
 #pragma unroll
-        for (int j = 0; j < 8; j++) largest = fmaxf(largest, fmaxf(scores[4 * j + 2 * h], scores[4 * j + 2 * h + 1]));
-        largest = fmaxf(largest, ptx::shfl_xor(largest, 1));
-        largest = fmaxf(largest, ptx::shfl_xor(largest, 2));
-        if (t == 0) tops[own * kRows + row + 8 * h] = largest;
+        for (int j = 0; j < 8; j++) x = fmaxf(x, fmaxf(scores[4 * j + 2 * h], scores[4 * j + 2 * h + 1]));
+        x = fmaxf(x, ptx::shfl_xor(x, 1));
+        largest[h] = fmaxf(x, ptx::shfl_xor(x, 2));
+        if (t == 0) tops[own * kRows + row + 8 * h] = largest[h];
       }
-      ptx::bar_sync(1, 256);  // @maxima_there: both; the other's products over the pair before are done
-      float shrink[2];
+      float all[2] = {0.f, 0.f};
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        const float largest = fmaxf(top[h], fmaxf(tops[row + 8 * h], tops[kRows + row + 8 * h]));
-        const float zero = largest == -INFINITY ? 0.f : largest;
-        shrink[h] = ptx::exp2(top[h] - zero);
-        top[h] = largest;
-        float all = 0.f;
+        if (h == 0)
+          ptx::wgmma_wait<1>();  // @other_read
+        else
+          ptx::wgmma_wait<0>();
+        if (behind) release(own ^ 1, 2 * own + h);
+        const float zero = largest[h] == -INFINITY ? 0.f : largest[h];
 #pragma unroll
         for (int j = 0; j < 8; j++) {
           const float low = ptx::exp2(scores[4 * j + 2 * h] - zero), high = ptx::exp2(scores[4 * j + 2 * h + 1] - zero);
-          all += low + high;
+          all[h] += low + high;
           packed[j / 2][j % 2 * 2 + h] = ptx::pack2<T>(low, high);
           *reinterpret_cast<uint32_t*>(base + weights + swizzled(row + 8 * h, j) + t * 4) =
               packed[j / 2][j % 2 * 2 + h];
         }
-        sum[h] = sum[h] * shrink[h] + all;
       }
+      ptx::keep(out[0]);
+      ptx::keep(out[1]);
       ptx::fence_proxy_async();
-      if (ptx::any(shrink[0] != 1.f || shrink[1] != 1.f)) {
-#pragma unroll
-        for (int i = 0; i < 64; i++) out[0][i] *= shrink[i >> 1 & 1], out[1][i] *= shrink[i >> 1 & 1];
-      }
-      ptx::bar_sync(1, 256);  // @weights_there: both
+      __syncwarp();  // @weights_written
+      if (lane == 0) ptx::mbarrier_arrive(weighed(smem, own));
+      move(largest);
+      sum[0] += all[0], sum[1] += all[1];
 
-      if (task.q_len > 1 && (n * kKeys < whole_items.begin || (n + 2) * kKeys > whole_items.end)) {
-        ptx::mbarrier_wait(full(smem, own ^ 1, own), phase);
-        guard(base, own);
-      }
-      const uint64_t mine = desc(tile_at(smem, own) + own * 4 * kPanelBytes, kPanelBytes);
-      const uint64_t other = desc(tile_at(smem, own ^ 1) + own * 4 * kPanelBytes, kPanelBytes);
-      const uint64_t theirs = desc(smem + kWeightsAt + (own ^ 1) * kPanelBytes, 0);
+      if (guarded(n)) guard(base, own, own);
       ptx::wgmma_fence();
 #pragma unroll
-      for (int kk = 0; kk < 4; kk++) {
-        ptx::wgmma_rs<T, 128, 1>(out[0], packed[kk], mine + kk * 128, true);
-        ptx::wgmma_rs<T, 128, 1>(out[1], packed[kk], mine + 2 * (kPanelBytes / 16) + kk * 128, true);
-      }
-      ptx::wgmma_commit();
-      ptx::mbarrier_wait(full(smem, own ^ 1, own), phase);
-      ptx::wgmma_fence();
+      for (int half = 0; half < 2; half++) {
 #pragma unroll
-      for (int kk = 0; kk < 4; kk++) {
-        ptx::wgmma_ss<T, 128, 0, 1>(out[0], theirs + kk * 2, other + kk * 128, true);
-        ptx::wgmma_ss<T, 128, 0, 1>(out[1], theirs + kk * 2, other + 2 * (kPanelBytes / 16) + kk * 128, true);
+        for (int kk = 0; kk < 4; kk++)
+          ptx::wgmma_rs<T, 128, 1>(out[half], packed[kk], values_of(own, half) + kk * 128, true);
+        ptx::wgmma_commit();
       }
-      ptx::wgmma_commit();
       ptx::wgmma_wait<1>();
-      release(own, own);
+      release(own, 2 * own);
       ptx::wgmma_wait<0>();
       ptx::keep(out[0]);
       ptx::keep(out[1]);
-      release(own ^ 1, own);
+      release(own, 2 * own + 1);
+    }
+    if (n == part.last && n > part.first) {  // the last tile is the other's
+      take_over(n - 1, n - 1 - part.first >> 1 & 1);
+      ptx::wgmma_wait<0>();
+      ptx::keep(out[0]);
+      ptx::keep(out[1]);
     }
     write(task, part, out, top, sum, sums, own, row, t);
   }
@@ -275,18 +327,18 @@ struct Sm90Latent {
     }
   }
 
-  // Zeros in place of values of this warpgroup's columns that are not finite: a row that sees one has a score and so a
-  // weight that is not finite either, since values are part of keys.
-  static __device__ __forceinline__ void guard(unsigned char* base, int own) {
+  // Zeros in place of a tile's values of this warpgroup's columns that are not finite: a row that sees one has a score
+  // and so a weight that is not finite either, since values are part of keys.
+  static __device__ __forceinline__ void guard(unsigned char* base, int own, int tile) {
     const int thread = threadIdx.x % 128;
-    uint32_t* const flags = reinterpret_cast<uint32_t*>(base + kFlagsAt) + 4 * own;
-    const auto chunk_of = [&](int i) {  // of both tiles: 64 rows of 32 chunks each
-      const int tile = i / (kKeys * 32), r = i / 32 % kKeys, c = i % 32;
+    uint32_t* const flags = reinterpret_cast<uint32_t*>(base + kFlagsAt) + 4 * (2 * own + tile);
+    const auto chunk_of = [&](int i) {  // of 64 rows of 32 chunks
+      const int r = i / 32, c = i % 32;
       return reinterpret_cast<uint4*>(base + tile_at(0, tile) + (own * 4 + c / 8) * kPanelBytes + swizzled(r, c % 8));
     };
     bool finite = true;
 #pragma unroll 1
-    for (int i = thread; i < 2 * kKeys * 32; i += 128) {
+    for (int i = thread; i < kKeys * 32; i += 128) {
       const uint4 x = *chunk_of(i);
       finite = finite && !(not_finite<T>(x.x) | not_finite<T>(x.y) | not_finite<T>(x.z) | not_finite<T>(x.w));
     }
@@ -295,7 +347,7 @@ struct Sm90Latent {
     ptx::bar_sync(2 + own, 128);
     if (flags[0] & flags[1] & flags[2] & flags[3]) return;
 #pragma unroll 1
-    for (int i = thread; i < 2 * kKeys * 32; i += 128) {
+    for (int i = thread; i < kKeys * 32; i += 128) {
       uint4* const at = chunk_of(i);
       const uint4 x = *at;
       *at = uint4{x.x & ~not_finite<T>(x.x), x.y & ~not_finite<T>(x.y), x.z & ~not_finite<T>(x.z),
@@ -350,10 +402,11 @@ struct Sm90Latent {
     unsigned char* const base = ptx::dynamic_smem();
     const uint32_t smem = ptx::smem_addr(base);
     if (threadIdx.x == 0) {
-      for (int i = 0; i < 6; i++) {
-        ptx::mbarrier_init(smem + kBarriersAt + 8 * i, 32);      // full: every lane of a copying warp
-        ptx::mbarrier_init(smem + kBarriersAt + 48 + 8 * i, 4);  // empty: every warp of a warpgroup
+      for (int i = 0; i < 2 * kParts; i++) {
+        ptx::mbarrier_init(full(smem, 0, i), 32);  // every lane of a copying warp
+        ptx::mbarrier_init(empty(smem, 0, i), 4);  // every warp of a warpgroup
       }
+      for (int i = 0; i < 2; i++) ptx::mbarrier_init(weighed(smem, i), 4);
       ptx::fence_mbarrier_init();
     }
     __syncthreads();
