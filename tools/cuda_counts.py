@@ -193,12 +193,18 @@ def many_rows_rate(kv_heads: int, group: int, q_len: int, keys: int, split: bool
 
 
 def latent_rate(batch: int, keys: int, q_heads: int) -> float:
-    """TFLOP/s of mla_decode, q_len 1: a block has 64 rows and takes keys in tiles of 64."""
-    units = batch * q_heads // 64
-    splits = max(1, MULTIPROCESSORS // units, min(-(-4 * MULTIPROCESSORS // units), keys // 8192))
-    tile = latent_turns.clocks_of_a_tile(SECOND_LEVEL / CLOCK / min(MULTIPROCESSORS, units * splits))
-    clocks = makespan([keys / 64 / splits * tile + 2500] * (units * splits))
-    return 2 * batch * q_heads * keys * (576 + 512) / (clocks / CLOCK + LAUNCH * (1 + (splits > 1))) / 1e12
+    """TFLOP/s of mla_decode, q_len 1: blocks of 64 rows share tiles of 64 keys of all sequences, equally or by whole
+    sequences, as csrc/cuda/kernels/decode/ragged_shares.cuh says; a sequence's begin counts as a tile."""
+    row_tiles = q_heads // 64
+    groups, tiles = MULTIPROCESSORS // row_tiles, -(-keys // 64)
+    each, share = -(-batch // groups), batch * (tiles + 1) / groups
+    cut = each * (tiles + 1) > -(-batch * (tiles + 1) // groups) + 5
+    blocks = row_tiles * (groups if cut else -(-batch // each))
+    tile = latent_turns.clocks_of_a_tile(SECOND_LEVEL / CLOCK / blocks)
+    seconds = (share + 2 if cut else each * (tiles + 1)) * tile / CLOCK + 2 * LAUNCH
+    if cut:  # parts, written and read
+        seconds += 2 * min(2 * groups, groups + batch) * row_tiles * 64 * 512 * 4 / SECOND_LEVEL
+    return 2 * batch * q_heads * keys * (576 + 512) / seconds / 1e12
 
 
 FORWARD = (  # head dimensions; kernels of long calls, and of short causal ones; {(n, causal): goal}

@@ -1,12 +1,13 @@
-// Decoding over latents for Hopper: one block is 64 rows of a sequence against its share of the keys, in tiles of 64
-// keys. Two warpgroups take turns, half a step apart: each computes the scores of every second tile, turns them into
-// weights against the maximum so far, which passes from tile to tile, and sums columns 256 w .. of the output over all
-// tiles: its own weights from registers, the other's from shared memory, these while it weighs. So the products of one
-// hide the weights of the other, and a buffer of keys is filled while the other one's products run. A third warpgroup
-// copies: quarters of 128 columns and the rotary part of a tile are free, and full, by themselves. Masks are not read.
-// Proofs: tests/emulator/test_latent.py.
+// Decoding over latents for Hopper: one block is 64 rows of every sequence against its share of all keys, in tiles of
+// 64 keys, sequence after sequence (decode/ragged_shares.cuh). Two warpgroups take turns, half a step apart: each
+// computes the scores of every second tile, turns them into weights against the maximum so far, which passes from tile
+// to tile, and sums columns 256 w .. of the output over all tiles: its own weights from registers, the other's from
+// shared memory, these while it weighs. So the products of one hide the weights of the other, and a buffer of keys is
+// filled while the other one's products run. A third warpgroup copies: quarters of 128 columns and the rotary part of a
+// tile are free, and full, by themselves. Masks are not read. Proofs: tests/emulator/test_latent.py.
 #pragma once
 #include "cuda/kernels/decode/latent_mma.cuh"
+#include "cuda/kernels/decode/ragged_shares.cuh"
 #include "cuda/ptx/sm90.cuh"
 
 namespace attnjourney {
@@ -23,10 +24,38 @@ struct Sm90Latent {
   static constexpr int kTopsAt = kBarriersAt + 192, kSumsAt = kTopsAt + 2 * kRows * 4;  // [warpgroup][row]
   static constexpr int kThereAt = kSumsAt + 2 * kRows * 4;                              // [tile][key]: is it anywhere?
   static constexpr int kFlagsAt = kThereAt + 2 * kKeys * 4;                             // [warpgroup][tile][warp]
-  static constexpr int kSmemBytes = kFlagsAt + 16 * 4;
-  static_assert(kSmemBytes <= 227 * 1024);
+  static constexpr int kShareAt = kFlagsAt + 16 * 4;
+  static constexpr int kSmemBytes = kShareAt + sizeof(RaggedShare);
+  static_assert(kSmemBytes <= 227 * 1024 && kThreads == kRaggedThreads);
   // parts of a tile: quarters of 128 columns, two of each warpgroup; the rotary columns
   static constexpr int kRotary = 4, kParts = 5;
+
+  // Tiles [first, last) of a sequence. turn: tiles of the block before them, so which warpgroup is next, in which
+  // phase.
+  struct Part {
+    int batch, first, last, turn;
+    __device__ __forceinline__ int of_own(int own) const { return first + ((own ^ turn) & 1); }  // its first tile
+    __device__ __forceinline__ int phase(int tile) const { return (turn + tile - first) >> 1 & 1; }
+  };
+  static __device__ __forceinline__ int row0(const DecodeTask& task) { return blockIdx.x % task.row_tiles * kRows; }
+  // Made anew where it is needed, so that no register holds it through a loop.
+  static __device__ __forceinline__ RaggedPart range_of(unsigned char* base, const DecodeTask& task, int batch) {
+    const int tiles = ragged_tiles<kKeys>(task, batch);
+    return {*reinterpret_cast<const RaggedShare*>(base + kShareAt), batch, tiles};
+  }
+  // f(part) for all that this block has
+  template <class F>
+  static __device__ __forceinline__ void for_parts(unsigned char* base, const DecodeTask& task, F&& f) {
+    const RaggedShare& share = *reinterpret_cast<const RaggedShare*>(base + kShareAt);
+    int turn = 0;
+    for (int batch = share.begin.batch; batch <= share.end.batch && batch < task.batch; batch++) {
+      const RaggedPart part = range_of(base, task, batch);
+      if (!part.any) continue;
+      f(Part{batch, part.first, part.last, turn});
+      const RaggedPart again = range_of(base, task, ptx::opaque(batch));
+      turn = (turn + again.last - again.first) & 3;
+    }
+  }
 
   static __device__ __forceinline__ uint32_t full(uint32_t smem, int tile, int part) {
     return smem + kBarriersAt + 8 * (tile * kParts + part);
@@ -52,15 +81,15 @@ struct Sm90Latent {
   // ---- the warps that copy: warp 0 columns 0 .. 255 of tile 0 and its rotary part, 1 the other columns, 2 those of
   // tile 1 and its rotary part, 3 columns 0 .. 255 ----
   static __device__ __forceinline__ void produce(uint32_t smem, unsigned char* base, const DecodeTask& task,
-                                                 const DecodePart<kKeys>& part) {
+                                                 const Part& part) {
     const int warp = ptx::uniform(threadIdx.x / 32) - 8, lane = threadIdx.x % 32;
     const int own = warp / 2, quarter = warp == 0 || warp == 3 ? 0 : 2;  // and the next one
     const bool rotary = warp % 2 == 0;
-    const DecodeSequence& sequence = part.sequence;
-    const T* const latent = static_cast<const T*>(task.key) + part.head * task.k.head;
+    const DecodeSequence sequence = decode_sequence<false>(task, part.batch);
+    const T* const latent = static_cast<const T*>(task.key);
     const uint32_t tile = tile_at(smem, own);
     uint32_t* const there = reinterpret_cast<uint32_t*>(base + kThereAt) + own * kKeys;
-    for (int n = part.first + own, round = 0; n < part.last; n += 2, round++) {
+    for (int n = part.of_own(own), phase = part.phase(n); n < part.last; n += 2, phase ^= 1) {
       int offset[2];  // of rows lane and lane + 32, in 16-byte chunks; less than 0: nowhere
 #pragma unroll
       for (int i = 0; i < 2; i++) {
@@ -73,7 +102,7 @@ struct Sm90Latent {
         ptx::cp_async_16(to, latent + (valid ? int64_t{at + chunk} * 8 : 0), valid);
       };
       if (rotary) {
-        ptx::mbarrier_wait(empty(smem, own, kRotary), (round & 1) ^ 1);
+        ptx::mbarrier_wait(empty(smem, own, kRotary), phase ^ 1);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
           there[lane + 32 * i] = offset[i] >= 0;
@@ -87,7 +116,7 @@ struct Sm90Latent {
       ptx::cp_async_commit();
 #pragma unroll
       for (int q = quarter; q < quarter + 2; q++) {
-        ptx::mbarrier_wait(empty(smem, own, q), (round & 1) ^ 1);
+        ptx::mbarrier_wait(empty(smem, own, q), phase ^ 1);
         const uint32_t panel = tile + (2 * q + lane / 8 % 2) * kPanelBytes;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -116,32 +145,29 @@ struct Sm90Latent {
 
   // ---- the warpgroups that compute ----
 
-  static __device__ __forceinline__ void load_query(uint32_t smem, const DecodeTask& task,
-                                                    const DecodePart<kKeys>& part) {
+  static __device__ __forceinline__ void load_query(uint32_t smem, const DecodeTask& task, const Part& part) {
     for (int i = threadIdx.x; i < kRows * 64; i += 256) {
       const int row = i / 64, chunk = i % 64;
-      const bool valid = part.row0 + row < task.rows && chunk * 8 < task.head_dim;
+      const bool valid = row0(task) + row < task.rows && chunk * 8 < task.head_dim;
       const T* from = static_cast<const T*>(task.query);
-      if (valid) from += query_at(task, part, part.row0 + row) + chunk * 8;
+      if (valid) from += query_at(task, part, row0(task) + row) + chunk * 8;
       ptx::cp_async_16(smem + chunk / 8 * kPanelBytes + swizzled(row, chunk % 8), from, valid);
     }
     ptx::cp_async_commit();
     ptx::cp_async_wait<0>();
     ptx::fence_proxy_async();
   }
-  static __device__ __forceinline__ int64_t query_at(const DecodeTask& task, const DecodePart<kKeys>& part, int i) {
-    return part.batch * task.q_batch + (part.head * task.group + i / task.q_len) * task.q_head +
-           i % task.q_len * task.q_row;
+  static __device__ __forceinline__ int64_t query_at(const DecodeTask& task, const Part& part, int i) {
+    return part.batch * task.q_batch + i / task.q_len * task.q_head + i % task.q_len * task.q_row;
   }
 
   static __device__ __forceinline__ void consume(uint32_t smem, unsigned char* base, const DecodeTask& task,
-                                                 const DecodePart<kKeys>& part) {
+                                                 const Part& part) {
     const int own = ptx::uniform(threadIdx.x / 128), lane = threadIdx.x % 32, t = lane % 4;
     const int row = threadIdx.x % 128 / 32 * 16 + lane / 4;  // and row + 8
-    const DecodeSequence& sequence = part.sequence;
+    const DecodeSequence sequence = decode_sequence<false>(task, part.batch);
     const Range whole_items = task.q_len == 1 ? Range{0, sequence.total} : sequence.whole_items();
-    float *const tops = reinterpret_cast<float*>(base + kTopsAt), *const sums =
-                                                                      reinterpret_cast<float*>(base + kSumsAt);
+    float* const tops = reinterpret_cast<float*>(base + kTopsAt);
     const uint32_t* const there = reinterpret_cast<const uint32_t*>(base + kThereAt) + own * kKeys;
     load_query(smem, task, part);
     uint32_t rotary[4][4];  // A operand: Q's columns from 512 on
@@ -149,12 +175,12 @@ struct Sm90Latent {
     for (int kk = 0; kk < 4; kk++)
 #pragma unroll
       for (int q = 0; q < 4; q++) {
-        const int i = part.row0 + row + q % 2 * 8, column = kLatentValueDim + kk * 16 + q / 2 * 8;
+        const int i = row0(task) + row + q % 2 * 8, column = kLatentValueDim + kk * 16 + q / 2 * 8;
         const bool valid = i < task.rows && column < task.head_dim;
         const T* from = static_cast<const T*>(task.query) + (valid ? query_at(task, part, i) + column + 2 * t : 0);
         rotary[kk][q] = valid ? *reinterpret_cast<const uint32_t*>(from) : 0u;
       }
-    ptx::bar_sync(1, 256);  // Q is there
+    ptx::bar_sync(1, 256);  // @query_there
 
     const auto release = [&](int tile, int which) {
       __syncwarp();
@@ -204,8 +230,8 @@ struct Sm90Latent {
       }
     };
 
-    int n = part.first + own;
-    for (int phase = 0; n < part.last; n += 2, phase ^= 1) {
+    int n = part.of_own(own);
+    for (int phase = part.phase(n); n < part.last; n += 2, phase ^= 1) {
       const uint64_t keys = desc(tile_at(smem, own), 0), queries = desc(smem, 0);
       ptx::mbarrier_wait(full(smem, own, kRotary), phase);
       ptx::wgmma_fence();
@@ -290,26 +316,27 @@ struct Sm90Latent {
       release(own, 2 * own + 1);
     }
     if (n == part.last && n > part.first) {  // the last tile is the other's
-      take_over(n - 1, n - 1 - part.first >> 1 & 1);
+      take_over(n - 1, part.phase(n - 1));
       ptx::wgmma_wait<0>();
       ptx::keep(out[0]);
       ptx::keep(out[1]);
+      release(own ^ 1, 2 * own);
+      release(own ^ 1, 2 * own + 1);
     }
-    write(task, part, out, top, sum, sums, own, row, t);
+    write(task, part, out, top, sum, base, own, row, t);
   }
 
   // Products of items item0 + 8 j + 2 t + ... to scores in log2 units, -inf where there is no key.
-  static __device__ __forceinline__ void score(float (&scores)[32], const DecodeTask& task,
-                                               const DecodePart<kKeys>& part, int row, int item0, bool whole,
-                                               const uint32_t* there, int t) {
+  static __device__ __forceinline__ void score(float (&scores)[32], const DecodeTask& task, const Part& part, int row,
+                                               int item0, bool whole, const uint32_t* there, int t) {
     if (task.scaled_only) {
       const float scale = static_cast<float>(task.score_scale);
 #pragma unroll
       for (int i = 0; i < 32; i++) scores[i] = ptx::rounded_product(scores[i], scale);
     } else {  // made here, so that no register holds it through the loop
       const DecodeSequence sequence = decode_sequence<false>(task, part.batch);
-      const DecodeRow<float> rows[2] = {{task, part.batch, part.head, sequence.origin, part.row0 + row},
-                                        {task, part.batch, part.head, sequence.origin, part.row0 + row + 8}};
+      const DecodeRow<float> rows[2] = {{task, part.batch, 0, sequence.origin, row0(task) + row},
+                                        {task, part.batch, 0, sequence.origin, row0(task) + row + 8}};
 #pragma unroll
       for (int i = 0; i < 32; i++) {
         const int item = item0 + i / 4 * 8 + 2 * t + i % 2;
@@ -318,7 +345,7 @@ struct Sm90Latent {
     }
     if (whole) return;
     const DecodeSequence sequence = decode_sequence<false>(task, part.batch);
-    const int number[2] = {(part.row0 + row) % task.q_len, (part.row0 + row + 8) % task.q_len};
+    const int number[2] = {(row0(task) + row) % task.q_len, (row0(task) + row + 8) % task.q_len};
 #pragma unroll
     for (int i = 0; i < 32; i++) {
       const int column = i / 4 * 8 + 2 * t + i % 2;
@@ -357,9 +384,13 @@ struct Sm90Latent {
     ptx::bar_sync(2 + own, 128);
   }
 
-  static __device__ __forceinline__ void write(const DecodeTask& task, const DecodePart<kKeys>& part,
-                                               const float (&out)[2][64], const float (&top)[2], const float (&sum)[2],
-                                               float* sums, int own, int row, int t) {
+  static __device__ __forceinline__ void write(const DecodeTask& task, const Part& part, const float (&out)[2][64],
+                                               const float (&top)[2], const float (&sum)[2], unsigned char* base,
+                                               int own, int row, int t) {
+    float* const sums = reinterpret_cast<float*>(base + kSumsAt);
+    const RaggedPart range = range_of(base, task, ptx::opaque(part.batch));
+    if (blockIdx.x % task.row_tiles == 0 && threadIdx.x == 0)
+      range.note(task, *reinterpret_cast<const RaggedShare*>(base + kShareAt), part.batch);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       float all = sum[h];
@@ -367,15 +398,15 @@ struct Sm90Latent {
       all += ptx::shfl_xor(all, 2);
       if (t == 0) sums[own * kRows + row + 8 * h] = all;
     }
-    ptx::bar_sync(1, 256);
+    ptx::bar_sync(1, 256);  // @all_multiplied: sums are there, Q is no longer read
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const int r = row + 8 * h, i = part.row0 + r, column = own * kHalf + 2 * t;
+      const int r = row + 8 * h, i = row0(task) + r, column = own * kHalf + 2 * t;
       if (i >= task.rows) continue;
       const RowSum<float> all{top[h], sums[r] + sums[kRows + r]};
       const bool first = own == 0 && t == 0;
-      if (task.splits > 1) {
-        const int64_t at = (part.unit * task.splits + part.split) * kRows + r;
+      if (range.slot >= 0) {
+        const int64_t at = (int64_t{range.slot} * task.row_tiles + row0(task) / kRows) * kRows + r;
         if (first) static_cast<float2*>(task.part_stats)[at] = float2{all.top, all.sum};
         float* const to = static_cast<float*>(task.part_out) + at * task.v_head_dim + column;
 #pragma unroll
@@ -385,9 +416,9 @@ struct Sm90Latent {
                 float2{out[j / 16][j % 16 * 4 + 2 * h], out[j / 16][j % 16 * 4 + 2 * h + 1]};
         continue;
       }
-      const int64_t at = (static_cast<int64_t>(part.batch) * task.kv_heads + part.head) * task.rows + i;
+      const int64_t at = int64_t{part.batch} * task.rows + i;
       float lse;
-      const float factor = end_row(task, part.batch, part.head * task.group + i / task.q_len, all, lse);
+      const float factor = end_row(task, part.batch, i / task.q_len, all, lse);
       if (first) static_cast<float*>(task.lse)[at] = lse;
       T* const to = static_cast<T*>(task.out) + at * task.v_head_dim + column;
 #pragma unroll
@@ -409,14 +440,16 @@ struct Sm90Latent {
       for (int i = 0; i < 2; i++) ptx::mbarrier_init(weighed(smem, i), 4);
       ptx::fence_mbarrier_init();
     }
+    const RaggedShare share =
+        ragged_share<kKeys>(task, blockIdx.x / task.row_tiles, reinterpret_cast<int*>(base + kKeyAt));
+    if (threadIdx.x == 0) *reinterpret_cast<RaggedShare*>(base + kShareAt) = share;
     __syncthreads();
-    const DecodePart<kKeys> part(task, kRows);
     if (threadIdx.x >= 256) {
       ptx::setmaxnreg_dec<40>();
-      produce(smem, base, task, part);
+      for_parts(base, task, [&](const Part& part) { produce(smem, base, task, part); });
     } else {
       ptx::setmaxnreg_inc<232>();
-      consume(smem, base, task, part);
+      for_parts(base, task, [&](const Part& part) { consume(smem, base, task, part); });
     }
   }
 };
