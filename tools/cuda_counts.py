@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from benchmarks.markdown import rows
+from tools import latent_turns
 
 MULTIPROCESSORS = 132
 CLOCK, FREE_CLOCK = 1.5e9, 1.75e9  # with all tensor cores at work, by the limit of power; without
@@ -33,8 +34,8 @@ BIAS = 4.5
 # The backward: an iteration's exchange of dS, its sums to dQ and its waits, and what shows of each score's arithmetic,
 # in clocks; what dQ through shared memory takes more, and the time from a block's sums to the next one's.
 MEETING, SCORE, ORDERED, TURN = 800, 4.3 / 128, 300, 500
-# Decoding over latents: the softmax of a pair of tiles with its two meetings, and the wait for the tiles behind it.
-LATENT_SOFTMAX, LATENT_LOADS = 700, 900
+# Decoding over latents: bytes a second that all multiprocessors together read from the second-level cache.
+SECOND_LEVEL = 5.5e12
 
 
 @dataclass(frozen=True)
@@ -197,12 +198,18 @@ def many_rows_rate(kv_heads: int, group: int, q_len: int, keys: int, split: bool
 
 
 def latent_rate(batch: int, keys: int, q_heads: int) -> float:
-    """TFLOP/s of mla_decode, q_len 1: a block has 64 rows and takes keys in pairs of tiles of 64."""
-    pair = 2 * 64 * 128 * (576 + 512) / TENSOR + LATENT_SOFTMAX + LATENT_LOADS
-    units = batch * q_heads // 64
-    splits = max(1, MULTIPROCESSORS // units, min(-(-4 * MULTIPROCESSORS // units), keys // 8192))
-    clocks = makespan([keys / 128 / splits * pair + 2000] * (units * splits))
-    return 2 * batch * q_heads * keys * (576 + 512) / (clocks / CLOCK + LAUNCH * (1 + (splits > 1))) / 1e12
+    """TFLOP/s of mla_decode, q_len 1: blocks of 64 rows share tiles of 64 keys of all sequences, equally or by whole
+    sequences, as csrc/cuda/kernels/decode/ragged_shares.cuh says; a sequence's begin counts as a tile."""
+    row_tiles = q_heads // 64
+    groups, tiles = MULTIPROCESSORS // row_tiles, -(-keys // 64)
+    each, share = -(-batch // groups), batch * (tiles + 1) / groups
+    cut = each * (tiles + 1) > -(-batch * (tiles + 1) // groups) + 5
+    blocks = row_tiles * (groups if cut else -(-batch // each))
+    tile = latent_turns.clocks_of_a_tile(SECOND_LEVEL / CLOCK / blocks)
+    seconds = (share + 2 if cut else each * (tiles + 1)) * tile / CLOCK + 2 * LAUNCH
+    if cut:  # parts, written and read
+        seconds += 2 * min(2 * groups, groups + batch) * row_tiles * 64 * 512 * 4 / SECOND_LEVEL
+    return 2 * batch * q_heads * keys * (576 + 512) / seconds / 1e12
 
 
 FORWARD = (  # head dimensions; kernels of long calls, and of short causal ones; {(n, causal): goal}

@@ -35,6 +35,11 @@ int main() {
       DecodeTiling tiling{.rows = 16, .keys = 16};
       std::cin >> units >> keys >> tiling.smem_bytes >> tiling.blocks;
       std::cout << decode_splits(units, keys, tiling, device) << "\n";
+    } else if (what == "groups") {
+      int64_t batch, row_tiles, keys;
+      const DecodeTiling tiling{.rows = 64, .keys = 64};
+      std::cin >> batch >> row_tiles >> keys;
+      std::cout << decode_groups(batch, row_tiles, keys, tiling, device) << "\n";
     } else if (what == "joins") {
       int64_t units, rows, v_head_dim;
       int splits;

@@ -109,6 +109,23 @@ def test_splits_of_decoding(choose):
         assert int(splits) == min(512, -(-400 * blocks // (1 + n))), (shared, n, kilobytes, most)
 
 
+def test_groups_of_decoding(choose):
+    """Blocks of all sequences' keys fill rounds of 100 multiprocessors, four at most; a group has two tiles or more."""
+    cases = [  # sequences, tiles of rows, keys, groups
+        (64, 2, 4096, 50),
+        (1, 1, 100000, 100),
+        (8, 3, 8192, 33),
+        (1, 2, 640, 5),
+        (1, 1, 1, 1),
+        (30, 70, 8192, 4),  # 280 blocks in three rounds
+        (30, 100, 8192, 1),
+        (30, 150, 8192, 2),
+        (30, 500, 8192, 1),
+    ]
+    found = choose("groups", [(90, 227, 0, *case) for *case, _ in cases])
+    assert [int(x) for (x,) in found] == [groups for *_, groups in cases]
+
+
 def test_last_blocks_join(choose):
     """Parts of up to 128 KB, of as many units as there are counters, by kernels that can."""
     cases = [  # units, rows, splits, v_head_dim, whether the kernel can; whether its last block joins

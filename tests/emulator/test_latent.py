@@ -41,6 +41,10 @@ CASES = [
     (5, 3, 576, 512, (333, 150), 340, 0, 1, {"window_size": (100, -1), "prefix_length": 2}),
     (3, 2, 64, 32, (50, 45), 64, 0, 2, {"attn_mask": "both ends"}),  # of the range
     (20, 1, 96, 40, (45, 17), 48, 1, 2, {"is_causal": False, "sinks": 2}),  # tokens that indices name
+    # groups of blocks, 5: the fourth has the end of a sequence, a whole one and the begin of one
+    (66, 1, 576, 512, (450, 0, 30), 450, 0, 4, {}),
+    (9, 1, 576, 512, (600, 0, 300), 600, 24, 5, {"sinks": 2}),
+    (2, 3, 576, 512, (64, 200, 128, 0, 65), 200, 0, 2, {}),
 ]
 
 
@@ -79,15 +83,12 @@ BYTES = [
     ("scales of the other tile", "scales[stage * kKeys + lane]", "scales[(stage ^ 1) * kKeys + lane]"),
 ]
 SM90 = [
-    ("columns used before they landed", "ptx::mbarrier_wait(full(smem, own, columns), phase);", ""),
-    (
-        "columns refilled without waiting",
-        "ptx::mbarrier_wait(empty(smem, own, columns), (round & 1) ^ 1);",
-        "",
-    ),
+    ("the rotary part used before it landed", "ptx::mbarrier_wait(full(smem, own, kRotary), phase);", ""),
+    ("columns used before they landed", "ptx::mbarrier_wait(full(smem, own, quarter), phase);", ""),
+    ("columns refilled without waiting", "ptx::mbarrier_wait(empty(smem, own, q), phase ^ 1);", ""),
     (
         "the rotary part refilled without waiting",
-        "ptx::mbarrier_wait(empty(smem, own, kRotary), (round & 1) ^ 1);",
+        "ptx::mbarrier_wait(empty(smem, own, kRotary), phase ^ 1);",
         "",
     ),
     (
@@ -95,21 +96,54 @@ SM90 = [
         "ptx::cp_async_wait<0>();\n      ptx::fence_proxy_async();\n      ptx::mbarrier_arrive",
         "ptx::cp_async_wait<0>();\n      ptx::mbarrier_arrive",
     ),
-    ("weights that wgmma cannot see", "ptx::fence_proxy_async();\n      if (ptx::any", "if (ptx::any"),
-    ("the other's weights before they are there", "@weights_there", ""),
-    ("maxima before they are there", "@maxima_there", ""),
+    (
+        "a quarter full when the one before it is",
+        "ptx::cp_async_wait<0>();\n      ptx::fence_proxy_async();\n      ptx::mbarrier_arrive",
+        "ptx::fence_proxy_async();\n      ptx::mbarrier_arrive",
+    ),
+    ("scores before they are there", "ptx::wgmma_wait<2>();", "ptx::wgmma_wait<3>();"),
+    ("weights that wgmma cannot see", "ptx::fence_proxy_async();\n      __syncwarp();", "__syncwarp();"),
+    ("weights counted before all lanes have written", "@weights_written", ""),
+    ("the other's weights before they are there", "ptx::mbarrier_wait(weighed(smem, own ^ 1), phase);", ""),
+    ("the other's weights of the turn before", "own ? phase : phase ^ 1", "phase"),
+    ("outputs not brought to the other's maximum", "move(theirs_at);", "top[0] = theirs_at[0], top[1] = theirs_at[1];"),
     (
         "columns released before their products are done",
-        "ptx::wgmma_wait<1>();\n      release(own, own);",
-        "release(own, own);",
+        "ptx::wgmma_wait<1>();\n      release(own, 2 * own);",
+        "release(own, 2 * own);",
     ),
-    ("a hidden value leaks", "        guard(base, own);\n", ""),
+    ("the other's released before they are done", "@other_read", "ptx::wgmma_wait<2>();"),
+    ("the query before it is there", "@query_there", ""),
+    ("sums before they are there", "@all_multiplied", ""),
+    ("turns that begin anew with each sequence", "turn = (turn + again.last - again.first) & 3;", ""),
+    (
+        "the last tile not released",
+        "      release(own ^ 1, 2 * own);\n      release(own ^ 1, 2 * own + 1);\n    }",
+        "    }",
+    ),
+    ("parts taken for results", "if (range.slot >= 0)", "if (false)"),
+    ("sequences of others", "batch <= share.end.batch && ", ""),
+    ("the last tile left to the other", "if (n == part.last && n > part.first)", "if (false)"),
+    ("a hidden value leaks", "if (guarded(n)) guard(base, own, own);", ""),
+    ("a hidden value of the other's tile leaks", "if (guarded(n)) guard(base, own, own ^ 1);", ""),
+    ("one place for what both tiles hold", "4 * (2 * own + tile)", "4 * 2 * own"),
     (
         "zeros that wgmma cannot see",
         "ptx::fence_proxy_async();\n    ptx::bar_sync(2 + own, 128);",
         "ptx::bar_sync(2 + own, 128);",
     ),
-    ("the next part's tile counts twice", "item, n + own < part.last ? sequence.total : 0)", "item, sequence.total)"),
+]
+MERGE = [
+    ("parts against their own maxima", "part_weight(own.x, all.top, exponent);", "1.f;"),
+    ("the last part left out", "- slot0 / 2 + 1;", "- slot0 / 2;"),
+    ("the first part is its group's first", "part == 0 ? slot0 :", ""),
+    ("parts of whole sequences", "  if (slot0 < 0) return;\n", ""),
+    ("rows of another tile", "i / tile_rows) * tile_rows", "0) * tile_rows"),
+]
+SHARES = [
+    ("a sequence without keys left out", "first < last || tiles == 0;", "first < last;"),
+    ("the end of a sequence not noted", "if (ends) task", "if (ends && first == 0) task"),
+    ("two parts in one place", "2 * share.group + (batch != share.begin.batch);", "2 * share.group;"),
 ]
 FAULTS = [("mma-fp16", "decode/latent_mma.cuh", *fault) for fault in MMA]
 FAULTS += [("fma-fp32", "decode/latent_fma.cuh", *fault) for fault in FMA]
@@ -117,14 +151,14 @@ FAULTS += [("mma-fp16-e4m3", "decode/latent_mma.cuh", *fault) for fault in BYTES
 SCALE = ("a hidden key's scale leaks", "x == 0.f ? 0.f : x * (own", "x * (own")  # of int8, which has no other NaN
 FAULTS.append(("mma-bf16-int8", "decode/latent_mma.cuh", *SCALE))
 FAULTS += [("sm90-bf16", "sm90/latent.cuh", *fault) for fault in SM90]
+FAULTS += [("sm90-bf16", "decode/ragged_merge.cuh", *fault) for fault in MERGE]
+FAULTS += [("sm90-bf16", "decode/ragged_shares.cuh", *fault) for fault in SHARES]
 
 
 def program(kernel):
     function = {"mma": "latent_mma", "fma": "latent_fma", "sm90": "sm90_latent"}[kernel.split("-")[0]]
-    return (
-        "latent",
-        (f"KERNEL={KERNELS[kernel][0]}", f"FUNCTION={function}", *["BYTES"] * (kind_of(kernel) is not None)),
-    )
+    flags = ["BYTES"] * (kind_of(kernel) is not None) + ["SHARES_ALL"] * (function == "sm90_latent")
+    return ("latent", (f"KERNEL={KERNELS[kernel][0]}", f"FUNCTION={function}", *flags))
 
 
 def kind_of(kernel):
@@ -286,6 +320,6 @@ def test_values(programs, kernel):
 def test_faults_are_found(programs, fault):
     kernel = fault[0]
     executable = build.program(*faulty(fault))
-    cases = CASES[11:8:-1] if kernel == "sm90-bf16" else [*CASES[1:7], CASES[9]]
+    cases = [*CASES[11:8:-1], CASES[13], *CASES[:-4:-1]] if kernel == "sm90-bf16" else [*CASES[1:7], CASES[9]]
     calls = [(case, order) for order in ("random", "reverse", "starve", "forward") for case in cases]
     assert is_noticed([partial(check, executable, kernel, *call) for call in calls], fault[2])

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tools import cuda_counts
+from tools import cuda_counts, latent_turns
 from tools.cuda_record import ROOT
 
 
@@ -56,3 +56,14 @@ def test_blocks_of_a_fixed_order_wait():
     clocks = 2 * kernel.tile(128, 128) + cuda_counts.TURN
     moved = (256 - 128) * (4 * 128 + 8 * 128) / cuda_counts.MEMORY
     assert waits == pytest.approx(clocks / cuda_counts.CLOCK + moved)
+
+
+def test_warpgroups_in_turn(monkeypatch):
+    """By hand: a tile of latents takes as long as what bounds it."""
+    for name in ("LATENCY", "BARRIER", "SOFTMAX"):
+        monkeypatch.setattr(latent_turns, name, 0)
+    assert latent_turns.PRODUCTS == 2176 and latent_turns.SHARED_CLOCKS == 2368
+    assert latent_turns.clocks_of_a_tile(1e9) == pytest.approx(2368)
+    assert latent_turns.clocks_of_a_tile(16) == pytest.approx(latent_turns.BYTES / 16)
+    monkeypatch.setattr(latent_turns, "SOFTMAX", 10000)  # one tile's after the other's: each needs the maximum so far
+    assert latent_turns.clocks_of_a_tile(1e9) == pytest.approx(10000)

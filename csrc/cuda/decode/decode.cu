@@ -90,10 +90,15 @@ void decode_split(const CudaDecode& kernel, bool chunked, const DecodeCall& c, c
   p.row_tiles = (p.rows + tiling.rows - 1) / tiling.rows;
   const int64_t units = c.batch * c.kv_heads * p.row_tiles;
   const int64_t keys = c.keys(std::min<int64_t>(c.capacity, p.longest)).most(c.q_len);  // of a sequence
-  p.splits = decode_splits(units, keys, tiling, device);
-  OptionalTensor parts;  // outputs, references and sums of every split
+  p.splits = tiling.shares_all ? decode_groups(c.batch, p.row_tiles, keys, tiling, device)
+                               : decode_splits(units, keys, tiling, device);
+  OptionalTensor parts, shares;  // outputs, references and sums of every split, or of two parts a group
+  if (tiling.shares_all) {
+    shares = aten::empty(query, {c.batch, 2}, ScalarType::Int);
+    p.shares = static_cast<int*>(shares->data_ptr());
+  }
   if (p.splits > 1) {
-    const int64_t rows = units * p.splits * tiling.rows;
+    const int64_t rows = (tiling.shares_all ? 2 * p.row_tiles : units) * p.splits * tiling.rows;
     parts = aten::empty(query, {rows * (2 + c.v_head_dim)}, lse.scalar_type());
     p.part_stats = parts->data_ptr();
     p.part_out = static_cast<char*>(p.part_stats) + rows * 2 * lse.element_size();

@@ -13,7 +13,10 @@ struct DecodeTiling {
   int smem_bytes, blocks;     // blocks of a multiprocessor, as far as registers go
   int keys_of_rounds = 1024;  // that a block has at least where there are more blocks than run at once
   bool joins = false;         // can its last block join the parts of a unit?
+  bool shares_all = false;    // do blocks share the keys of all sequences (kernels/decode/ragged_shares.cuh)?
 };
+
+constexpr int kMostGroups = 384;  // see decode_groups
 
 // Does it, in place of a kernel that is launched for it? 128 KB of parts are read by one block in the time of a launch.
 inline bool last_blocks_join(int64_t units, int64_t rows, int splits, int64_t v_head_dim, const DecodeTiling& tiling) {
@@ -44,6 +47,24 @@ inline int decode_splits(int64_t units, int64_t keys, const DecodeTiling& tiling
   const int64_t fill = std::min(slots / units, up(keys, 128));
   const int64_t rounds = std::min(up(4 * slots, units), keys / tiling.keys_of_rounds);
   return static_cast<int>(std::clamp<int64_t>(std::max(fill, rounds), 1, 512));
+}
+
+// Groups of blocks that share the keys of all sequences, at most `keys` of each: blocks take equally long, so what
+// counts is how well they fill rounds of multiprocessors, at most four, for the parts' sake (263 KB a block).
+// row_tiles: blocks of a group.
+inline int decode_groups(int64_t batch, int64_t row_tiles, int64_t keys, const DecodeTiling& tiling,
+                         const Device& device) {
+  const auto up = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int64_t all = batch * (up(keys, tiling.keys) + 1);
+  const int64_t most = std::clamp<int64_t>(std::min(4 * device.multiprocessors / row_tiles, all / 2), 1, kMostGroups);
+  int best = 1;
+  double least = 0;
+  for (int groups = 1; groups <= most; groups++) {
+    const int64_t rounds = up(groups * row_tiles, device.multiprocessors);
+    const double time = static_cast<double>(rounds) * (static_cast<double>(all) / groups + 4);  // 4 tiles' beside keys
+    if (groups == 1 || time < least) best = groups, least = time;
+  }
+  return best;
 }
 
 }  // namespace attnjourney

@@ -1,6 +1,7 @@
 // Runs one kernel of decoding over latents, named by -DKERNEL=... and, where the keys are shared out, what joins the
-// parts. stdin: query [batch, heads, q_len, dim], latents [batch or blocks, capacity or block size, dim], lengths,
-// table, sinks and slopes, mask; stdout: out, lse. -DBYTES: latents are bytes, and their scales follow them.
+// parts (-DSHARES_ALL: splits are groups of blocks, which share the keys of all sequences). stdin: query [batch, heads,
+// q_len, dim], latents [batch or blocks, capacity or block size, dim], lengths, table, sinks and slopes, mask; stdout:
+// out, lse. -DBYTES: latents are bytes, and their scales follow them.
 #include "emulator/machine/driver.h"
 //
 #include "kernels/latent.h"
@@ -24,7 +25,12 @@ struct Optional {  // of stdin
 
 template <class K>
 void run(const driver::Arguments& a, const DecodeTask& p) {
-  const dim3 grid(static_cast<unsigned>(p.batch * p.row_tiles * p.splits)), block(K::kThreads);
+#ifdef SHARES_ALL
+  const int units = p.row_tiles;
+#else
+  const int units = p.batch * p.row_tiles;
+#endif
+  const dim3 grid(static_cast<unsigned>(units * p.splits)), block(K::kThreads);
   if constexpr (requires { K::smem_bytes(0); })
     emulator::launch(FUNCTION<K>, grid, block, static_cast<size_t>(K::smem_bytes(p.head_dim)), a.options(), p);
   else
@@ -75,13 +81,25 @@ int main(int argc, char** argv) {
     emulator::Buffer<T> out(static_cast<size_t>(rows * p.v_head_dim), "out");
     emulator::Buffer<C> lse(static_cast<size_t>(rows), "lse");
     p.out = out.data, p.lse = lse.data;
+#ifdef SHARES_ALL
+    emulator::Buffer<int> shares(static_cast<size_t>(2 * p.batch), "shares");
+    p.shares = shares.data;
+    const auto parts = static_cast<size_t>(int64_t{2} * p.row_tiles * p.splits * Kernel::kRows);
+#else
     const auto parts = static_cast<size_t>(int64_t{p.batch} * p.row_tiles * p.splits * Kernel::kRows);
+#endif
     emulator::Buffer<C> part_out(parts * static_cast<size_t>(p.v_head_dim), "part_out"), stats(2 * parts, "part_stats");
     p.part_out = part_out.data, p.part_stats = stats.data;
     run<Kernel>(a, p);
+#ifdef SHARES_ALL
+    if (p.splits > 1)
+      emulator::launch(ragged_merge<T>, dim3(static_cast<unsigned>((rows + kRaggedMergeRows - 1) / kRaggedMergeRows)),
+                       dim3(kRaggedMergeThreads), 0, a.options(), p, Kernel::kRows);
+#else
     if (p.splits > 1)
       emulator::launch(decode_merge<T>, dim3(static_cast<unsigned>(rows)), dim3(kMergeThreads),
                        static_cast<size_t>(merge_smem<C>(p.splits, p.v_head_dim)), a.options(), p, Kernel::kRows);
+#endif
     driver::write(out);
     driver::write(lse);
   });

@@ -38,10 +38,13 @@ struct DecodeTask {
   int64_t mask_batch, mask_head, mask_row, mask_col;
   const void *sinks, *slopes;         // float (double for double), or null
   int64_t sinks_batch, slopes_batch;  // strides; heads are dense
-  int splits;                         // blocks that share the keys of a sequence
+  int splits;                         // blocks that share the keys of a sequence; with `shares`: of all
   // splits > 1: [unit, split, row of the tile] outputs before division [v_head_dim], and each row's reference (in
   // the unit of scores) and sum; a unit is (sequence, key head, tile of rows)
   void *part_out, *part_stats;
+  // [batch, 2] or null: where blocks share the keys of all sequences (ragged_shares.cuh), which parts each of them has;
+  // part_out is [2 * split, tile of rows, row of the tile] then
+  int* shares;
   uint32_t* arrivals;  // [unit] zeros, and zeros again afterwards: the last block of a unit joins its parts; or null
   // Packed rows over a paged cache, or null: sequence b has rows cu_q[b] .. of heads of q_len rows, and cu_k[b + 1] -
   // cu_k[b] keys. Sequences of more than few_rows rows are attention's (sm80/forward.cuh). A key head has `tiles` tiles
