@@ -34,6 +34,9 @@ BIAS = 4.5
 # The backward: an iteration's exchange of dS, its sums to dQ and its waits, and what shows of each score's arithmetic,
 # in clocks; what dQ through shared memory takes more, and the time from a block's sums to the next one's.
 MEETING, SCORE, ORDERED, TURN = 800, 4.3 / 128, 300, 500
+# With options: instructions a clock of a warp that has its scheduler to itself; those of a warp for its part of 64 x 64
+# scores with a floating mask that TMA brings, from the products to the next ones, in the code for sm_90a.
+ALONE, MASKED = 0.6, 861
 # Decoding over latents: bytes a second that all multiprocessors together read from the second-level cache.
 SECOND_LEVEL = 5.5e12
 
@@ -152,6 +155,22 @@ class Backward:
 
 
 @dataclass(frozen=True)
+class FullBackward(Backward):
+    """With options, two warpgroups of 64 keys each. weighing: instructions, as MASKED; apart: one warpgroup weighs
+    while the other multiplies, else both at once, with nothing in the tensor cores."""
+
+    weighing: int = MASKED
+    apart: bool = True
+
+    def tile(self, head_dim: int, v_head_dim: int) -> float:
+        tensor = 2 * self.rows * self.keys * (3 * head_dim + 2 * v_head_dim) / TENSOR
+        rest = MEETING + ORDERED * self.deterministic
+        if not self.apart:
+            return tensor + 2 * self.weighing + rest
+        return max(tensor, tensor / 2 + self.weighing / ALONE) + SCORE * self.rows * self.keys + rest
+
+
+@dataclass(frozen=True)
 class Decode:
     """One row of each of `group` heads over the keys of `kv_heads` heads; element: bytes, its part of a scale too."""
 
@@ -267,6 +286,7 @@ def lines() -> list[list[str]]:
         for (n, causal), goal in goals.items():
             about = "backward, fixed order," if kernel.deterministic else "backward"
             add(f"{about} {name(dims, n, causal)}", kernel.rate(heads(n, dims, causal=causal)), goal)
+    add("backward 128, 4096, floating mask", FullBackward(64, 128).rate(heads(4096, (128, 128))), 450)
     for about, case, goal in DECODE:
         add(f"decode, {about}", case.rate(), goal, "GB/s")
     found.append(["decode, 8 heads, 128 rows, 32768 keys", f"{many_rows_rate(8, 1, 128, 32768):.0f} TFLOP/s", ""])

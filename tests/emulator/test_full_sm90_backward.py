@@ -40,6 +40,7 @@ TILES = [  # the mask's tiles come by TMA; of "own_mask" the kernel writes the g
     (("mask", "softcap"), 70, 136),
 ]
 FAULTY = [("64-fp16", *fault) for fault in faults_full_backward.BACKWARD]
+FAULTY += [("128-bf16", *fault) for fault in faults_full_backward.TURNS]
 FAULTY += [("64-deterministic", *fault) for fault in faults_full_backward.DETERMINISTIC]
 FAULTY += [("256-bf16", *fault) for fault in faults_full_backward.COLUMNS]
 FAULTY += [("256-deterministic", *fault) for fault in faults_full_backward.DETERMINISTIC_COLUMNS]

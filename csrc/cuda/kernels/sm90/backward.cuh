@@ -213,6 +213,9 @@ struct Sm90BackwardConsumer {
                        x[kk]);
   }
   __device__ __forceinline__ void store_dq(const float (&dq)[32], int tile, int piece) {
+    store_dq(dq, tile, piece, tid);
+  }
+  __device__ __forceinline__ void store_dq(const float (&dq)[32], int tile, int piece, int tid) {
     if (Shape::kDeterministic) {
       float4* stage = reinterpret_cast<float4*>(smem + (memory.dq - memory.k) + group * 16384) + tid;
 #pragma unroll

@@ -2,9 +2,12 @@
 // of the producer's warpgroup, the scheduler (full_backward_ring.cuh), hands out the tiles and skips hidden ones: it
 // reads a boolean mask 16 bytes at a time, or looks 32 tiles up at once in a mask of blocks.
 //
-// Order of an iteration: S, dP | what the options hide and keep | wait | weights, dS | dV, dK | dS to shared memory,
-// arrive | wait for the other warpgroup's dS | dQ | the mask's gradient | wait | dQ out. Nothing of the next tile:
-// scores and dP are both held while the options are looked at, and the other warpgroup's products fill the time.
+// The two warpgroups are half a step apart, a step being 64 rows: while one weighs its scores the other has its turn in
+// the tensor cores. Step: weights and dS | the turn | dQ of the tile before, dV, dK | wait for dQ | dS to shared
+// memory, dQ out | wait | S, dP of the next step | pass the turn on | the mask's gradient, what the options hide and
+// keep | wait. Whoever has the turn knows thereby that the other's dS of the step before has been written, and its own
+// before that read; so dQ, which takes both, is one tile behind, and dS lies in two places, at 64 columns its parts. S
+// under dK would need more registers than there are: ptxas then runs the products one by one.
 //
 // A floating mask in the dtype of query whose rows are whole 16-byte chunks comes by TMA and is turned by ldmatrix; any
 // other is fetched into shared memory while the products run. Where such a mask broadcasts over nothing and there is no
@@ -28,7 +31,7 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<Shape, true> {
   using Scores = Sm90FullBackwardScores<Shape>;
   using Part = typename Shape::Part;
   using Fragments = uint32_t[4][4];
-  using Base::dk, Base::dv, Base::group, Base::n0, Base::task, Base::smem, Base::tid, Base::warp, Base::where;
+  using Base::dk, Base::dv, Base::group, Base::task, Base::smem, Base::where;
 
   const Sm90FullBackwardMaps& maps;
   const Sm90FullBackwardMemory<Shape>& memory;
@@ -39,9 +42,21 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<Shape, true> {
                                               unsigned char* smem_, int group_)
       : Base(task_, work_.where, memory_, smem_, group_), maps(maps_), memory(memory_), work(work_) {}
 
-  // recomputed wherever they are needed: addresses made of them, hoisted out of the loop, would spill
-  static __device__ __forceinline__ int lane() { return static_cast<int>(ptx::opaque(threadIdx.x)) % 32; }
-  __device__ __forceinline__ int key() const { return n0 + Base::first_key() + warp * 16 + lane() / 4; }
+  // recomputed wherever they are needed, see anew
+  __device__ __forceinline__ int thread() const { return thread_of(work) % 128; }
+  __device__ __forceinline__ int lane() const { return thread_of(work) % 32; }
+  // where the 16 keys of the warp of thread t begin
+  static __device__ __forceinline__ int warp_keys(int t) { return Shape::kByColumns ? t % 128 / 32 * 16 : t / 32 * 16; }
+  __device__ __forceinline__ void release(uint32_t bar) {
+    __syncwarp();
+    if (lane() == 0) ptx::mbarrier_arrive(bar);
+  }
+  __device__ __forceinline__ int own_key() const {
+    const int t = thread_of(work);
+    return warp_keys(t) + t % 32 / 4;
+  }
+  __device__ __forceinline__ int first() const { return work.where.key_tile * Shape::kKeys; }
+  __device__ __forceinline__ int key() const { return first() + own_key(); }
 
   // Must what is hidden be kept from the products? Where Q or dO of a row is not finite, neither is its reference or
   // delta, unless a cap or a sink stands between. 64 rows; every warp looks at all of them.
@@ -64,14 +79,16 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<Shape, true> {
   }
   // this thread's own, in shared memory
   __device__ __forceinline__ float* own_mask(const Sm90FullBackwardMemory<Shape>& memory) const {
-    return reinterpret_cast<float*>(smem + (memory.mask - memory.k) + group * Shape::kOwnBytes) + tid;
+    const int t = thread_of(work);
+    return reinterpret_cast<float*>(smem + (memory.mask - memory.k)) + t / 128 * (Shape::kOwnBytes / 4) + t % 128;
   }
   __device__ __forceinline__ float& own_slope(const Sm90FullBackwardMemory<Shape>& memory) const {
-    return reinterpret_cast<float*>(smem + (memory.slopes - memory.k))[8 + group * 128 + tid];
+    return reinterpret_cast<float*>(smem + (memory.slopes - memory.k))[thread_of(work) / 32];
   }
 
   // The products with 64 rows of the tile, `part` of a stage counted in such.
-  __device__ __forceinline__ void issue_part_scores(float (&d)[32], uint32_t keys, uint32_t queries, int part) {
+  __device__ __forceinline__ void issue_part_scores(float (&d)[32], uint32_t keys, uint32_t queries, int group,
+                                                    int part) {
     const uint32_t a = Shape::code(keys) + group * 512, b = Shape::code(queries) + part * (Part::kQueryBytes / 16);
     Base::template gemm<64, 0, 0, kD>(
         d, [&](int kk) { return Shape::desc(a, kk / 4 * Shape::kKeyPanel + kk % 4 * 32); },
@@ -83,31 +100,33 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<Shape, true> {
     for (int kk = 0; kk < 4; kk++) ptx::wgmma_rs<T, kD, 1>(d, a[kk], Shape::desc(b, kk * 2048), true);
     ptx::wgmma_commit();
   }
-  // 16 rows from 16 kk on of the warp's dS
-  __device__ __forceinline__ uint32_t ds_chunk(int kk) const {
-    return Shape::chunk_at(memory.ds, Shape::kScorePanel, Base::first_key() + warp * 16 + lane() % 16,
-                           kk * 2 + lane() / 16);
+  // Where the lane's chunk of the warp's dS in a tile or part is; of 16 rows from 16 kk on it is at this ^ 32 kk.
+  __device__ __forceinline__ uint32_t ds_chunks(uint32_t tile) const {
+    const int t = thread_of(work);
+    return Shape::chunk_at(tile, Shape::kScorePanel, warp_keys(t) + t % 16, t % 32 / 16);
   }
-  // The warp's dS, turned, through its part of the mask's tile to the gradient of the mask: Rows rows from first_row
-  // on.
+  // The warp's dS, turned, through its part of the mask's tile to the gradient of the mask: Rows rows of the tile at m0
+  // from first_row on, in `ds` from ds_row on.
   template <int Rows>
-  __device__ __forceinline__ void write_mask_gradient(uint32_t panel, int head, int m0, int first_row) const {
+  __device__ __forceinline__ void write_mask_gradient(uint32_t ds, int ds_row, uint32_t panel, int head, int m0,
+                                                      int first_row) const {
     const MaskGradient& g = task.mask_gradient;
     panel += first_row * 128, m0 += first_row;
     __syncwarp();
+    const uint32_t chunks = ds_chunks(ds) ^ ds_row * 2;
 #pragma unroll
     for (int kk = 0; kk < Rows / 16; kk++) {
       uint32_t x[4];
-      ptx::ldmatrix_x4_trans(x, ds_chunk(first_row / 16 + kk));
-      ptx::stmatrix_x4(Scores::mask_chunk(panel, kk), x);
+      ptx::ldmatrix_x4_trans(x, chunks ^ kk * 32);
+      ptx::stmatrix_x4(Scores::mask_chunk(work, panel, kk), x);
     }
     __syncwarp();
     const int64_t first = work.gradient_batch + head * g.head;
-    const int chunk = warp * 2 + lane() / 16, k = n0 + Base::first_key() + chunk * 8;
+    const int t = thread_of(work), chunk = t % 128 / 16, k = this->first() + warp_keys(t) + t % 32 / 16 * 8;
     T* out = static_cast<T*>(g.own) + first + k;
 #pragma unroll
     for (int i = 0; i < Rows / 16; i++) {
-      const int r = i * 16 + lane() % 16;
+      const int r = i * 16 + t % 16;
       const unsigned char* from = smem + (panel - memory.k) + r * 128 + ((chunk ^ (r & 7)) << 4);
       if (m0 + r < task.q_len && k < task.kv_len)
         *reinterpret_cast<uint4*>(out + (m0 + r) * g.row) = *reinterpret_cast<const uint4*>(from);
@@ -115,110 +134,197 @@ struct Sm90FullConsumer : Sm90BackwardConsumer<Shape, true> {
     ptx::fence_proxy_async();
   }
 
-  // This block's part of the gradient of a head's slope. own: this thread's
-  __device__ __forceinline__ void add_slopes(int head, float& own) {
-    float* parts = reinterpret_cast<float*>(smem + (memory.slopes - memory.k));
-    float sum = own;
-    own = 0.f;
+  static __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
-    for (int x = 1; x < 32; x *= 2) sum += ptx::shfl_xor(sum, x);
-    ptx::bar_sync(1, 256);  // the sums before have been read
-    if (lane() == 0) parts[group * 4 + warp] = sum;
-    ptx::bar_sync(1, 256);
-    if (group != 0 || tid != 0) return;
-    sum = 0.f;
-    for (int w = 0; w < 8; w++) sum += parts[w];
+    for (int n = 1; n < 32; n *= 2) x += ptx::shfl_xor(x, n);
+    return x;
+  }
+  // This block's part of the gradient of a head's slope, from each warp's in own_slope()
+  __device__ __forceinline__ void add_slopes(int head) {
+    const float* parts = reinterpret_cast<const float*>(smem + (memory.slopes - memory.k));
+    ptx::bar_sync(1, 256);  // @slopes_there
+    float sum = 0.f;
+    if (thread_of(work) == 0)
+      for (int w = 0; w < 8; w++) sum += parts[w];
+    ptx::bar_sync(1, 256);  // read
+    if (lane() == 0) own_slope(memory) = 0.f;
+    if (thread_of(work) != 0) return;
     const int slot = where.key_tile + (task.cu_q ? first_packed_tile(task.cu_k, Shape::kKeys, where.batch)
                                                  : where.batch * task.key_tiles);
     task.slope_sum[int64_t(slot) * task.q_heads + head] = sum;
   }
 
+  using Memory = Sm90FullBackwardMemory<Shape>;
+  static constexpr int kParts = Shape::kParts;
+  static_assert(kParts != 2 || Shape::kOutStages == Shape::kQueryStages);  // of Q and dO, and of the rows' statistics
+  static __device__ __forceinline__ int part_of(uint32_t it, int part) {
+    return static_cast<int>(it % 2) * kParts + part;
+  }
+  static __device__ __forceinline__ uint32_t panel_of(const Memory& memory, uint32_t it, int group) {
+    return memory.mask + it % Shape::kMaskStages * Shape::kMaskBytes + group * Shape::kMaskPanel;
+  }
+  // as Sm90FullBackwardScores::softmax wants it
+  __device__ __forceinline__ uint32_t mask_of(const Memory& memory, uint32_t it, int part) const {
+    if (maps.mask_tiles) return panel_of(memory, it, 0) + part * (64 * 128);
+    return memory.mask - memory.k;
+  }
+  // of a tile, or with one part of two tiles in turns
+  static __device__ __forceinline__ uint32_t ds_of(const Memory& memory, uint32_t it) {
+    return memory.ds + (kParts > 1 ? 0 : it % 2 * Shape::kScoreBytes);
+  }
+  static __device__ __forceinline__ void wait_query(const Memory& memory, uint32_t it) {
+    ptx::mbarrier_wait(memory.q_full + 8 * (it % Shape::kQueryStages), it / Shape::kQueryStages % 2);
+  }
+  static __device__ __forceinline__ void wait_out(const Memory& memory, uint32_t it) {
+    ptx::mbarrier_wait(memory.do_full + 8 * (it % Shape::kOutStages), it / Shape::kOutStages % 2);
+  }
+  // what the options hide and keep of a part of a tile, and its mask where TMA does not bring it
+  __device__ __forceinline__ uint2 look(const RingTile& tile, int part) const {
+    const int m0 = tile.tile * kRows;
+    const Scores scores(task, work, tile.head, m0 + part * 64 + 2 * (lane() % 4), key(), whole(m0), tile.whole);
+    if (!maps.mask_tiles && task.scores.mask_kind > MaskElement::boolean)
+      scores.fetch_mask(own_mask(Memory(ptx::smem_addr(smem))));
+    return scores.found();
+  }
+  // of the it-th tile
+  __device__ __forceinline__ void add_dq(const float (&dq)[32], uint32_t it) {
+    if (Shape::kDeterministic && it > 0) ptx::bar_sync(8 + group, 160);  // @dq_added
+    Base::store_dq(dq, TileRing<Shape>(memory, smem).slot(it).scratch, group, thread());
+  }
+
+  // All tiles, of which there are some.
+  __device__ __forceinline__ void walk(const TileRing<Shape>& ring) {
+    float s[32], dp[32];
+    wait_query(memory, 0);
+    ptx::wgmma_fence();
+    issue_part_scores(s, memory.k, memory.q, group, 0);
+    wait_out(memory, 0);
+    ptx::wgmma_fence();
+    issue_part_scores(dp, memory.v, memory.d_out, group, 0);
+    uint2 found = look(ring.slot(0), 0);
+    ptx::wgmma_wait<0>();
+    ptx::keep(s);
+    ptx::keep(dp);
+    if (group == 1) ptx::bar_arrive(4, 256);  // the first turn is the other's
+    uint32_t it = 0;
+#pragma unroll 1
+    for (bool more = true; more; it++) {
+      if (maps.mask_tiles)
+        ptx::mbarrier_wait(memory.mask_full + 8 * (it % Shape::kMaskStages), it / Shape::kMaskStages % 2);
+#pragma unroll
+      for (int part = 0; part < kParts; part++) {
+        const Memory memory(ptx::smem_addr(smem));  // addresses are recomputed, not held
+        Fragments pf, df;
+        const auto statistics = [&](uint32_t of, uint32_t it) {
+          return smem + (of - memory.k) + part_of(it, part) * 256;
+        };
+        if (Guard::found_keys(memory, smem)) Guard::poison_scores(s, memory, smem, own_key());
+        {
+          const RingTile& tile = TileRing<Shape>(memory, smem).slot(it);
+          const Scores scores(task, work, tile.head, tile.tile * kRows + part * 64 + 2 * (lane() % 4), key(), found);
+          const float slope = scores.softmax(s, dp, pf, df, statistics(memory.lse, it) + lane() % 4 * 16,
+                                             Scores::kDelta, maps.mask_tiles, mask_of(memory, it, part), smem);
+          if (task.slope_sum) {
+            const float sum = warp_sum(slope);
+            if (lane() == 0) own_slope(memory) += sum;
+          }
+        }
+        if (const uint32_t again = anew(it, work);
+            hides(TileRing<Shape>(memory, smem).slot(again)) &&
+            suspect(statistics(memory.lse, again), statistics(memory.delta, again))) {
+          const Memory memory(anew(ptx::smem_addr(smem), work));
+          Guard::clean_queries(pf, memory, smem, memory.q + part_of(again, part) * Part::kQueryBytes,
+                               memory.d_out + part_of(again, part) * Part::kOutBytes);
+        }
+        const uint32_t now = ptx::uniform(anew(it, work));
+        const int group = ptx::uniform(anew(this->group, work));
+        ptx::bar_sync(4 + group, 256);  // @turn
+        // Of the first tile there is none before: what is computed of K instead is not used.
+        float dq[32];
+        if (part == 0) Base::issue_dq(dq, now > 0 ? ds_of(memory, now - 1) : memory.k, group);
+        ptx::wgmma_fence();
+        issue_part_sum(dv, pf, memory.d_out, part_of(now, part));
+        ptx::wgmma_fence();
+        issue_part_sum(dk, df, memory.q, part_of(now, part));
+        if (part == 0) {
+          ptx::wgmma_wait<2>();  // @dq_done
+          ptx::keep(dq);
+          if (kParts > 1) ptx::bar_sync(6 + group, 128);  // @dq_read: by all warps, from where dS is written now
+        }
+        const uint32_t ds = ds_of(memory, now) + part * Shape::kScorePanel, chunks = ds_chunks(ds);
+#pragma unroll
+        for (int kk = 0; kk < 4; kk++) ptx::stmatrix_x4(chunks ^ kk * 32, df[kk]);
+        ptx::fence_proxy_async();  // @ds_written
+        if (part == 0 && now > 0) {
+          add_dq(dq, now - 1);
+          release(ring.empty(now - 1));
+        }
+        // the next step; after the last one now again
+        const bool last_part = part == kParts - 1;
+        if (last_part) more = ring.wait(now + 1).exists();
+        const uint32_t next = now + (last_part && more);
+        const int next_part = last_part ? more ? 0 : part : part + 1;
+        if (last_part) {
+          wait_query(memory, next);
+          wait_out(memory, next);
+        }
+        ptx::wgmma_wait<0>();  // @sums_done
+        ptx::wgmma_fence();
+        issue_part_scores(s, memory.k, memory.q, group, part_of(next, next_part));
+        if (last_part) {
+          release(memory.q_empty + 8 * (now % Shape::kQueryStages));
+          release(memory.do_empty + 8 * (now % Shape::kOutStages));
+        }
+        ptx::wgmma_fence();
+        issue_part_scores(dp, memory.v, memory.d_out, group, part_of(next, next_part));
+        ptx::bar_arrive(4 + (group ^ 1), 256);
+        const RingTile& done = TileRing<Shape>(memory, smem).slot(now);
+        if (task.mask_gradient.own)
+          write_mask_gradient<64>(ds, 0, panel_of(memory, now, group), done.head, done.tile * kRows, part * 64);
+        const RingTile& tile = TileRing<Shape>(memory, smem).slot(next);
+        if (last_part) {
+          if (maps.mask_tiles) release(memory.mask_empty + 8 * (now % Shape::kMaskStages));
+          if (task.slope_sum && (!more || tile.head != done.head)) add_slopes(done.head);
+        }
+        found = look(tile, next_part);
+        ptx::wgmma_wait<0>();  // @scores_done
+        ptx::keep(s);
+        ptx::keep(dp);
+      }
+    }
+    ptx::bar_sync(4 + group, 256);  // @last_turn: the other's last dS is there
+    if (group == 0) ptx::bar_arrive(5, 256);
+    const uint32_t last = work.tiles - 1;  // not held through the loop
+    float dq[32];
+    Base::issue_dq(dq, ds_of(memory, last), group);
+    ptx::wgmma_wait<0>();
+    ptx::keep(dq);
+    ptx::keep(dk);
+    ptx::keep(dv);
+    add_dq(dq, last);
+    release(ring.empty(last));
+    if (Shape::kDeterministic) ptx::bar_sync(8 + group, 160);
+  }
+
   __device__ __forceinline__ void run() {
     const TileRing<Shape> ring(memory, smem);
+    if (lane() == 0) own_slope(memory) = 0.f;
     if (ring.wait(0).exists()) {
       ptx::mbarrier_wait(memory.kv_full, 0);
       Guard::clean_keys(memory, smem);
+      walk(ring);
     }
-    own_slope(memory) = 0.f;
-    uint32_t it = 0;
-    for (; ring.wait(it).exists(); it++) {
-      const RingTile& tile = ring.slot(it);
-      const auto panel_of = [&](const Sm90FullBackwardMemory<Shape>& memory, uint32_t it) {
-        return memory.mask + it % Shape::kMaskStages * Shape::kMaskBytes + group * Shape::kMaskPanel;
-      };
-      const int stage = it % Shape::kQueryStages;
-      const auto statistics = [&](uint32_t of, int part) { return smem + (of - memory.k) + part * 256; };
-      ptx::mbarrier_wait(memory.q_full + 8 * stage, it / Shape::kQueryStages % 2);
-      ptx::mbarrier_wait(memory.do_full + 8 * stage, it / Shape::kQueryStages % 2);
-      if (maps.mask_tiles)
-        ptx::mbarrier_wait(memory.mask_full + 8 * (it % Shape::kMaskStages), it / Shape::kMaskStages % 2);
-#pragma unroll 1
-      for (int row = 0; row < kRows; row += 64) {
-        const int part = stage * Shape::kParts + row / 64;
-        Fragments pf, df;
-        float s[32], dp[32];
-        ptx::wgmma_fence();
-        issue_part_scores(s, memory.k, memory.q, part);
-        ptx::wgmma_fence();
-        issue_part_scores(dp, memory.v, memory.d_out, part);
-        const int m0 = tile.tile * kRows;
-        const Scores scores(task, work, tile.head, m0 + row + 2 * (lane() % 4), key(), whole(m0), tile.whole);
-        if (!maps.mask_tiles && task.scores.mask_kind > MaskElement::boolean) scores.fetch_mask(own_mask(memory));
-        ptx::wgmma_wait<0>();
-        ptx::keep(s);
-        ptx::keep(dp);
-        const Sm90FullBackwardMemory<Shape> memory(
-            ptx::opaque(this->memory.k));  // from here on addresses are recomputed, not held
-        if (Guard::found_keys(memory, smem)) Guard::poison_scores(s, memory, smem, key() - n0);
-        scores.softmax(s, dp, pf, df, statistics(memory.lse, part) + lane() % 4 * 16, Scores::kDelta, maps.mask_tiles,
-                       panel_of(memory, it) + row * 128, own_mask(memory), own_slope(memory));
-        const int again = ptx::opaque(it) % Shape::kQueryStages * Shape::kParts + row / 64;
-        if (hides(TileRing<Shape>(memory, smem).slot(ptx::opaque(it))) &&
-            suspect(statistics(memory.lse, again), statistics(memory.delta, again)))
-          Guard::clean_queries(pf, memory, smem, memory.q + again * Part::kQueryBytes,
-                               memory.d_out + again * Part::kOutBytes, row / 64);
-        ptx::wgmma_fence();
-        issue_part_sum(dv, pf, memory.d_out, again);
-        ptx::wgmma_fence();
-        issue_part_sum(dk, df, memory.q, again);
-        // the other warpgroup is done with dS of the tile before
-        if (it > 0 && row == 0) ptx::bar_sync(6 + (group ^ 1), 256);
+    // what is written is made anew, with numbers of its own: nothing of it was held through the loop
+    Base last(task, work.where, memory, smem, group);
 #pragma unroll
-        for (int kk = 0; kk < 4; kk++) ptx::stmatrix_x4(ds_chunk(row / 16 + kk), df[kk]);
-      }
-      ptx::fence_proxy_async();
-      ptx::bar_arrive(4 + group, 256);
-      ptx::bar_sync(4 + (group ^ 1), 256);
-      const Sm90FullBackwardMemory<Shape> memory(ptx::opaque(this->memory.k));
-      const uint32_t now = ptx::opaque(it);
-      const RingTile &done = TileRing<Shape>(memory, smem).slot(now),
-                     &next = TileRing<Shape>(memory, smem).slot(now + 1);
-      float dq[32];
-      Base::issue_dq(dq, memory.ds, group);
-      if (task.mask_gradient.own) write_mask_gradient<kRows>(panel_of(memory, now), done.head, done.tile * kRows, 0);
-      if (maps.mask_tiles) Base::release(memory.mask_empty + 8 * (now % Shape::kMaskStages));
-      ring.wait(now + 1);
-      ptx::wgmma_wait<0>();
-      ptx::keep(dq);
-      Base::release(memory.q_empty + 8 * (now % Shape::kQueryStages));
-      Base::release(memory.do_empty + 8 * (now % Shape::kQueryStages));
-      if (next.exists()) ptx::bar_arrive(6 + group, 256);
-      if (Shape::kDeterministic && now > 0) ptx::bar_sync(8 + group, 160);
-      Base::store_dq(dq, done.scratch, group);
-      if (task.slope_sum && (!next.exists() || next.head != done.head)) add_slopes(done.head, own_slope(memory));
-      Base::release(ring.empty(now));
+    for (int i = 0; i < kD / 2; i++) {
+      last.dk[i] = dk[i];
+      last.dv[i] = task.scores.seed ? dv[i] * task.scores.keep_scale : dv[i];
     }
-    ptx::keep(dk);
-    ptx::keep(dv);
-    if (task.scores.seed) {
-#pragma unroll
-      for (int i = 0; i < kD / 2; i++) dv[i] *= task.scores.keep_scale;
-    }
-    if (Shape::kDeterministic && it > 0) ptx::bar_sync(8 + group, 160);
     if (task.key_value_sum)
-      Base::add();
+      last.add();
     else
-      Base::write(work.sequence.k_begin, work.sequence.k_rows);
+      last.write(work.sequence.k_begin, work.sequence.k_rows);
   }
 };
 
@@ -243,6 +349,7 @@ struct Sm90FullBackward {
       work.mask_batch = task.scores.mask_kind == MaskElement::none ? 0 : item(task.scores.mask_batch);
       work.gradient_batch = task.mask_gradient.own ? item(task.mask_gradient.batch) : 0;
       work.queries = decltype(work.queries)(task, where, sequence);
+      work.zero = 0;
       memory.init();
     }
     __syncthreads();

@@ -14,7 +14,9 @@ template <class Shape>
 struct Sm90FullColumnsConsumer : Sm90FullConsumer<Shape> {
   using Base = Sm90FullConsumer<Shape>;
   using Base::Base;
-  using Base::dk, Base::dv, Base::group, Base::maps, Base::n0, Base::smem, Base::task, Base::work;
+  using Base::dk, Base::dv, Base::maps, Base::smem, Base::task, Base::work;
+  using Plain = Sm90BackwardConsumer<Shape, true>;
+  using Plain::group;
   using Memory = Sm90FullBackwardMemory<Shape>;
   using Guard = Sm90BackwardGuard<typename Shape::Part, Memory>;
   struct WholeTile : Shape::Part {
@@ -59,10 +61,10 @@ struct Sm90FullColumnsConsumer : Sm90FullConsumer<Shape> {
         ptx::keep(dp);
         const unsigned char *references = smem + (memory.lse - memory.k) + qs * kRows * 4,
                             *deltas = smem + (memory.delta - memory.k) + os * kRows * 4;
-        if (Guard::found_keys(memory, smem)) Guard::poison_scores(s, memory, smem, Base::key() - n0);
-        scores.softmax(s, dp, pf, df, references + row * 4 + Base::lane() % 4 * 16,
-                       static_cast<int>(deltas - references), maps.mask_tiles, panel + row * 128,
-                       Base::own_mask(memory), slope_sum);
+        if (Guard::found_keys(memory, smem)) Guard::poison_scores(s, memory, smem, Base::own_key());
+        slope_sum += scores.softmax(s, dp, pf, df, references + row * 4 + Base::lane() % 4 * 16,
+                                    static_cast<int>(deltas - references), maps.mask_tiles,
+                                    maps.mask_tiles ? panel + row * 128 : Base::mask_of(memory, it, 0), smem);
         if (Base::hides(tile) && Base::suspect(references, deltas) &&
             TileGuard::clean_rows_of(memory, smem, Base::query_rows(qs), Base::out_rows(os), 0))
           Guard::poison_weights(pf, memory, smem, row);
@@ -80,7 +82,7 @@ struct Sm90FullColumnsConsumer : Sm90FullConsumer<Shape> {
       Base::issue_dq(dq[0], memory.ds, 2 * group);
       Base::issue_dq(dq[1], memory.ds, 2 * group + 1);
       if (task.mask_gradient.own)
-        Base::template write_mask_gradient<kScoreRows>(panel, done.head, done.tile * kRows, row);
+        Base::template write_mask_gradient<kScoreRows>(memory.ds, row, panel, done.head, done.tile * kRows, row);
       if (maps.mask_tiles) Base::release(memory.mask_empty + 8 * ms);
       ring.wait(it + 1);
       ptx::wgmma_wait<0>();  // @full_products_done
@@ -95,7 +97,12 @@ struct Sm90FullColumnsConsumer : Sm90FullConsumer<Shape> {
         Base::store_dq(dq[i], done.scratch, 2 * group + i);
         stored = true;
       }
-      if (task.slope_sum && (!next.exists() || next.head != done.head)) Base::add_slopes(done.head, slope_sum);
+      if (task.slope_sum && (!next.exists() || next.head != done.head)) {
+        const float sum = Base::warp_sum(slope_sum);
+        slope_sum = 0.f;
+        if (Base::lane() == 0) Base::own_slope(memory) = sum;
+        Base::add_slopes(done.head);
+      }
       Base::release(ring.empty(it));
     }
     ptx::keep(dk);

@@ -71,7 +71,10 @@ class Sm90Scheduler {
 #pragma unroll 1
       for (int i = 0; i < total; i++) push(i, true);
     }
-    if (lane == 0) ring.push(count, {-1, 0, 0, 0, false});
+    if (lane == 0) {
+      reinterpret_cast<typename Shape::Work*>(smem + (memory.work - memory.k))->tiles = count;
+      ring.push(count, {-1, 0, 0, 0, false});
+    }
   }
 
  private:

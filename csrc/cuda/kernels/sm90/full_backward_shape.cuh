@@ -9,6 +9,8 @@ namespace attnjourney {
 template <class T_, int D, int Rows, bool Deterministic>
 struct Sm90FullBackwardShape : Sm90BackwardShape<T_, D, Rows, Deterministic> {
   using Base = Sm90BackwardShape<T_, D, Rows, Deterministic>;
+  // A step is 64 rows of a tile, by columns the tile.
+  static constexpr int kParts = Base::kByColumns ? 1 : Rows / 64;
   static constexpr int kQueryStages = 2, kOutStages = Base::kOutStages, kStages = kQueryStages + kOutStages;
   static constexpr int kInverseBytes = kOutStages * Rows * 4;
   // Tiles of a 16-bit mask: rows of panels of 64 keys. Or what each thread fetches of another floating one.
@@ -21,6 +23,8 @@ struct Sm90FullBackwardShape : Sm90BackwardShape<T_, D, Rows, Deterministic> {
     Sequence sequence;
     BackwardQueries<Rows, Base::kKeys, true> queries;
     int64_t mask_batch, gradient_batch;  // where the item's mask begins, and its gradient
+    int zero;                            // see anew
+    uint32_t tiles;                      // that the mask leaves, once the last one has been handed out
     __device__ __forceinline__ int total() const { return queries.per_head() * where.heads; }
   };
   // Scores are worked on 64 rows at a time, by columns 32: such a part of a tile, as a shape of its own.
@@ -28,10 +32,8 @@ struct Sm90FullBackwardShape : Sm90BackwardShape<T_, D, Rows, Deterministic> {
     static constexpr int kRows = 64, kScoreRows = Base::kByColumns ? 32 : 64, kQueryPanel = 64 * 128;
     static constexpr int kQueryBytes = Base::kPanels * kQueryPanel, kOutBytes = kQueryBytes;
   };
-  static constexpr int kParts = Rows / 64;
-  static constexpr int kScoreTiles = Base::kByColumns ? 2 : 1;  // dS; by columns weights, too
-  // by columns each thread's sum for a slope lies in a register
-  static constexpr int kSlopeBytes = 32 + (Base::kByColumns ? 0 : 1024), kMarkBytes = Base::kKeys * 4;
+  static constexpr int kScoreTiles = 3 - kParts;  // dS of two steps; by columns dS and weights
+  static constexpr int kSlopeBytes = 32, kMarkBytes = Base::kKeys * 4;
   static_assert(kParts == 1 || Base::kPanels == 1);  // 64 rows lie together
   static constexpr int kRing = 4,
                        kReaders = 8 + 1 + (Deterministic ? 2 : 0);  // of tiles' numbers; warps that read them
@@ -42,6 +44,18 @@ struct Sm90FullBackwardShape : Sm90BackwardShape<T_, D, Rows, Deterministic> {
                                     16 + 96 + 2 * kMarkBytes + sizeof(Work);
   static_assert(kSmemBytes <= 227 * 1024);
 };
+
+// The same number, by way of shared memory: what is computed of it is computed where it is used, while addresses made
+// of threadIdx or of a loop's number would be held, or kept for their next use, in registers that there are not.
+template <class Work>
+__device__ __forceinline__ int anew(int x, const Work& work) {
+  return x + *static_cast<const volatile int*>(&work.zero);
+}
+// this thread of the two warpgroups
+template <class Work>
+__device__ __forceinline__ int thread_of(const Work& work) {
+  return (anew(static_cast<int>(threadIdx.x), work) - 128) & 255;
+}
 
 template <class Shape>
 struct Sm90FullBackwardMemory : Sm90BackwardMemory<Shape> {
