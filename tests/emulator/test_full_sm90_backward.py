@@ -30,6 +30,7 @@ BACKWARD = {  # kernel: (program, dtype, head_dim, deterministic)
     "64-fp16": (kernel("Half", 64, 128, "false"), torch.float16, 64, False),
     "128-bf16": (kernel("Bf16", 128, 64, "false"), torch.bfloat16, 128, False),
     "64-deterministic": (kernel("Bf16", 64, 128, "true"), torch.bfloat16, 64, True),
+    "128-deterministic": (kernel("Half", 128, 64, "true"), torch.float16, 128, True),
     "256-bf16": (kernel("Bf16", 256, 64, "false"), torch.bfloat16, 256, False),
     "256-deterministic": (kernel("Half", 256, 64, "true"), torch.float16, 256, True),
 }
