@@ -115,15 +115,15 @@ def test_whole_sequences_where_these_are_as_good():
 
 
 FAULTS = [
-    ("sums before they are there", "@sums_there", ""),
-    ("cuts before they are there", "@cuts_there", ""),
-    ("the sum of a thread counted for itself", "  before -= own;\n", ""),
-    ("warps before left out", "if (w < warp) before += room[w];", ""),
-    ("one sequence for each thread", "(task.batch + kRaggedThreads - 1) / kRaggedThreads;", "1;"),
-    ("nobody's cut", "at < 0 || at >= own", "at <= 0 || at >= own"),
-    ("cuts before the begin's end", "max(at - kRaggedBegin, 0)", "at - kRaggedBegin"),
-    ("no whole sequences", "if (plan.each)", "if (false)"),
-    ("whole sequences at any price", "if (most > (all + groups - 1) / groups + kRaggedCut) each = 0;", ""),
+    ("sums before they are there", SHARES, "@sums_there", ""),
+    ("cuts before they are there", SHARES, "@cuts_there", ""),
+    ("the sum of a thread counted for itself", SHARES, "  before -= own;\n", ""),
+    ("warps before left out", SHARES, "if (w < warp) before += room[w];", ""),
+    ("one sequence for each thread", SHARES, "(task.batch + kRaggedThreads - 1) / kRaggedThreads;", "1;"),
+    ("nobody's cut", SHARES, "at < 0 || at >= own", "at <= 0 || at >= own"),
+    ("cuts before the begin's end", SHARES, "max(at - kRaggedBegin, 0)", "at - kRaggedBegin"),
+    ("no whole sequences", SHARES, "if (plan.each)", "if (false)"),
+    ("whole sequences at any price", SHARES, "if (most > (all + groups - 1) / groups + kRaggedCut) each = 0;", ""),
 ]
 
 
@@ -139,11 +139,11 @@ def check_all(program, case, order):
 
 @pytest.fixture(scope="module")
 def programs():
-    build.build_all([(*PROGRAM, (), build.Fault(SHARES, *edit)) for _, *edit in FAULTS])
+    build.build_all([(*PROGRAM, (), build.Fault(*fault)) for _, *fault in FAULTS])
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault[0])
 def test_faults_are_found(programs, fault):
-    executable = build.program(*PROGRAM, (), build.Fault(SHARES, *fault[1:]))
+    executable = build.program(*PROGRAM, (), build.Fault(*fault[1:]))
     calls = [(case, order) for order in ("random", "reverse", "starve") for case in CASES[2:]]
     assert is_noticed([partial(check_all, executable, *call) for call in calls], fault[0])
