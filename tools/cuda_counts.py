@@ -129,8 +129,13 @@ class Backward:
         tensor = 2 * self.rows * self.keys * (3 * head_dim + 2 * v_head_dim) / TENSOR
         return max(tensor, self.shared) + MEETING + ORDERED * self.deterministic + SCORE * self.rows * self.keys
 
+    def around(self, head_dim: int, v_head_dim: int) -> float:
+        """Clocks of a block before its first tile and behind its last."""
+        return 2000
+
     def seconds(self, h: Heads) -> float:
         key_tiles, query_tiles, clocks = -(-h.n // self.keys), -(-h.n // self.rows), self.tile(h.head_dim, h.v_head_dim)
+        around = self.around(h.head_dim, h.v_head_dim)
         span = max(1, min(h.count, 256 // key_tiles)) if h.causal and not self.deterministic else 1
         free, sums = [0.0] * MULTIPROCESSORS, [[0.0] * query_tiles for _ in range(h.count)]
         for first in range(0, h.count, span):
@@ -139,7 +144,7 @@ class Backward:
                 begin = key_tile * self.keys // self.rows if h.causal else 0
                 borders = (HIDING + GUARD) * (self.keys // self.rows) if h.causal else 0
                 for turns in sums[first : first + span]:
-                    at = free[0] + 2000 + borders
+                    at = free[0] + around + borders
                     for query_tile in range(begin, query_tiles):
                         at += clocks
                         if self.deterministic:
@@ -168,6 +173,11 @@ class FullBackward(Backward):
         if not self.apart:
             return tensor + 2 * self.weighing + rest
         return max(tensor, tensor / 2 + self.weighing / ALONE) + SCORE * self.rows * self.keys + rest
+
+    def around(self, head_dim: int, v_head_dim: int) -> float:
+        """Apart, with scores and dP behind the last tile and dQ before the first, which count for nothing."""
+        idle = 2 * self.rows * self.keys * (2 * head_dim + v_head_dim) / TENSOR
+        return super().around(head_dim, v_head_dim) + idle * self.apart
 
 
 @dataclass(frozen=True)

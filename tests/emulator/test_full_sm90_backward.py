@@ -83,7 +83,8 @@ def test_nan(programs, name):
 
 
 def test_hidden_tiles_are_skipped(programs, monkeypatch):
-    """Half of the tiles hidden: half of the products."""
+    """Half of the tiles hidden: half of the products, but for those at the ends of a key tile that count for nothing
+    (kernels/sm90/full_backward.cuh): scores, dP and dQ, three quarters of a tile's."""
     counts, plain_run = [], run.run
 
     def counted(*arguments):
@@ -100,7 +101,9 @@ def test_hidden_tiles_are_skipped(programs, monkeypatch):
     for seen in (lambda b, h, i, j: i // 128 == j // 128, lambda b, h, i, j: (i >= 0) & (j >= 0)):
         mask = BlockMask.from_function(seen, 1, 1, 256, 256, 64)
         run.backward(build.program(*program), tensors, *given, {"left": -1}, options={"attn_mask": mask})
-    assert [2 * counts[0], 2 * counts[2]] == [counts[1], counts[3]]
+    for half, full in (counts[:2], counts[2:]):  # two key tiles, of each two tiles of rows and four
+        tile = (full - half) / 4
+        assert half == (4 + 2 * 0.75) * tile > 0
 
 
 FIND = [  # what faults show in, the quickest first
