@@ -107,7 +107,8 @@ def innermost_loops(disassembly: str, machine: Machine = X86) -> list[Loop]:
 
 def template(function: str) -> str:
     """Its name alone, without namespaces, result, what it is instantiated with, and arguments."""
-    name, depth, result = re.sub(r"attnjourney::|\(anonymous namespace\)::", "", function), 0, ""
+    name = re.sub(r"attnjourney::|\(anonymous namespace\)::|\b(?:avx|amx|neon)\w*::", "", function)
+    depth, result = 0, ""
     for x in name:
         depth -= x == ">"
         result += x if depth == 0 and x != ">" and x != "<" else ""
