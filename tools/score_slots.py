@@ -39,8 +39,6 @@ BUILDS: dict[str, tuple[Machine, tuple[str, ...], int]] = {  # compiler and flag
     "avx512": (X86, ("g++", *X86_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"), 8 * 3),
     "neon": (AARCH64, ("aarch64-linux-gnu-g++", "-DATTNJOURNEY_ARM64=1", "-fno-schedule-insns"), 8 * 3),
 }
-MULTIPLY_ADDS = {"avx2": "vfmadd231ps ymm0,ymm1,ymm2", "avx512": "vfmadd231ps zmm0,zmm1,zmm2",
-                 "neon": "fmla\tv0.4s, v1.4s, v2.4s"}  # fmt: skip
 
 
 def compiled(isa: str, folder: Path) -> Path:
@@ -63,7 +61,7 @@ def body(disassembly: str, machine: Machine) -> list[str]:
 def slots(code: list[str], isa: str, cpu: str) -> tuple[float, float]:
     """Cycles of a vector of scores; the multiply-adds that the model does in them."""
     machine, _, vectors = BUILDS[isa]
-    free = free_multiply_adds(Loop(machine, "", (MULTIPLY_ADDS[isa],)))
+    free = free_multiply_adds(Loop(machine, "probe", tuple(code)))
     taken = cycles(code, machine, cpu) / vectors
     return taken, taken * len(free) / cycles(free, machine, cpu)
 

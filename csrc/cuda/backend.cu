@@ -22,7 +22,7 @@ constexpr Backend cuda_backend{
                .decode_latents = cuda_decode_latents,
                .products = aten_head_products,
                .dequantize = cuda_dequantize,
-               .most_head_dim = 256},
+               .most_head_dim = most_decode_dim},
     .caches = {.append = cuda_cache_append,
                .truncate = cuda_cache_truncate,
                .reorder = cuda_cache_reorder,

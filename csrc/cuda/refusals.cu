@@ -222,7 +222,7 @@ constexpr Backend refusing_backend{
     .decode = {.decode = checked_decode,
                .decode_latents = checked_decode_latents,
                .products = aten_head_products,
-               .most_head_dim = 256},
+               .most_head_dim = most_decode_dim},
     .caches = {},
     .linear = {.forward = linear_forward, .backward = linear_backward},
     .gated = {.forward = gated_forward, .backward = gated_backward},

@@ -2,6 +2,7 @@
 // field added to them is looked at in cuda/attention/options.h.
 #pragma once
 #include "attention/attention.h"
+#include "cuda/decode/mla_decode_cuda.h"
 #include "cuda/kernels/decode/latent_size.cuh"
 #include "cuda/launch.h"
 #include "decode/decode.h"
@@ -38,10 +39,11 @@ inline void check_served(const AttentionCall& c, int64_t most) {
 
 // Lengths are on the device: a mask has as many columns as keys are looked at, and lengths beyond count as that many.
 inline void check_decode_served(const DecodeCall& c, const DecodeInputs& in) {
-  const int64_t most = c.ring && in.options.attn_mask ? 256 : most_head_dim(in.query.scalar_type());
+  const bool masked_ring = is_masked_ring(c, in);
+  const int64_t most = masked_ring ? most_decode_dim : most_head_dim(in.query.scalar_type());
   check_value(c.head_dim <= most && c.v_head_dim <= most, "query: expected head dimensions of at most ", most,
-              c.ring && in.options.attn_mask ? " beside a mask over a ring" : "", " on CUDA, got ", c.head_dim,
-              " and (value) ", c.v_head_dim);
+              masked_ring ? " beside a mask over a ring" : "", " on CUDA, got ", c.head_dim, " and (value) ",
+              c.v_head_dim);
   const int64_t limit = int64_t{1} << 28, blocks = in.block_table ? in.key.size(0) : 0;
   check_value(c.capacity < limit && blocks < limit && c.prefix < limit && c.batch * c.q_heads * c.q_len < limit,
               "query: expected fewer than 2^28 rows, keys and blocks on CUDA");

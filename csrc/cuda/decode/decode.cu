@@ -121,11 +121,8 @@ void cuda_decode(const DecodeCall& c, const DecodeInputs& in, const Tensor& out,
     return query.element_size() == 2 && in_chunks(in.key) && in_chunks(in.value) &&
            many_rows_are_split(c.batch * c.kv_heads, c.group, c.q_len, keys, current_device(query));
   };
-  const bool wide = c.head_dim > 256 || c.v_head_dim > 256;  // attention has kernels for these
-  // a ring's mask has columns for keys that are gone
-  const bool tiled =
-      wide || (c.group * c.q_len > kFewRows && c.q_len > 16 && !(c.ring && in.options.attn_mask) && !split());
-  (tiled ? cuda_decode_tiled : decode_few)(c, in, cache, query, out, lse);
+  const bool many = c.group * c.q_len > kFewRows && c.q_len > 16 && !is_masked_ring(c, in) && !split();
+  (is_wide(c) || many ? cuda_decode_tiled : decode_few)(c, in, cache, query, out, lse);
 }
 
 }  // namespace attnjourney

@@ -198,7 +198,7 @@ struct MatrixDecode {
     // taken where a row of queries sees one.
     ATTN_NOINLINE void find(const DecodeBlock& block, bool inside) {
       BlockWalk::pieces(runs, block, [&](const DecodeRun& run, int64_t k, int64_t count, int64_t done) {
-        const auto rows = [&](const void* all, int64_t row, int64_t dim, const Stored** to) {
+        const auto locate = [&](const void* all, int64_t row, int64_t dim, const Stored** to) {
           const Stored* const x = static_cast<const Stored*>(all) + k * row;
           for (int64_t i = 0; i < count; i++) to[done + i] = x + i * row;
           if constexpr (WithoutNan<Stored>::differs)
@@ -206,8 +206,8 @@ struct MatrixDecode {
               for (int64_t i = done; i < done + count; i++)
                 if (any_nan(to[i], 0, 1, dim)) drop(to, i);
         };
-        rows(run.key, params.k_row, params.head_dim, key_at);
-        if (!inside) rows(run.value, params.v_row, params.v_head_dim, value_at);
+        locate(run.key, params.k_row, params.head_dim, key_at);
+        if (!inside) locate(run.value, params.v_row, params.v_head_dim, value_at);
       });
       const int64_t used = steps_of(block.count) * depth;
       for (int64_t k = block.count; k < used; k++) key_at[k] = value_at[k] = b.nothing;
